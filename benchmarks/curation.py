@@ -80,10 +80,10 @@ def _found(texts: list[str], benchmark: dict[str, Any], folder: Path) -> int:
     documents = pa.table({"row": range(len(texts)), "id": [f"{n:05}" for n in range(len(texts))], "text": texts})
     source = folder / "text.parquet"
     pq.write_table(documents, source)
-    job = one_shard(source, folder, {"decontaminate": [benchmark]})
+    job = one_shard(source, folder, {"decontaminate": [benchmark]}, Decontaminate())
     write_attributes(job, documents)
     Decontaminate().run(run_serial, job)
-    return sum(pq.read_metadata(file).num_rows for file in job.files("contaminated/drop"))
+    return len(job.fates(0, "end"))
 
 
 def _documents(path: Path) -> Iterator[dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import tempfile
 import uuid
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,8 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, RootModel
 
 from storage.artifact import (
     DAMAGED,
@@ -46,6 +49,7 @@ from storage.digests import (
 )
 from storage.filesystem import filesystem_of, write_atomic
 from storage.objects import (
+    copy_object,
     create_bytes,
     get_bytes,
     get_file,
@@ -70,6 +74,8 @@ DOWNLOADING = ".bringing"
 """File in an incomplete copy: the attempt whose files the copy holds."""
 LAZY = "lazy"
 """Folder of page caches in the working folder (storage/page_cache.py)."""
+STORED = ".stored.json"
+"""File of a staged folder with its `StoredFiles`."""
 HINTS = ".newest"
 """Folder of small objects: the label last committed for a kind and name."""
 ROUNDS = 3
@@ -252,6 +258,47 @@ class RemoteArtifact(Artifact):
         return file_lock(self.root.local, f"artifacts/{self.label}")
 
 
+class StoredFile(BaseModel):
+    """A file of an artifact that workers have already written into the store, elsewhere."""
+
+    uri: str
+    digest: FileDigest
+    pages: str = ""
+    """SHA-256 of its pages in hexadecimal digits, for files of PAGED with more than a page."""
+
+    @classmethod
+    def read(cls, uri: str) -> StoredFile:
+        """Return a file with its digest; reads all its bytes once, from a copy on this machine."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, uri.rpartition("/")[2])
+            get_file(uri, path)
+            if (stored := size_of(uri)) != path.stat().st_size:
+                raise OSError(f"{uri}: {path.stat().st_size:,} bytes came, {stored or 0:,} are stored; try again")
+            if path.suffix == PAGED and path.stat().st_size > PAGE:
+                digest, pages = digest_pages(path)
+                return cls(uri=uri, digest=digest, pages=pages.hex())
+            return cls(uri=uri, digest=digest_file(path))
+
+
+class StoredFiles(RootModel[dict[str, StoredFile]]):
+    """Files of an artifact by name that `Store.commit` takes from the store and not from the staged folder."""
+
+    def give(self, folder: Path) -> None:
+        """Add the files to those that a staged folder names."""
+        known = self.take(folder)
+        write_atomic(folder / STORED, StoredFiles(known | self.root).model_dump_json())
+
+    @staticmethod
+    def take(folder: Path) -> dict[str, StoredFile]:
+        """Return the files that a staged folder names, and forget them."""
+        try:
+            known = StoredFiles.model_validate_json((folder / STORED).read_bytes()).root
+        except FileNotFoundError:
+            return {}
+        (folder / STORED).unlink()
+        return known
+
+
 def open_store(root: Root) -> Store:
     """Return the artifacts of `root`."""
     return Store(root.local) if root.is_local else RemoteStore(root)
@@ -275,11 +322,13 @@ class RemoteStore(Store):
     ) -> Artifact:
         """Upload the staged `folder` as the artifact of `design`; it becomes the local copy.
 
-        If another process committed first, its artifact is returned. After an OSError the artifact is committed or
-        absent, never partial; `find` tells which.
+        Files that `StoredFiles` names are copied inside the store, and then nothing becomes the local copy. If another
+        process committed first, its artifact is returned. After an OSError the artifact is committed or absent, never
+        partial; `find` tells which.
         """
         attempt = uuid.uuid4().hex  # a prefix for each attempt: two winners would leave two whole ones, never a mixture
-        files, pages = self._upload(folder, self.remote.join(design.label, attempt))
+        stored = StoredFiles.take(folder)
+        files, pages = self._upload(folder, self.remote.join(design.label, attempt), stored)
         manifest = design.manifest(files, metadata, created_by, code, seconds)
         artifact = RemoteArtifact.from_manifest(
             self.remote, manifest.model_copy(update={"attempt": attempt, "pages": pages})
@@ -288,7 +337,8 @@ class RemoteStore(Store):
         if winner is None:
             with suppress(OSError):  # only a hint
                 put_bytes(self.remote.join(HINTS, design.kind, design.name), artifact.label.encode())
-            artifact.adopt(folder)
+            if not stored:
+                artifact.adopt(folder)
             return artifact
         remove_all(artifact.uri)
         return winner
@@ -302,17 +352,22 @@ class RemoteStore(Store):
         uri = self._manifest(check_label(label))
         put_bytes(uri, self._signed_again(get_bytes(uri), uri).encode())
 
-    def _upload(self, folder: Path, prefix: str) -> tuple[dict[str, FileDigest], dict[str, FileDigest]]:
-        """Upload every file of `folder` and its page digests; return the digests of both."""
+    def _upload(
+        self, folder: Path, prefix: str, stored: dict[str, StoredFile]
+    ) -> tuple[dict[str, FileDigest], dict[str, FileDigest]]:
+        """Upload every file of `folder` and its page digests, copy the `stored` files; return the digests of both."""
         paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
         large = [name for name, path in paths.items() if path.suffix == PAGED and path.stat().st_size > PAGE]
         with ThreadPoolExecutor(THREADS) as hashing:
             paged_jobs = {name: hashing.submit(digest_pages, paths[name]) for name in large}
             jobs = {name: hashing.submit(digest_file, path) for name, path in paths.items() if name not in paged_jobs}
             parallel_map(lambda name: put_file(paths[name], f"{prefix}/{name}"), paths)
+        parallel_map(lambda name: copy_object(stored[name].uri, f"{prefix}/{name}"), stored, READERS)
         paged = {name: job.result() for name, job in paged_jobs.items()}
+        paged |= {name: (file.digest, bytes.fromhex(file.pages)) for name, file in stored.items() if file.pages}
         parallel_map(lambda name: put_bytes(f"{prefix}/{PAGES}/{name}", paged[name][1]), paged)
         digests = {name: paged[name][0] if name in paged else jobs[name].result() for name in paths}
+        digests |= {name: file.digest for name, file in stored.items()}
         return digests, {name: digest_bytes(pages) for name, (_, pages) in paged.items()}
 
     def _publish(self, design: ArtifactSpec, artifact: RemoteArtifact) -> Artifact | None:

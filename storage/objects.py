@@ -7,13 +7,19 @@ are read back. One bad reply proves nothing, because headers are lost and bits f
 
 from __future__ import annotations
 
+import atexit
+import errno
 import io
 import os
+import shutil
+import tempfile
 import time
+import uuid
 import zlib
 from collections import OrderedDict
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +61,13 @@ def put_file(path: Path, uri: str) -> None:
                 return
             time.sleep(PAUSE_S)
     raise OSError(f"{uri}: {stored:,} bytes are stored, {sent:,} were sent, {TRIES} times")
+
+
+def copy_object(source: str, uri: str) -> None:
+    """Copy an object inside the store. Raises OSError if the stored size differs afterwards."""
+    filesystem_of(uri).cp_file(source, uri)
+    if (stored := size_of(uri)) != (size := size_of(source)):
+        raise OSError(f"{uri}: {stored or 0:,} bytes are stored, {source} has {size or 0:,}; try again")
 
 
 def put_bytes(uri: str, data: bytes) -> None:
@@ -250,7 +263,7 @@ class RemoteFile(io.RawIOBase):
     def _fetch(self, number: int) -> bytes:
         start = number * BLOCK
         try:
-            data = with_retries(self.uri, partial(self._fetch_range, start, min(self.size, start + BLOCK)))
+            data = _fetch_range(self.uri, start, min(self.size, start + BLOCK))
             if self._sums.setdefault(number, zlib.crc32(data)) != zlib.crc32(data):
                 raise StoreError(f"{self.uri}: two reads of the bytes from {start:,} on differ")
         except OSError as error:
@@ -258,14 +271,114 @@ class RemoteFile(io.RawIOBase):
             raise
         return data
 
-    def _fetch_range(self, start: int, stop: int) -> bytes:
-        filesystem = filesystem_of(self.uri)
-        if is_object_store(self.uri):  # its client reads a range by one call, which has a deadline
-            data = bytes(filesystem.cat_file(self.uri, start=start, end=stop))
+
+def _fetch_range(uri: str, start: int, stop: int) -> bytes:
+    return with_retries(uri, partial(_request_range, uri, start, stop))
+
+
+def _request_range(uri: str, start: int, stop: int) -> bytes:
+    filesystem = filesystem_of(uri)
+    if is_object_store(uri):  # its client reads a range by one call, which has a deadline
+        data = bytes(filesystem.cat_file(uri, start=start, end=stop))
+    else:
+        with filesystem.open(uri, "rb", cache_type="none") as file:
+            file.seek(start)
+            data = bytes(file.read(stop - start))
+    if len(data) != stop - start:
+        raise StoreError(f"{len(data):,} bytes came instead of {stop - start:,} from {start:,} on")
+    return data
+
+
+# Files by path or URI, for work items that may run anywhere
+
+
+def open_file(uri: str) -> str | RemoteFile:
+    """Return what readers of Parquet take: the path of a local file, or an opened remote one."""
+    if is_local(uri):
+        return str(local_path(uri))
+    if (size := size_of(uri)) is None:
+        raise FileNotFoundError(errno.ENOENT, "not found", uri)
+    return RemoteFile(uri, size)
+
+
+def read_range(uri: str, start: int, stop: int) -> bytes:
+    """Return the bytes of a file from `start` to `stop`. Raises OSError if it ends before."""
+    if not is_local(uri):
+        return _fetch_range(uri, start, stop)
+    with local_path(uri).open("rb") as file:
+        file.seek(start)
+        data = file.read(stop - start)
+    if len(data) != stop - start:
+        raise OSError(f"{uri}: ends at {start + len(data):,}, before byte {stop:,}; delete the file")
+    return data
+
+
+def read_file(uri: str) -> bytes:
+    """Return the bytes of a file or object. Raises FileNotFoundError."""
+    return local_path(uri).read_bytes() if is_local(uri) else get_bytes(uri)
+
+
+@contextmanager
+def atomic_file(uri: str) -> Iterator[Path]:
+    """Yield a path of this machine; the file written there becomes `uri` when the block succeeds, else it is deleted.
+
+    Not synced: after a power cut a local file may be empty.
+    """
+    place = local_path(uri) if is_local(uri) else Path(tempfile.gettempdir(), uri.rpartition("/")[2])
+    place.parent.mkdir(parents=True, exist_ok=True)
+    temporary = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
+    try:
+        yield temporary
+        if is_local(uri):
+            os.replace(temporary, place)
         else:
-            with filesystem.open(self.uri, "rb", cache_type="none") as file:
-                file.seek(start)
-                data = bytes(file.read(stop - start))
-        if len(data) != stop - start:
-            raise StoreError(f"{len(data):,} bytes came instead of {stop - start:,} from {start:,} on")
-        return data
+            put_file(temporary, uri)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def local_folder(uri: str) -> Path:
+    """Return a local folder, or a copy of a remote one, which the process downloads once and keeps until it ends."""
+    return local_path(uri) if is_local(uri) else _downloaded(uri, os.getpid())
+
+
+@cache
+def _downloaded(uri: str, pid: int) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="herd-copy-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name in list_objects(uri):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        get_file(f"{uri}/{name}", folder / name)
+    return folder
+
+
+def put_folder(folder: Path, uri: str) -> None:
+    """Upload the files of a local folder, at any depth."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            put_file(path, f"{uri}/{path.relative_to(folder).as_posix()}")
+
+
+def file_names(uri: str) -> list[str]:
+    """Return the names of the files in a folder, sorted, without hidden ones; empty if there is no folder."""
+    if is_local(uri):
+        try:
+            with os.scandir(local_path(uri)) as entries:
+                return sorted(entry.name for entry in entries if entry.is_file() and not entry.name.startswith("."))
+        except FileNotFoundError:
+            return []
+    prefix = len(str(filesystem_of(uri)._strip_protocol(uri))) + 1
+    try:
+        entries = filesystem_of(uri).ls(uri, detail=True)
+    except FileNotFoundError:
+        return []
+    names = (str(entry["name"])[prefix:] for entry in entries if entry["type"] == "file")
+    return sorted(name for name in names if name and not name.startswith("."))
+
+
+def remove_tree(uri: str) -> None:
+    """Delete a folder with all its files; no error if it is absent."""
+    if is_local(uri):
+        shutil.rmtree(local_path(uri), ignore_errors=True)
+    else:
+        remove_all(uri)

@@ -9,17 +9,17 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from benchmarks.ours.setup import one_shard, write_attributes
-from llama3.data.dedup.minhash import BANDS, map_bands, reduce_candidates
+from llama3.data.dedup.minhash import MinHash, choose_pairs, map_bands, round_shuffles
 from llama3.data.kernels.shingles import band_hashes
-from llama3.data.mapreduce import run_serial, run_step
 
 
 def work(source: Path, folder: Path) -> dict[str, Any]:
     """Return how many documents share a bucket of 14 bands of 8 hashes with another."""
-    job = one_shard(source, folder, {"dedup": {"bands": 14, "rows": 8}})
+    job = one_shard(source, folder, {"dedup": {"bands": 14, "rows": 8}}, MinHash())
     documents = pq.read_table(source, columns=["row", "id", "language", "text"])
     bands = band_hashes(documents["text"], job.recipe.curate.dedup)
     write_attributes(job, documents, bands=bands, rank=np.zeros(len(documents)))
-    run_step(run_serial, job, BANDS, map_bands, [0])
-    run_step(run_serial, job, "near/candidates", reduce_candidates, [0])
-    return {"candidates": sum(pq.read_metadata(file).num_rows for file in job.files("near/candidates"))}
+    map_bands(job, 0)
+    choose_pairs(0, job, 0)
+    pairs = round_shuffles(job, 0).pairs.read(job, 0)
+    return {"candidates": len(np.union1d(pairs["member"].to_numpy(), pairs["center"].to_numpy()))}

@@ -16,19 +16,24 @@ from benchmarks.ours.setup import one_shard, write_attributes, write_kept
 from llama3.data.dedup.exact import Exact
 from llama3.data.dedup.minhash import MinHash
 from llama3.data.kernels.shingles import band_hashes
-from llama3.data.mapreduce import run_serial
+from llama3.data.mapreduce import CurationJob, run_serial
 
 
-def work(source: Path, folder: Path, jaccard: float = 0.8) -> dict[str, Any]:
-    """Write the documents that stay as Parquet; return how many, and the drops' file."""
-    job = one_shard(source, folder, {"dedup": {"jaccard": jaccard}})
+def prepare(source: Path, folder: Path, jaccard: float = 0.8) -> CurationJob:
+    """Write the bands of the text shard `source` and return the job of both stages."""
+    job = one_shard(source, folder, {"dedup": {"jaccard": jaccard}}, Exact(), MinHash())
     documents = pq.read_table(source)
     bands = band_hashes(documents["text"], job.recipe.curate.dedup)
     write_attributes(job, documents, bands=bands, rank=np.zeros(len(documents)))
-    for stage in (Exact(), MinHash()):
+    return job
+
+
+def work(source: Path, folder: Path, jaccard: float = 0.8) -> dict[str, Any]:
+    """Write the documents that stay as Parquet; return how many, and the folder of the steps."""
+    job = prepare(source, folder, jaccard)
+    for stage in job.stages:
         stage.run(run_serial, job)
-    files = [*job.files("exact/drop"), *job.files("near/drop")]
-    dropped = pa.concat_tables([pq.read_table(file, columns=["row"]) for file in files])
-    kept = np.isin(documents["row"].to_numpy(), dropped["row"].to_numpy(), invert=True)
+    documents = pq.read_table(source)
+    kept = np.isin(documents["row"].to_numpy(), job.fates(0, "end")["row"].to_numpy(), invert=True)
     write_kept(documents.filter(pa.array(kept)), folder / "kept.parquet")
-    return {"kept": int(kept.sum()), "steps": str(job.folder)}
+    return {"kept": int(kept.sum()), "steps": job.folder}

@@ -5,24 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from benchmarks.ours.minhash import work as remove
-from benchmarks.ours.setup import one_shard
-from llama3.data.dedup.minhash import verdict_files
+from benchmarks.ours.minhash import prepare
+from llama3.data.dedup.exact import Exact
+from llama3.data.dedup.minhash import CLUSTERS, MinHash, round_shuffles
+from llama3.data.mapreduce import read_table, run_serial
 
 
 def work(source: Path, folder: Path) -> dict[str, Any]:
     """Return the cluster of each row, named by the document that stays, and the verified pairs of rows."""
-    remove(source, folder)
-    job = one_shard(source, folder, {})
-    clusters = pa.concat_tables([pq.read_table(file) for file in job.files("near/clusters")])
+    job = prepare(source, folder)
+    Exact().run(run_serial, job)
+    MinHash().passes(run_serial, job)  # `run` would remove the verdicts
+    clusters = read_table(job.file(job.by_parts(CLUSTERS), 0))
     pairs = set()
-    for file in verdict_files(job):
-        alike = pq.read_table(file).filter(pc.field("alike"))
-        ends = zip(alike["centre"].to_pylist(), alike["row"].to_pylist(), strict=True)
+    for number in range(len(list(Path(job.folder, "near").glob("*/open")))):
+        alike = round_shuffles(job, number).verdicts.read(job, 0).filter(pc.field("alike"))
+        ends = zip(alike["center"].to_pylist(), alike["row"].to_pylist(), strict=True)
         pairs |= {(min(pair), max(pair)) for pair in ends}
     clustered = dict(zip(clusters["id"].to_pylist(), clusters["cluster"].to_pylist(), strict=True))
     ids = pq.read_table(source, columns=["id"])["id"].to_pylist()  # exact copies share their id

@@ -9,8 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llama3.data.curate import CURATION
-from llama3.data.mapreduce import CurationJob, Shard
+from llama3.data.mapreduce import CurationJob, CurationStage, Shard
 from llama3.recipe.base import DOMAINS, Domain
 from llama3.recipe.schema import Recipe
 
@@ -66,12 +65,12 @@ def bench_recipe(
     )
 
 
-def one_shard(source: Path, folder: Path, curate: Mapping[str, Any]) -> CurationJob:
-    """Return the job over the text shard `source`; its attributes, not written yet, are under `folder`."""
+def one_shard(source: Path, folder: Path, curate: Mapping[str, Any], *stages: CurationStage) -> CurationJob:
+    """Return the job of `stages` over the text shard `source`; its attributes, not written yet, are under `folder`."""
     recipe = bench_recipe({"general": [source]}, curate)
     size = pq.read_metadata(source).num_rows
-    shard = Shard(0, "general", source, folder / "attributes.parquet", size, source.stat().st_size)
-    return CurationJob(recipe, (shard,), folder / "steps", memory=MEMORY, stages=CURATION)
+    shard = Shard(0, "general", str(source), f"{folder}/attributes.parquet", size, source.stat().st_size)
+    return CurationJob(recipe, (shard,), f"{folder}/steps", memory=MEMORY, stages=stages)
 
 
 def write_attributes(job: CurationJob, documents: pa.Table, **columns: Any) -> None:
@@ -79,7 +78,7 @@ def write_attributes(job: CurationJob, documents: pa.Table, **columns: Any) -> N
     table = documents.drop_columns(["text"])
     for name, values in columns.items():
         table = table.append_column(name, values if isinstance(values, pa.Array) else pa.array(values))
-    write_kept(table, job.shards[0].attributes)
+    write_kept(table, Path(job.shards[0].attributes))
 
 
 def write_kept(documents: pa.Table, path: Path) -> None:

@@ -25,11 +25,23 @@ from llama3.data.kernels.arrow import text_buffers
 from llama3.data.kernels.histogram import Floats, add_counts, allocate_word_arrays, longest_text, measure_divergence
 from llama3.data.kernels.shingles import band_hashes
 from llama3.data.kernels.statistics import Statistic, measure
-from llama3.data.mapreduce import CurationJob, Runner, Shard, atomic_path, run_step, schema_of, sql_list, write_table
+from llama3.data.mapreduce import (
+    BATCH,
+    CurationJob,
+    Runner,
+    Shard,
+    aggregate,
+    open_parquet,
+    run_step,
+    schema_of,
+    write_table,
+)
 from llama3.data.wordlists import count_words_in, read_words
 from llama3.recipe.base import Domain
 from llama3.recipe.data_schema import Curate
 from llama3.recipe.schema import Recipe
+from storage.filesystem import is_local, local_path
+from storage.objects import atomic_file, local_folder, open_file, put_folder
 
 # KL divergence of a document's words from those of its domain and language (arXiv 2407.21783, 3.1.1).
 # KL = sum of p ln(p / q) over words, in nats per word, minus its expectation for as many words drawn at random from
@@ -45,7 +57,7 @@ LEAST_REFERENCE = 10_000
 """With fewer reference words, all texts get divergence 0."""
 _COUNT, _REFERENCE = "divergence/count", "divergence/reference"
 _SCHEMA = schema_of("domain string, language string, bucket int64, count int64")
-_BATCH = 2048
+_SUM = """SELECT domain, language, bucket, sum("count")::BIGINT AS "count" FROM rows GROUP BY ALL ORDER BY ALL"""
 _LENGTHS = np.unique(np.geomspace(1, 2**24, 200).round())
 """Word counts for which the expected divergence is computed; in between it is interpolated over ln n."""
 
@@ -64,24 +76,27 @@ class WordDistribution:
 def count_words(runner: Runner, job: CurationJob) -> None:
     """Count the words of all shards by domain and language: one file per shard, then one with the sums."""
     run_step(runner, job, _COUNT, count_shard, range(len(job.shards)))
-    run_step(runner, job, _REFERENCE, sum_counts, range(1))
+    if not job.files(_REFERENCE):
+        sums = aggregate(runner, job, _COUNT, len(job.shards), _SUM)
+        write_table(sums.cast(_SCHEMA), job.file(_REFERENCE, 0), row_group=1 << 16)
 
 
-def count_shard(job: CurationJob, item: int) -> None:
-    """Write how often each bucket occurs in the text of shard `item`, by language."""
-    shard = job.shards[item]
+def count_shard(job: CurationJob, index: int) -> None:
+    """Write how often each bucket occurs in the text of a shard, by language."""
+    shard = job.shards[index]
     counts: dict[str, NDArray[np.int64]] = {}
-    for batch in pq.ParquetFile(shard.text).iter_batches(_BATCH, columns=["language", "text"]):
-        for language in pc.unique(batch["language"]).to_pylist():
-            texts = batch["text"].filter(pc.equal(batch["language"], language))
-            add_words(texts, counts.setdefault(language, np.zeros(BUCKETS, np.int64)))
+    with open_parquet(shard.text) as file:
+        for batch in file.iter_batches(BATCH, columns=["language", "text"], use_threads=False):
+            for language in pc.unique(batch["language"]).to_pylist():
+                texts = batch["text"].filter(pc.equal(batch["language"], language))
+                add_words(texts, counts.setdefault(language, np.zeros(BUCKETS, np.int64)))
     tables = [_SCHEMA.empty_table()]
     for language in sorted(counts):
         buckets = np.flatnonzero(counts[language])
         names = [pa.array([name] * len(buckets), pa.string()) for name in (shard.domain, language)]
         columns = [*names, pa.array(buckets), pa.array(counts[language][buckets])]
         tables.append(pa.Table.from_arrays(columns, schema=_SCHEMA))
-    write_table(pa.concat_tables(tables), job.file(_COUNT, item))
+    write_table(pa.concat_tables(tables), job.file(_COUNT, index))
 
 
 def add_words(texts: Any, counts: NDArray[np.int64]) -> None:
@@ -90,19 +105,10 @@ def add_words(texts: Any, counts: NDArray[np.int64]) -> None:
     add_counts(data, offsets, *allocate_word_arrays(longest_text(offsets)), counts)
 
 
-def sum_counts(job: CurationJob, item: int) -> None:
-    """Write the sums over all shards, ordered by domain, language and bucket."""
-    table = job.query(
-        f"""SELECT domain, language, bucket, sum("count")::BIGINT AS "count"
-        FROM read_parquet({sql_list(job.files(_COUNT))}) GROUP BY ALL ORDER BY ALL"""
-    )
-    write_table(table.cast(_SCHEMA), job.file(_REFERENCE, item), row_group=1 << 16)
-
-
 def reference_counts(job: CurationJob, domain: Domain, language: str) -> WordDistribution:
     """Return the words of `domain` in `language` that `count_words` counted; cached in memory."""
     path = job.file(_REFERENCE, 0)
-    return _read(str(path), path.stat().st_mtime_ns, domain, language)
+    return _read(path, Path(path).stat().st_mtime_ns if is_local(path) else 0, domain, language)
 
 
 def word_distribution(counts: NDArray[np.int64]) -> WordDistribution:
@@ -148,7 +154,7 @@ def expected_log(means: Floats) -> Floats:
 @lru_cache(maxsize=32)
 def _read(path: str, changed: int, domain: str, language: str) -> WordDistribution:
     filters = [("domain", "==", domain), ("language", "==", language)]
-    table = pq.read_table(path, columns=["bucket", "count"], filters=filters)
+    table = pq.read_table(open_file(path), columns=["bucket", "count"], filters=filters)
     counts = np.zeros(BUCKETS, np.int64)
     counts[table["bucket"].to_numpy()] = table["count"].to_numpy()
     return word_distribution(counts)
@@ -163,31 +169,42 @@ COLUMNS = tuple(statistic.name.lower() for statistic in Statistic)
 COUNTS = ("chars", "words", "stop_words", "sentences", "braces", "placeholder_text")
 """Columns that hold integers; the others are fractions and means."""
 
-"""Documents whose text is in memory at a time, typically 10 MB."""
 
+def annotate(
+    recipe: Recipe, collected: str | Path, scratch: str | Path, runner: Runner, **settings: Any
+) -> dict[str, Any]:
+    """Write the attributes of all shards of `collected` to `scratch`/attributes, and the score models beside them.
 
-def annotate(recipe: Recipe, collected: Path, scratch: Path, runner: Runner, **settings: Any) -> dict[str, Any]:
-    """Write the attributes of all shards of `collected` to `scratch/attributes`, and the score models beside them.
-
-    `settings` go to the job (memory, threads, parts). Returns facts: shards, and the accuracy of each classifier on
-    seeds that it was not trained on. Raises ValueError if a file named in the recipe cannot be read.
+    Both are paths or URIs. `settings` go to the job (memory, threads, parts). Returns facts: shards, and the accuracy
+    of each classifier on seeds that it was not trained on. Raises ValueError if a file named in the recipe cannot be
+    read.
     """
-    job = CurationJob(recipe, list_shards(collected, scratch), scratch, **settings)
-    text_files: dict[Domain, list[Path]] = {domain: [] for domain in recipe.sources}
+    job = CurationJob(recipe, list_shards(collected, scratch), str(scratch), **settings)
+    text_files: dict[Domain, list[str]] = {domain: [] for domain in recipe.sources}
     for shard in job.shards:
         text_files[shard.domain].append(shard.text)
-    facts = prepare_scores(recipe.curate, text_files, scratch / MODELS)
+    facts = _prepare_models(recipe.curate, text_files, f"{scratch}/{MODELS}")
     if needs_divergence(recipe.curate):
         count_words(runner, job)
     run_step(runner, job, STEP, annotate_shard, range(len(job.shards)))
     return {"shards": len(job.shards), "classifiers": facts}
 
 
-def list_shards(collected: Path, annotated: Path) -> tuple[Shard, ...]:
-    """Return the shards of two artifacts (or unfinished folders) in the order of their numbers."""
+def _prepare_models(curate: Curate, text_files: dict[Domain, list[str]], uri: str) -> dict[str, Any]:
+    """Train the score models into the folder `uri` unless they exist, and return their facts."""
+    if is_local(uri):
+        return prepare_scores(curate, text_files, local_path(uri))
+    folder = local_folder(uri)  # of an earlier attempt, or empty
+    facts = prepare_scores(curate, text_files, folder)
+    put_folder(folder, uri)
+    return facts
+
+
+def list_shards(collected: str | Path, annotated: str | Path) -> tuple[Shard, ...]:
+    """Return the shards of two artifacts (or unfinished folders), by path or URI, in the order of their numbers."""
     return tuple(
-        Shard(number, domain, path, annotated / STEP / f"{index:05}.parquet", documents, size)
-        for index, (number, domain, path, documents, size) in enumerate(collected_shards(collected))
+        Shard(number, domain, uri, f"{annotated}/{STEP}/{index:05}.parquet", documents, size)
+        for index, (number, domain, uri, documents, size) in enumerate(collected_shards(collected))
     )
 
 
@@ -217,23 +234,23 @@ def attribute_files(curate: Curate) -> list[str]:
     return [*scores, *topics, *curate.dirty_words]
 
 
-def annotate_shard(job: CurationJob, item: int) -> None:
-    """Write the attributes of shard `item`: the columns of its documents except the text, and the derived ones."""
-    shard = job.shards[item]
-    file = pq.ParquetFile(shard.text)
-    schema = _attributes(job, shard.domain, file.schema_arrow.empty_table()).schema
-    with (
-        atomic_path(job.file(STEP, item)) as temporary,
-        pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
-    ):
-        for batch in file.iter_batches(_BATCH):
-            writer.write_table(_attributes(job, shard.domain, pa.Table.from_batches([batch])))
+def annotate_shard(job: CurationJob, index: int) -> None:
+    """Write the attributes of a shard: the columns of its documents except the text, and the derived ones."""
+    shard = job.shards[index]
+    with open_parquet(shard.text) as file:
+        schema = _attributes(job, shard.domain, file.schema_arrow.empty_table()).schema
+        with (
+            atomic_file(job.file(STEP, index)) as temporary,
+            pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
+        ):
+            for batch in file.iter_batches(BATCH):
+                writer.write_table(_attributes(job, shard.domain, pa.Table.from_batches([batch])))
 
 
 def _attributes(job: CurationJob, domain: Domain, documents: pa.Table) -> pa.Table:
     curate, texts = job.recipe.curate, documents["text"]
     statistics = document_statistics(texts)
-    scores = score_texts(curate, job.folder / MODELS, domain, texts)
+    scores = score_texts(curate, local_folder(f"{job.folder}/{MODELS}"), domain, texts)
     counts_lines = curate.lines.max_copies is not None and domain in curate.lines.domains
     line_texts = texts if counts_lines else pa.array([""] * len(texts), pa.string())
     derived = {
@@ -241,7 +258,7 @@ def _attributes(job: CurationJob, domain: Domain, documents: pa.Table) -> pa.Tab
         "lines": line_hashes(line_texts, curate.lines.min_chars),
         "bands": band_hashes(texts, curate.dedup),
         **scores,
-        "topic": pa.array(topic_texts(curate, job.folder / MODELS, domain, texts), pa.string()),
+        "topic": pa.array(topic_texts(curate, local_folder(f"{job.folder}/{MODELS}"), domain, texts), pa.string()),
         "divergence": _divergence(job, domain, documents),
         "dirty_words": count_words_in(texts, read_words(curate.dirty_words)),
         "rank": np.nan_to_num(next(iter(scores.values()), np.zeros(len(texts)))),

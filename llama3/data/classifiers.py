@@ -41,6 +41,7 @@ from llama3.data.text.normalize import normalize
 from llama3.recipe.base import Domain
 from llama3.recipe.data_schema import Curate, Source
 from storage.filesystem import glob, write_atomic
+from storage.objects import open_file
 
 # Not the fasttext package: it loads a truncated model without an error, crashes or hangs on a damaged count, holds the
 # GIL and takes an unspaced Chinese sentence for one word; 20 to 40 MB/s on one core, ours 150 to 300. Eleven kinds of
@@ -239,7 +240,7 @@ def read_seeds(patterns: Sequence[str], where: str) -> Iterator[str]:
             yield normalize(text)
 
 
-def prepare_scores(curate: Curate, text_files: Mapping[Domain, Sequence[Path]], folder: Path) -> dict[str, Facts]:
+def prepare_scores(curate: Curate, text_files: Mapping[Domain, Sequence[str]], folder: Path) -> dict[str, Facts]:
     """Train the models of `curate` into `folder` unless they exist; return facts by score, and "topics" for topics.
 
     `text_files`: Parquet files with `text` and `draw` by domain. A score without bad examples takes documents of the
@@ -303,14 +304,14 @@ def topic_texts(curate: Curate, folder: Path, domain: Domain, texts: Any) -> lis
     return _loaded(folder / "topics").labels(texts)[0]
 
 
-def sample_texts(files: Sequence[Path], most: int) -> list[str]:
+def sample_texts(files: Sequence[str], most: int) -> list[str]:
     """Return the texts with the `most` smallest `draw` over all `files`."""
     smallest = np.empty(0, np.uint64)
-    for file in files:
-        for batch in pq.ParquetFile(file).iter_batches(1 << 20, columns=["draw"]):
+    for uri in files:
+        for batch in pq.ParquetFile(open_file(uri)).iter_batches(1 << 20, columns=["draw"]):
             smallest = np.unique(np.concatenate([smallest, batch["draw"].to_numpy()]))[:most]
     texts: list[str] = []
-    for file in map(pq.ParquetFile, files):
+    for file in map(pq.ParquetFile, map(open_file, files)):
         for group in range(file.num_row_groups):
             chosen = pc.is_in(file.read_row_group(group, ["draw"])["draw"], pa.array(smallest, pa.uint64()))
             if pc.any(chosen).as_py():  # text is large: decompress only row groups with a chosen one

@@ -8,7 +8,6 @@ sorted by id within a shard, so the result does not depend on which worker read 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,11 +18,19 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from llama3.data.kernels.arrow import text_buffers
-from llama3.data.mapreduce import ROW_BITS, Runner, hash_and_id, run_serial, run_step, write_table
+from llama3.data.mapreduce import (
+    ROW_BITS,
+    Runner,
+    hash_and_id,
+    open_parquet,
+    read_table,
+    run_serial,
+    run_step,
+    write_table,
+)
 from llama3.data.readers.document import UNREAD, DocumentBatch
 from llama3.data.readers.files import (
     EMPTY,
@@ -47,9 +54,10 @@ from llama3.data.write_shards import SHARD_BYTES as MOST_TEXT
 from llama3.recipe.base import Domain
 from llama3.recipe.data_schema import Curate
 from llama3.recipe.schema import Recipe
-from storage.filesystem import write_atomic
+from storage.digests import parallel_map
+from storage.objects import atomic_file, file_names, read_file, remove_tree
 
-STEP, TEXT = "items", "text"
+STEP, TEXT, LISTING = "items", "text", "listing.json"
 ITEM_BYTES = 64_000_000
 """Bytes of files in an item; a larger file is an item by itself. Increased if there would be more than MOST_ITEMS."""
 MOST_ITEMS = 1 << 63 - ROW_BITS - ITEM_BITS
@@ -73,14 +81,15 @@ class CollectJob:
     """Everything that a work item needs; pickled to workers."""
 
     recipe: Recipe
-    folder: Path
+    folder: str
+    """A path or a URI."""
     items: tuple[CollectItem, ...]
     passed_over: tuple[tuple[str, str, str, str, int, int], ...] = ()
     """Rows of SKIPPED for files that are not data, by source."""
 
-    def file(self, step: str, item: int) -> Path:
+    def file(self, step: str, item: int) -> str:
         """Return the file that marks item `item` of `step` as done."""
-        return self.folder / step / f"{item:05}.parquet"
+        return f"{self.folder}/{step}/{item:05}.parquet"
 
 
 class TextShard(NamedTuple):
@@ -88,12 +97,12 @@ class TextShard(NamedTuple):
 
     number: int
     domain: Domain
-    path: Path
+    uri: str
     documents: int
     bytes: int
 
 
-def collect(recipe: Recipe, folder: Path, runner: Runner = run_serial) -> dict[str, Any]:
+def collect(recipe: Recipe, folder: str | Path, runner: Runner = run_serial) -> dict[str, Any]:
     """Read every source of `recipe` into `folder`: shards in `text`, and `skipped.parquet` with what was left out.
 
     Resumes an earlier call in this folder unless the files of the sources have changed. Returns facts: documents and
@@ -101,17 +110,17 @@ def collect(recipe: Recipe, folder: Path, runner: Runner = run_serial) -> dict[s
     if `curate.on_error` is fail, if a store does not answer, and if a domain lost more than `curate.max_lost` or has no
     document; then only `folder/items` and `folder/text` have been written.
     """
-    job = plan_job(recipe, folder)
+    job = plan_job(recipe, str(folder))
     # Remove the items of a job with other files or settings, so that only items of this job count as done.
     settings = recipe.curate.model_dump(mode="json", include={"on_error", "extractor", "repair"})
     sources = {domain: [source.model_dump(mode="json") for source in each] for domain, each in recipe.sources.items()}
     state = json.dumps([sources, settings, recipe.documents_seed, job.items])
-    state_file = folder / "listing.json"
-    if not state_file.exists() or state_file.read_text() != state:
+    listing = f"{folder}/{LISTING}"
+    if LISTING not in file_names(job.folder) or read_file(listing).decode() != state:
         for step in (STEP, TEXT):
-            shutil.rmtree(folder / step, ignore_errors=True)
-        write_atomic(state_file, state)
-    (folder / TEXT).mkdir(exist_ok=True)
+            remove_tree(f"{folder}/{step}")
+        with atomic_file(listing) as temporary:
+            temporary.write_text(state)
     run_step(runner, job, STEP, collect_item, range(len(job.items)))
     skipped = _skipped(job)
     dates = skipped.filter(pc.field("reason") == UNREAD_DATE)
@@ -121,25 +130,26 @@ def collect(recipe: Recipe, folder: Path, runner: Runner = run_serial) -> dict[s
         documents[shard.domain] += shard.documents
         sizes[shard.domain] += shard.bytes
     _check_losses(job, skipped, documents, sizes)
-    write_table(skipped, folder / "skipped.parquet")
+    write_table(skipped, f"{folder}/skipped.parquet")
     by_domain = dates.group_by("domain").aggregate([("documents", "sum")])
     unread = dict(zip(by_domain["domain"].to_pylist(), by_domain["documents_sum"].to_pylist(), strict=True))
     return {"documents": documents, "bytes": sizes, "skipped": _by_reason(skipped), "unread_dates": unread}
 
 
-def collected_shards(folder: Path) -> list[TextShard]:
-    """Return the text shards in `folder`, in order of their numbers."""
-    shards = []
-    for path in (folder / TEXT).glob("[a-z]*.parquet"):
-        metadata = pq.read_metadata(path)
-        domain, item, index = path.stem.split("-")
-        number = int(item) << ITEM_BITS | int(index)
-        size = int(metadata.metadata[b"bytes"])
-        shards.append(TextShard(number, cast("Domain", domain), path, metadata.num_rows, size))
-    return sorted(shards)
+def collected_shards(folder: str | Path) -> list[TextShard]:
+    """Return the text shards in `folder` (a path or URI), in order of their numbers."""
+    uris = [f"{folder}/{TEXT}/{name}" for name in file_names(f"{folder}/{TEXT}")]
+    return sorted(parallel_map(_text_shard, uris))
 
 
-def plan_job(recipe: Recipe, folder: Path) -> CollectJob:
+def _text_shard(uri: str) -> TextShard:
+    with open_parquet(uri) as file:
+        documents, size = file.metadata.num_rows, int(file.metadata.metadata[b"bytes"])
+    domain, item, index = uri.rpartition("/")[2].removesuffix(".parquet").split("-")
+    return TextShard(int(item) << ITEM_BITS | int(index), cast("Domain", domain), uri, documents, size)
+
+
+def plan_job(recipe: Recipe, folder: str) -> CollectJob:
     """Return the job that reads the files that the sources of `recipe` have now. Raises SourceError."""
     listings = [
         (domain, index, name, source, SourceListing([], 0, 0) if source.uri == INSTALLED else list_source(source))
@@ -188,7 +198,7 @@ def collect_item(job: CollectJob, number: int) -> None:
     """Read item `number` into shards, then write the list of them and of what was skipped."""
     item, curate = job.items[number], job.recipe.curate
     source, skips = job.recipe.sources[item.domain][item.source_index], ReadErrors(curate.on_error == "fail")
-    writer = ShardWriter(job.folder / TEXT, item.domain, number)
+    writer = ShardWriter(f"{job.folder}/{TEXT}", item.domain, number)
     for batch in read_source(source, item.domain, job.recipe.documents_seed, skips, item.files):
         writer.add(prepare(batch, item.domain, item.source, item.source_index, curate, skips))
         del batch  # a line of 200 MB is in memory only once while it is written
@@ -267,7 +277,7 @@ def _skipped_table(rows: Sequence[tuple[Any, ...]]) -> pa.Table:
 
 def _skipped(job: CollectJob) -> pa.Table:
     """Return what all items skipped, one row per place and reason."""
-    tables = [pq.read_table(job.file(STEP, item), schema=SKIPPED) for item in range(len(job.items))]
+    tables = parallel_map(read_table, [job.file(STEP, item) for item in range(len(job.items))])
     table = pa.concat_tables([*tables, _skipped_table(job.passed_over)])
     keys = ["domain", "source", "place", "reason"]
     summed = table.filter(pc.field("reason") != "").group_by(keys).aggregate([("documents", "sum"), ("bytes", "sum")])

@@ -23,7 +23,7 @@ from llama3.data.dedup.exact import Exact, NewestVersion
 from llama3.data.dedup.lines import LineDedup
 from llama3.data.dedup.minhash import MinHash
 from llama3.data.filters import Filters
-from llama3.data.mapreduce import CurationJob, CurationStage, Runner, run_serial
+from llama3.data.mapreduce import FAN, CurationJob, CurationStage, Runner, run_serial
 from llama3.data.readers.files import File, ReadErrors, source_files
 from llama3.data.readers.records import UNREAD
 from llama3.data.readers.sources import INSTALLED, read_source
@@ -32,6 +32,7 @@ from llama3.data.write_shards import write_documents
 from llama3.recipe.base import Domain
 from llama3.recipe.data_schema import Source
 from llama3.recipe.schema import Recipe
+from storage.filesystem import is_local
 
 VERSION = 3
 """Version of curated artifacts; a higher number makes them again although the recipe is the same."""
@@ -47,40 +48,44 @@ CURATION: tuple[CurationStage, ...] = (
 """The stages in order. For a new one: a `DocumentRule` or `CurationStage` in a file, a line here, a recipe section."""
 SAMPLED_FILES = 8
 """Files of a source that a sample is read from."""
-PART_DOCUMENTS = 1_000_000
-"""Documents per reducer: their hashes take a few hundred megabytes."""
+PART_DOCUMENTS = 250_000
+"""Documents per part: their bands take 84 MB, and a few times as much while they are sorted."""
 
 
 def curate(
     recipe: Recipe,
-    collected: Path,
-    annotated: Path,
+    collected: str | Path,
+    annotated: str | Path,
     folder: Path,
-    scratch: Path,
+    scratch: str | Path,
     runner: Runner = run_serial,
     *,
     memory: str = "1GiB",
     threads: int = 1,
     parts: int | None = None,
+    fan: int | None = None,
 ) -> dict[str, Any]:
     """Write `documents/<domain>-<file>.parquet`, `ledger.parquet` and the report tables into `folder`.
 
-    Documents are ordered by id (see `write_shards.CURATED_SCHEMA`). `memory` and `threads` limit DuckDB in each work
-    item. Returns the facts of the artifact. Raises ValueError if a file named in the recipe cannot be read or a domain
-    keeps no document.
+    `collected`, `annotated` and `scratch` are paths or URIs; with a scratch folder in a store the documents stay there.
+    They are ordered by id (see `write_shards.CURATED_SCHEMA`). `memory` and `threads` limit DuckDB in each work item,
+    and `fan` the files that it reads of a step; the result depends on none of them. Returns the facts of the artifact.
+    Raises ValueError if a file named in the recipe cannot be read or a domain keeps no document.
     """
     shards = list_shards(collected, annotated)
     parts = parts or max(1, -(-sum(shard.documents for shard in shards) // PART_DOCUMENTS))
-    job = CurationJob(recipe, shards, scratch, parts, memory, threads, CURATION)
+    job = CurationJob(recipe, shards, str(scratch), parts, memory, threads, CURATION, fan or FAN)
     for stage in job.stages:
         stage.run(runner, job)
     names = write_documents(runner, job)
-    (folder / "documents").mkdir(parents=True, exist_ok=True)
-    for name in names:
-        (folder / "documents" / name).unlink(missing_ok=True)
-        os.link(scratch / "documents" / name, folder / "documents" / name)
-    ledger = write_ledger(runner, job, collected / "skipped.parquet", folder / "ledger.parquet")
-    facts = summarize_ledger(ledger, job)
+    folder.mkdir(parents=True, exist_ok=True)
+    if is_local(job.folder):
+        (folder / "documents").mkdir(exist_ok=True)
+        for name in names:
+            (folder / "documents" / name).unlink(missing_ok=True)
+            os.link(f"{scratch}/documents/{name}", folder / "documents" / name)
+    ledger = write_ledger(runner, job, f"{collected}/skipped.parquet", folder / "ledger.parquet")
+    facts = summarize_ledger(runner, job, ledger)
     write_findings(runner, job, folder / FINDINGS)
     check_not_empty(facts, ledger)
     return facts

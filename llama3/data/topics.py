@@ -20,21 +20,20 @@ from llama3.data.mapreduce import (
     CurationJob,
     CurationStage,
     Runner,
+    Shuffle,
     hash_threshold,
     run_step,
-    sql_list,
     sql_literal,
     write_drops,
-    write_table,
 )
 from llama3.recipe.base import DOMAINS
 from llama3.recipe.data_schema import Curate
 
 STEP = "topic"
-_MAP = f"{STEP}/map"
 _KEEP = 'rank DESC, draw, id, url, "date", source_index, license, language, "row"'
 """Order in which documents of a topic are kept. The hash comes second, so that ties prefer no source or date."""
-_COLUMNS = 'rank, draw, id, url, "date", source_index, license, language, "row", bytes'
+_COLUMNS = ("rank", "draw", "id", "url", "date", "source_index", "license", "language", "row", "bytes")
+_COLUMNS_SQL = ", ".join(f'"{column}"' for column in _COLUMNS)
 
 
 class TopicCaps(CurationStage):
@@ -50,37 +49,40 @@ class TopicCaps(CurationStage):
         return curate.topics is not None and bool(curate.topics.caps)
 
     def passes(self, runner: Runner, job: CurationJob) -> None:
-        topics = job.recipe.curate.topics
-        assert topics is not None
-        items = [item for item, shard in enumerate(job.shards) if shard.domain in topics.domains]
-        domains = sorted({DOMAINS.index(job.shards[item].domain) for item in items})
-        run_step(runner, job, _MAP, map_topics, items)
-        run_step(runner, job, f"{STEP}/drop", drop_topics, domains)
+        run_step(runner, job, _topics(job).step(), map_topics, range(len(job.shards)))
+        _topics(job).merge(runner, job)
+        drops = job.by_shard("topic/drops", len(DOMAINS))
+        run_step(runner, job, drops.step(), drop_topics, range(len(DOMAINS)))
+        self.apply_drops(runner, job, drops)
 
 
-def map_topics(job: CurationJob, item: int) -> None:
-    """Write the surviving documents of capped topics in shard `item`, and one row without a topic for all the rest."""
-    topics = job.recipe.curate.topics
+def _topics(job: CurationJob) -> Shuffle:
+    """Return the shuffle from the shards to their domains."""
+    return Shuffle("topic/documents", len(job.shards), len(DOMAINS), job.fan)
+
+
+def map_topics(job: CurationJob, index: int) -> None:
+    """Send the survivors of capped topics in a shard to its domain, and one row without a topic for all the rest."""
+    topics, domain = job.recipe.curate.topics, job.shards[index].domain
     assert topics is not None
-    survivors = job.survivors(job.shards[item], STEP, f"topic, {_COLUMNS}")
+    survivors = job.survivors(index, STEP, ("topic", *_COLUMNS))
     bound = hash_threshold(job.recipe.curate.validation_fraction)  # documents below it are held out
-    documents = f"SELECT * FROM ({survivors}) WHERE draw >= {bound}::UBIGINT"
-    topic_list = ", ".join(sql_literal(topic) for topic in sorted(topics.caps))
-    capped = f"SELECT topic, {_COLUMNS} FROM ({documents}) WHERE topic IN ({topic_list}) ORDER BY topic, {_KEEP}"
-    rest = _sizes(job, f"SELECT bytes FROM ({documents}) WHERE topic NOT IN ({topic_list})")
-    rest_row = pa.table({"bytes": pa.array([int(rest.sum())], pa.int64())})
-    write_table(pa.concat_tables([job.query(capped), rest_row], promote_options="default"), job.file(_MAP, item))
+    names = ", ".join(sql_literal(topic) for topic in sorted(topics.caps))
+    query = f"""WITH documents AS (SELECT topic, {_COLUMNS_SQL} FROM survivors WHERE draw >= {bound}::UBIGINT)
+        SELECT * FROM documents WHERE topic IN ({names})
+        UNION ALL BY NAME SELECT coalesce(sum(bytes), 0)::BIGINT AS bytes FROM documents WHERE topic NOT IN ({names})"""
+    table = job.query(query, survivors=survivors if domain in topics.domains else survivors.slice(0, 0))
+    _topics(job).write(job, index, table, np.full(len(table), DOMAINS.index(domain)))
 
 
 def drop_topics(job: CurationJob, item: int) -> None:
-    """Write the drops of the domain with index `item`. DuckDB sorts its capped documents and spills to disk."""
+    """Drop documents of the domain with index `item`. DuckDB sorts its capped documents and spills to disk."""
     topics, domain = job.recipe.curate.topics, DOMAINS[item]
     assert topics is not None
-    files = [str(job.file(_MAP, number)) for number, shard in enumerate(job.shards) if shard.domain == domain]
-    rows = f"SELECT * FROM read_parquet({sql_list(files)})"
-    uncapped = int(_sizes(job, f"{rows} WHERE topic IS NULL").sum())
+    rows = _topics(job).read(job, item)
+    uncapped = int(_sizes(job, "FROM rows WHERE topic IS NULL", rows).sum())
     sizes = {
-        topic: _sizes(job, f"{rows} WHERE topic = {sql_literal(topic)} ORDER BY {_KEEP}")
+        topic: _sizes(job, f"FROM rows WHERE topic = {sql_literal(topic)} ORDER BY {_KEEP}", rows)
         for topic in sorted(topics.caps)
     }
     kept = kept_documents(sizes, topics.caps, uncapped)
@@ -98,9 +100,9 @@ def drop_topics(job: CurationJob, item: int) -> None:
     limits = ", ".join(f"({sql_literal(topic)}, {count})" for topic, count in kept.items())
     query = f"""SELECT "row", 'topic_cap' AS outcome, NULL::VARCHAR AS kept FROM (
             SELECT topic, "row", row_number() OVER (PARTITION BY topic ORDER BY {_KEEP}) AS position
-            FROM ({rows}) WHERE topic IS NOT NULL
+            FROM rows WHERE topic IS NOT NULL
         ) JOIN (VALUES {limits}) AS limits(topic, most) USING (topic) WHERE position > most"""
-    write_drops(job, query, STEP, item)
+    write_drops(job, job.by_shard("topic/drops", len(DOMAINS)), item, job.query(query, rows=rows))
 
 
 def kept_documents(
@@ -137,6 +139,6 @@ def max_total(sizes: Mapping[str, int], caps: Mapping[str, Fraction], uncapped: 
         reached |= above
 
 
-def _sizes(job: CurationJob, query: str) -> NDArray[np.int64]:
-    sizes: NDArray[np.int64] = job.query(query)["bytes"].to_numpy()
+def _sizes(job: CurationJob, query: str, rows: pa.Table) -> NDArray[np.int64]:
+    sizes: NDArray[np.int64] = job.query(f"SELECT bytes {query}", rows=rows)["bytes"].to_numpy()
     return sizes

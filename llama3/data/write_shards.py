@@ -1,14 +1,13 @@
 """Write Parquet shards: text shards of documents as read, and the curated documents that no step dropped.
 
 Curated documents have duplicate lines and PII removed and are ordered by id. Ids are hashes, so equal id ranges hold
-about equal amounts of text: file k of a domain holds range k, whatever shards the documents were read into. Every file
-opens every shard of its domain, which is fine for thousands of shards.
+about equal amounts of text: file k of a domain holds range k, whatever shards the documents were read into.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -16,20 +15,27 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from llama3.data.mapreduce import (
+    BATCH,
     ROW_BITS,
     CurationJob,
     Runner,
-    atomic_path,
+    Shuffle,
+    count_survivors,
     hash_threshold,
+    open_parquet,
+    read_table,
     run_step,
     schema_of,
-    sql_list,
     write_table,
 )
 from llama3.data.text.pii import redact
 from llama3.recipe.base import Domain
+from storage.objects import atomic_file
 
-STEP, ALIVE = "written", "output/alive"
+if TYPE_CHECKING:
+    from llama3.data.kernels.ngrams import Table
+
+STEP, PLAN = "written", "output/plan"
 SHARD_BYTES = 64_000_000
 """Text per file, of text shards and of curated documents."""
 PIECES = 8
@@ -59,7 +65,7 @@ _REPEATING = ["domain", "source", "source_index", "language", "license", "date"]
 class ShardWriter:
     """Write the documents of one item as text shards, each sorted by id; call `flush` at the end."""
 
-    def __init__(self, folder: Path, domain: Domain, item: int) -> None:
+    def __init__(self, folder: str, domain: Domain, item: int) -> None:
         self.written: list[tuple[str, int, int]] = []
         """Name, documents and bytes of each shard."""
         self._folder, self._domain, self._item = folder, domain, item
@@ -91,7 +97,7 @@ class ShardWriter:
         first = (self._item << ITEM_BITS | number) << ROW_BITS
         table = table.add_column(0, "row", pa.array(np.arange(first, first + table.num_rows, dtype=np.int64)))
         table = table.select(TEXT_SCHEMA.names).cast(TEXT_SCHEMA).replace_schema_metadata({"bytes": str(size)})
-        with atomic_path(self._folder / name) as temporary:
+        with atomic_file(f"{self._folder}/{name}") as temporary:
             pq.write_table(
                 table,
                 temporary,
@@ -113,12 +119,10 @@ class OutputFile(NamedTuple):
     number: int
     files: int
 
-    def ids(self, piece: int) -> tuple[str, str]:
-        """Return the id range of a piece of the file: first id, and the bound above all its ids."""
-        pieces = self.files * PIECES
-        index = self.number * PIECES + piece
-        low, high = index * _ID_SPAN // pieces, (index + 1) * _ID_SPAN // pieces
-        return f"{low:08x}", f"{high:08x}" if high < _ID_SPAN else "g"
+    def bound(self, piece: int) -> str:
+        """Return the first id of a piece of the file, and for PIECES that of the next file."""
+        low = (self.number * PIECES + piece) * _ID_SPAN // (self.files * PIECES)
+        return f"{low:08x}" if low < _ID_SPAN else "g"
 
     @property
     def name(self) -> str:
@@ -127,66 +131,83 @@ class OutputFile(NamedTuple):
 
 
 def write_documents(runner: Runner, job: CurationJob) -> list[str]:
-    """Write the documents that no step dropped into `job.folder/documents` and return the names of the files."""
-    run_step(runner, job, ALIVE, list_survivors, range(len(job.shards)))
-    plan = job.file("output/plan", 0)
-    if not plan.exists():
+    """Write the documents that no step dropped into `job.folder`/documents and return the names of the files."""
+    if not job.files(PLAN):
         # Files of about SHARD_BYTES per domain, counted before lines are removed.
         sizes: dict[Domain, int] = dict.fromkeys((shard.domain for shard in job.shards), 0)
-        for item, shard in enumerate(job.shards):
-            sizes[shard.domain] += pc.sum(pq.read_table(job.file(ALIVE, item), columns=["bytes"])["bytes"]).as_py() or 0
+        for row in count_survivors(runner, job, "end").to_pylist():
+            sizes[row["domain"]] += row["bytes"]
         counts = {domain: max(1, -(-size // SHARD_BYTES)) for domain, size in sizes.items()}
         plan_rows = [OutputFile(domain, number, count) for domain, count in counts.items() for number in range(count)]
-        write_table(pa.Table.from_pylist([file._asdict() for file in plan_rows]), plan)
+        write_table(pa.Table.from_pylist([file._asdict() for file in plan_rows]), job.file(PLAN, 0))
     files = plan_files(job)
-    run_step(runner, job, STEP, write_file, range(len(files)))
+    documents = _documents(job, len(files))
+    run_step(runner, job, documents.step(), map_documents, range(len(job.shards)))
+    documents.merge(runner, job)
+    run_step(runner, job, "output/files", write_file, range(len(files)))
     return [file.name for file in files]
 
 
 def plan_files(job: CurationJob) -> list[OutputFile]:
     """Return the curated files that the job writes, in order."""
-    return [OutputFile(**row) for row in pq.read_table(job.file("output/plan", 0)).to_pylist()]
+    return [OutputFile(**row) for row in read_table(job.file(PLAN, 0)).to_pylist()]
 
 
-def list_survivors(job: CurationJob, item: int) -> None:
-    """List the documents of shard `item` that no step dropped, ordered by id."""
-    survivors = job.survivors(job.shards[item], "end", '"row", id, topic, rank AS quality, bytes')
-    table = job.query(f'SELECT * FROM ({survivors}) ORDER BY id, "row"')
-    write_table(table, job.file(ALIVE, item), row_group=1024)
+def _documents(job: CurationJob, files: int) -> Shuffle:
+    return Shuffle("output/documents", len(job.shards), files, job.fan, compression="zstd")
+
+
+def map_documents(job: CurationJob, index: int) -> None:
+    """Finish the documents of a shard that no stage dropped, send them to their files, and write WRITTEN for them."""
+    from llama3.data.dedup.lines import bad_lines  # imports numba
+
+    domain, files = job.shards[index].domain, plan_files(job)
+    survivors = job.survivors(index, "end", ("row", "topic", "rank"))
+    bad = bad_lines(job, index)
+    rows, done = survivors["row"].to_numpy(), 0
+    finished, written = [CURATED_SCHEMA.empty_table()], [WRITTEN.empty_table()]
+    with open_parquet(job.shards[index].text) as file:
+        for batch in file.iter_batches(BATCH, use_threads=False):
+            alive = pa.array(np.isin(batch["row"].to_numpy(), rows))
+            documents = pa.Table.from_batches([batch]).filter(alive)
+            chosen = survivors.slice(done, len(documents))  # text and attributes have one order
+            done += len(documents)
+            documents = documents.append_column("topic", chosen["topic"]).append_column("quality", chosen["rank"])
+            texts, outcomes = _finished(job, domain, bad, documents)
+            finished.append(texts)
+            written.append(outcomes)
+    table = pa.concat_tables(finished)
+    heads = np.array([int(document_id[:8], 16) for document_id in table["id"].to_pylist()], np.int64)
+    place, count = next((place, file.files) for place, file in enumerate(files) if file.domain == domain)
+    write_table(pa.concat_tables(written), job.file(STEP, index))
+    _documents(job, len(files)).write(job, index, table, place + ((heads + 1) * count - 1) // _ID_SPAN)
 
 
 def write_file(job: CurationJob, item: int) -> None:
-    """Write one curated file, then its rows of `written`."""
-    file, written = plan_files(job)[item], [WRITTEN.empty_table()]
-    indices = [index for index, shard in enumerate(job.shards) if shard.domain == file.domain]
-    texts = sql_list([str(job.shards[index].text) for index in indices])
-    alive = sql_list([str(job.file(ALIVE, index)) for index in indices])
+    """Write one curated file."""
+    files = plan_files(job)
+    table = _documents(job, len(files)).read(job, item)
+    table = table.take(pc.sort_indices(table, sort_keys=[("id", "ascending"), ("url", "ascending")]))
+    heads = pc.utf8_slice_codeunits(table["id"], 0, 8).to_numpy(zero_copy_only=False).astype(str)
     options = {"compression": "zstd", "compression_level": 3, "use_dictionary": _REPEATED_COLUMNS}
     with (
-        atomic_path(job.folder / "documents" / file.name) as temporary,
+        atomic_file(f"{job.folder}/documents/{files[item].name}") as temporary,
         pq.ParquetWriter(temporary, CURATED_SCHEMA, **options) as writer,
-        job.session() as connection,
     ):
-        for low, high in map(file.ids, range(PIECES)):
-            in_range = f"WHERE id >= '{low}' AND id < '{high}'"
-            query = f"""SELECT text.*, alive.topic, alive.quality FROM (FROM read_parquet({texts}) {in_range}) AS text
-                JOIN (SELECT "row" AS kept_row, topic, quality FROM read_parquet({alive}) {in_range}) AS alive
-                ON kept_row = "row" ORDER BY id, url, "row" """
-            survivors = connection.sql(query).to_arrow_table().combine_chunks()
-            documents, outcomes = _finished(job, file.domain, survivors)
-            writer.write_table(documents.combine_chunks(), row_group_size=1024)
-            written.append(outcomes)
-    write_table(pa.concat_tables(written).sort_by("row"), job.file(STEP, item))
+        bounds = np.searchsorted(heads, [files[item].bound(piece) for piece in range(PIECES + 1)])
+        for start, stop in pairwise(bounds.tolist()):
+            writer.write_table(table.slice(start, stop - start).combine_chunks(), row_group_size=1024)
+    write_table(pa.table({}), job.file("output/files", item))
 
 
-def _finished(job: CurationJob, domain: Domain, documents: pa.Table) -> tuple[pa.Table, pa.Table]:
+def _finished(job: CurationJob, domain: Domain, bad: Table, documents: pa.Table) -> tuple[pa.Table, pa.Table]:
     """Return the documents as written, without emptied ones, and the rows of WRITTEN for all `documents`."""
     curate, rules = job.recipe.curate, job.recipe.curate.lines
     texts, lines = documents["text"], np.zeros(len(documents), np.int64)
     if domain in rules.domains and (rules.max_copies is not None or rules.max_repeated_ngrams is not None):
         from llama3.data.dedup.lines import strip_lines  # imports numba
 
-        stripped = strip_lines(job, *(documents[name] for name in ("text", "domain", "language", "id")))
+        stripped = strip_lines(job, bad, *(documents[name] for name in ("text", "domain", "language", "id")))
         texts, lines = stripped.texts, stripped.lines
     texts, redacted = redact(texts, curate.redact)
     lengths = pc.fill_null(pc.utf8_length(texts), 0).to_numpy(zero_copy_only=False)

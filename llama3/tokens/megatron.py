@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llama3.data.mapreduce import atomic_path
 from llama3.tokens.kernels import Ints
+from storage.objects import atomic_file
 from storage.page_cache import ensure_local
 
 HEADER = struct.Struct("<9sQBQQ")
@@ -54,17 +54,17 @@ class IndexedDataset:
         return self.pointers[rows] // self.tokens.itemsize
 
 
-def write_pair(stem: Path, parts: Iterable[NDArray[Any]], lengths: Ints) -> None:
+def write_pair(stem: str | Path, parts: Iterable[NDArray[Any]], lengths: Ints) -> None:
     """Write the concatenated tokens of `parts` as documents of `lengths` tokens; each file atomically.
 
     All parts have the same element type, uint16 or int32.
     """
     dtype = np.dtype(np.int32)
-    with atomic_path(stem.with_suffix(".bin")) as path, path.open("wb") as file:
+    with atomic_file(f"{stem}.bin") as path, path.open("wb") as file:
         for part in parts:
             dtype = part.dtype
             part.astype(dtype.newbyteorder("<"), copy=False).tofile(file)
-    with atomic_path(stem.with_suffix(".idx")) as path:
+    with atomic_file(f"{stem}.idx") as path:
         path.write_bytes(encode_index(lengths, dtype))
 
 

@@ -28,7 +28,8 @@ from llama3.tokens.kernels import Ints, add_begin_end
 from llama3.tokens.megatron import NARROW_ROWS, write_pair
 from llama3.tokens.mix import MixDataset, mix_datasets
 from llama3.tokens.tokenizer import Tokenizer
-from storage.filesystem import write_atomic
+from storage.digests import parallel_map
+from storage.objects import atomic_file, file_names, local_folder, open_file
 from storage.page_cache import ensure_local
 
 Counts = dict[str, list[int]]
@@ -66,7 +67,9 @@ Runner = Callable[[Any, str, Work, Sequence[int]], None]
 # The index `tokens.json`: opening a stream reads this one small file.
 
 
-def write_index(folder: Path, datasets: Mapping[str, str], dtype: str, vocabulary: Mapping[str, Any]) -> dict[str, Any]:
+def write_index(
+    folder: str | Path, datasets: Mapping[str, str], dtype: str, vocabulary: Mapping[str, Any]
+) -> dict[str, Any]:
     """Write and return the index of the shards in `folder`.
 
     `datasets` gives each dataset's domain; `vocabulary` has rows, begin, end and the tokenizer's digest, stored as is.
@@ -78,9 +81,9 @@ def write_index(folder: Path, datasets: Mapping[str, str], dtype: str, vocabular
         shards: dict[str, list[int]] = {"number": [], "documents": [], "tokens": []}
         totals = {"tokens": 0, "documents": 0, "bytes": 0}
         by: dict[str, Counts] = {column: {} for column in COUNTED}
-        numbered = {_number(file): file for file in (folder / dataset).glob("documents-*.parquet")}
-        for number, file in sorted(numbered.items()):
-            counts = json.loads(pq.read_schema(file).metadata[b"counts"])
+        tables = sorted(_tables(folder, dataset), key=_number)
+        for number, schema in zip(map(_number, tables), parallel_map(_schema, tables), strict=True):
+            counts = json.loads(schema.metadata[b"counts"])
             for total in totals:
                 totals[total] += counts[total]
             for column in COUNTED:
@@ -93,8 +96,13 @@ def write_index(folder: Path, datasets: Mapping[str, str], dtype: str, vocabular
         sorted_by = {column: dict(sorted(values.items())) for column, values in by.items()}
         entries[dataset] = {"domain": domain, **totals, "shards": shards, "by": sorted_by}
     index = {"dtype": dtype, **vocabulary, "leaves": entries}
-    write_atomic(folder / NAME, json.dumps(index, indent=1) + "\n")
+    with atomic_file(f"{folder}/{NAME}") as temporary:
+        temporary.write_text(json.dumps(index, indent=1) + "\n")
     return index
+
+
+def _schema(uri: str) -> pa.Schema:
+    return pq.read_schema(open_file(uri))
 
 
 def read_index(folder: Path, datasets: list[str]) -> dict[str, Any]:
@@ -123,21 +131,16 @@ class TokenJob:
     """The parameters of all work items; pickled to workers."""
 
     recipe: Recipe
-    files: tuple[Path, ...]
-    """Curated files, `<domain>-NNNNN.parquet`; the items."""
-    tokenizer: Path
-    folder: Path
+    files: tuple[str, ...]
+    """Curated files, `<domain>-NNNNN.parquet`, by path or URI; the items."""
+    tokenizer: str
+    folder: str
     threads: int
 
     def datasets(self, item: int) -> list[MixDataset]:
         """Return the datasets of the file's domain."""
-        domain = self.files[item].stem.rsplit("-", 1)[0]
+        domain = self.files[item].rpartition("/")[2].rsplit("-", 1)[0]
         return [dataset for dataset in mix_datasets(self.recipe) if dataset.domain == domain]
-
-    def done(self, item: int) -> bool:
-        """Return whether all shards of a file exist."""
-        number = _number(self.files[item])
-        return all(_table(self.folder / dataset.name, number).exists() for dataset in self.datasets(item))
 
 
 class _DatasetBatch(NamedTuple):
@@ -163,29 +166,42 @@ def token_dtype(recipe: Recipe, rows: int) -> np.dtype[Any]:
 
 
 def tokenize(
-    recipe: Recipe, documents: Path, tokenizer: Path, folder: Path, *, runner: Runner = run_serial, threads: int = 1
+    recipe: Recipe,
+    documents: str | Path,
+    tokenizer: str | Path,
+    folder: str | Path,
+    *,
+    runner: Runner = run_serial,
+    threads: int = 1,
 ) -> dict[str, Any]:
     """Write the training documents under `documents` as token shards into `folder`; skip shards that exist.
 
-    `tokenizer` is a folder that `Tokenizer.save` wrote; an item encodes on `threads` threads and holds the tokens of
-    one file in memory. Returns `tokens`, `documents` and `bytes`, each by domain; all three by dataset under `leaves`;
-    tokens by domain and source under `sources`, by language under `languages`. Raises ValueError for a dtype that is
-    too small, a domain without files, and a document whose `source_index` is not a source of the recipe.
+    All three are paths or URIs. `tokenizer` is a folder that `Tokenizer.save` wrote; an item encodes on `threads`
+    threads and holds the tokens of one file in memory. Returns `tokens`, `documents` and `bytes`, each by domain; all
+    three by dataset under `leaves`; tokens by domain and source under `sources`, by language under `languages`. Raises
+    ValueError for a dtype that is too small, a domain without files, and a document whose `source_index` is not a
+    source of the recipe.
     """
-    encoder = Tokenizer.load(tokenizer)
+    encoder = Tokenizer.load(local_folder(str(tokenizer)))
     dtype = token_dtype(recipe, encoder.rows)
     datasets = mix_datasets(recipe)
     domains = dict.fromkeys(dataset.domain for dataset in datasets)
-    files: list[Path] = []
+    curated = f"{documents}/documents"
+    names = [name for name in file_names(curated) if name.endswith(".parquet")]
+    files: list[str] = []
     for domain in domains:
-        domain_files = sorted((documents / "documents").glob(f"{domain}-*.parquet"), key=_number)
-        if not domain_files:
-            raise ValueError(
-                f"sources.{domain}: {documents / 'documents'} holds no {domain}-*.parquet; curate the domain first"
-            )
-        files += domain_files
-    job = TokenJob(recipe, tuple(files), tokenizer, folder, threads)
-    runner(job, STEP, tokenize_file, [item for item in range(len(files)) if not job.done(item)])
+        domain_names = sorted((name for name in names if name.startswith(f"{domain}-")), key=_number)
+        if not domain_names:
+            raise ValueError(f"sources.{domain}: {curated} holds no {domain}-*.parquet; curate the domain first")
+        files += [f"{curated}/{name}" for name in domain_names]
+    job = TokenJob(recipe, tuple(files), str(tokenizer), str(folder), threads)
+    done = {dataset.name: set(map(_number, _tables(folder, dataset.name))) for dataset in datasets}
+    left = [
+        item
+        for item, file in enumerate(files)
+        if not all(_number(file) in done[dataset.name] for dataset in job.datasets(item))
+    ]
+    runner(job, STEP, tokenize_file, left)
     vocabulary = {"rows": encoder.rows, "begin": encoder.begin, "end": encoder.end, "tokenizer": encoder.digest}
     index = write_index(folder, {dataset.name: dataset.domain for dataset in datasets}, dtype.name, vocabulary)
     return _facts(index["leaves"], domains)
@@ -193,11 +209,11 @@ def tokenize(
 
 def tokenize_file(job: TokenJob, item: int) -> None:
     """Write the shards of one curated file."""
-    encoder = _load_tokenizer(job.tokenizer)
+    encoder = _load_tokenizer(local_folder(job.tokenizer))
     dtype = token_dtype(job.recipe, encoder.rows)
     datasets = job.datasets(item)
     batches_by_dataset: dict[str, list[_DatasetBatch]] = {dataset.name: [] for dataset in datasets}
-    reader = pq.ParquetFile(job.files[item])
+    reader = pq.ParquetFile(open_file(job.files[item]))
     for record_batch in reader.iter_batches(batch_size=BATCH, columns=[*_CARRIED, "text", "split"]):
         train = record_batch.filter(pc.equal(record_batch.column("split"), "train"))
         if not train.num_rows:
@@ -214,17 +230,21 @@ def tokenize_file(job: TokenJob, item: int) -> None:
     for name, batches in batches_by_dataset.items():
         lengths = np.concatenate([np.zeros(0, np.int64), *(batch.lengths for batch in batches)])
         table = pa.concat_tables([_KEPT.empty_table(), *(batch.documents for batch in batches)])
-        write_shard(job.folder / name, _number(job.files[item]), [batch.tokens for batch in batches], lengths, table)
+        write_shard(
+            f"{job.folder}/{name}", _number(job.files[item]), [batch.tokens for batch in batches], lengths, table
+        )
 
 
-def write_shard(folder: Path, number: int, tokens: Sequence[NDArray[Any]], lengths: Ints, documents: pa.Table) -> None:
+def write_shard(
+    folder: str | Path, number: int, tokens: Sequence[NDArray[Any]], lengths: Ints, documents: pa.Table
+) -> None:
     """Write shard `number` of the dataset in `folder`: the pair, then the table.
 
     `tokens` are arrays of ids, all uint16 or all int32; `lengths` the tokens of each document; `documents` has the
     columns of SCHEMA without offset and length. A shard without documents has a table and no pair.
     """
     if len(lengths):
-        write_pair(folder / f"tokens-{number:05}", tokens, lengths)
+        write_pair(f"{folder}/tokens-{number:05}", tokens, lengths)
     table = documents.append_column("offset", pa.array(np.cumsum(lengths) - lengths))
     table = table.append_column("length", pa.array(lengths)).select(SCHEMA.names).cast(SCHEMA)
     counts = {"tokens": int(lengths.sum()), "documents": len(lengths), "bytes": pc.sum(table["bytes"]).as_py() or 0}
@@ -234,15 +254,17 @@ def write_shard(folder: Path, number: int, tokens: Sequence[NDArray[Any]], lengt
         columns = (groups[name].to_pylist() for name in (column, "length_sum", "length_count"))
         by[column] = {value: [total, count] for value, total, count in zip(*columns, strict=True)}
     table = table.replace_schema_metadata({"counts": json.dumps({**counts, "by": by})})
-    write_table(table, _table(folder, number), ROW_GROUP)
+    write_table(table, f"{folder}/documents-{number:05}.parquet", ROW_GROUP)
 
 
-def _number(file: Path) -> int:
-    return int(file.stem.rsplit("-", 1)[1])
+def _tables(folder: str | Path, dataset: str) -> list[str]:
+    """Return the tables of the shards of a dataset."""
+    place = f"{folder}/{dataset}"
+    return [f"{place}/{name}" for name in file_names(place) if name.startswith("documents-")]
 
 
-def _table(folder: Path, number: int) -> Path:
-    return folder / f"documents-{number:05}.parquet"
+def _number(file: str) -> int:
+    return int(file.rpartition("-")[2].removesuffix(".parquet"))
 
 
 _load_tokenizer = lru_cache(maxsize=1)(Tokenizer.load)  # a worker loads it once: 0.5 s for 128,000 tokens

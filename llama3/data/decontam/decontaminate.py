@@ -12,40 +12,43 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 
 from llama3.data.decontam.ngrams import GRAM, STEP, EvalExamples, ngram_index, thresholds, write_benchmarks
-from llama3.data.kernels.arrow import Hashes, Offsets, text_buffers
+from llama3.data.kernels.arrow import Offsets, text_buffers
 from llama3.data.kernels.ngrams import empty_matches, scan
 from llama3.data.mapreduce import (
+    BATCH,
+    DROP_SCHEMA,
     CurationJob,
     CurationStage,
     Runner,
-    rows_of_part,
+    add_fates,
+    aggregate,
+    documents_of,
+    open_parquet,
+    read_table,
     run_step,
     schema_of,
-    sql_list,
-    sql_literal,
-    write_by_key,
-    write_drops,
     write_table,
 )
 from llama3.data.text.words import WORD, split_words
 from llama3.recipe.data_schema import Curate
 
-MAP, FOUND, VERIFIED = "contaminated/map", "contaminated/found", "contaminated/verified"
+FOUND, FLAGGED, VERIFIED = "contaminated/found", "contaminated/flagged", "contaminated/verified"
 REPORT, RATIOS, EXAMPLES = "contaminated/report", "contaminated/ratios", "contaminated/examples"
 RUN = 13
 """Words in a row that example and document must share to confirm a flag."""
 _EXCERPT = 300
-_BATCH = 2048
-"""Documents whose text is in memory at a time."""
-_SPREAD = np.uint64(0x9E3779B97F4A7C15)
-"""Odd, so that it maps numbers to distinct keys all over the range of hashes."""
 _LOWER = {upper: upper + 32 for upper in range(0x41, 0x5B)}
 _FOUND = schema_of("key uint64, kind string, item int64, words int64, row int64, id string")
 """Rows by kind. `gram`: the gram with hash `key` occurs. `best`: the document that covers most own words
-(`split_words`) of example `item`. `document`: the document contains an example of benchmark `item`."""
+(`split_words`) of example `item`. `document`: number of documents that contain an example of benchmark `item`."""
+_MERGE = """SELECT DISTINCT * FROM rows WHERE kind = 'gram'
+    UNION ALL SELECT * FROM rows WHERE kind = 'best'
+        QUALIFY row_number() OVER (PARTITION BY item ORDER BY words DESC, id, "row") = 1
+    UNION ALL SELECT 0::UBIGINT, kind, item, sum(words)::BIGINT, -1, '' FROM rows WHERE kind = 'document'
+        GROUP BY kind, item"""
 _VERIFIED = schema_of("item int64, words int64, run int64, excerpt string")
 _REPORT = schema_of(
     "benchmark string, action string, threshold string, examples int64, short int64, template int64, flagged "
@@ -83,84 +86,64 @@ class Decontaminate(CurationStage):
         return [benchmark.uri for benchmark in curate.benchmarks]
 
     def passes(self, runner: Runner, job: CurationJob) -> None:
-        shards, parts = range(len(job.shards)), range(job.parts)
         run_step(runner, job, STEP, write_benchmarks, [0])
-        run_step(runner, job, MAP, scan_shard, shards)
-        run_step(runner, job, "contaminated/drop", drop_documents, parts)
-        run_step(runner, job, FOUND, reduce_matches, parts)
-        run_step(runner, job, VERIFIED, verify_shard, shards)
-        run_step(runner, job, REPORT, write_reports, [0])
+        run_step(runner, job, "contaminated/fates", scan_shard, range(len(job.shards)))
+        found = aggregate(runner, job, FOUND, len(job.shards), _MERGE)
+        examples = EvalExamples.read(job)
+        best = _best_documents(found, examples)
+        chosen = np.flatnonzero(best.words >= examples.least(thresholds(job)))
+        write_table(pa.table({"item": chosen, "row": best.rows[chosen]}), job.file(FLAGGED, 0))
+        run_step(runner, job, VERIFIED, verify_shard, np.unique(job.shard_of(best.rows[chosen])).tolist())
+        verified = [row for file in job.files(VERIFIED) for row in read_table(file).to_pylist()]
+        write_reports(job, found, verified)
 
 
-def scan_shard(job: CurationJob, item: int) -> None:
-    """Scan the documents of a shard that no earlier step has dropped for all examples.
+def scan_shard(job: CurationJob, index: int) -> None:
+    """Scan the documents of a shard that no earlier step has dropped for all examples, and drop those that contain one.
 
     The output is bounded by the grams, the examples and the documents that contain one, not by how often a gram occurs.
     """
-    shard, benchmarks = job.shards[item], job.recipe.curate.benchmarks
-    index = ngram_index(job)
-    matches, stamp = empty_matches(index), 0
-    alive = job.query(job.survivors(shard, "contaminated", '"row"'))["row"].to_numpy()
-    document_batches, benchmark_batches = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for batch in pq.ParquetFile(shard.text).iter_batches(_BATCH, columns=["row", "text"]):
-        rows = batch["row"].to_numpy()
-        use = np.isin(rows, alive).astype(np.uint8)
-        contains = np.zeros((len(rows), len(benchmarks)), np.uint8)
-        stamp = scan(*text_buffers(batch["text"]), rows.copy(), use, index, matches, stamp, contains)
-        document, number = np.nonzero(contains)
-        document_batches.append(rows[document])
-        benchmark_batches.append(number)
-    slots, where, _ = index.table
+    benchmarks = job.recipe.curate.benchmarks
+    examples = ngram_index(job)
+    matches, stamp = empty_matches(examples), 0
+    alive = job.survivors(index, "contaminated", ("row",))["row"].to_numpy()
+    row_batches, id_batches = [np.zeros(0, np.int64)], [pa.array([], pa.string())]
+    contains_batches = [np.zeros((0, len(benchmarks)), np.uint8)]
+    with open_parquet(job.shards[index].text) as file:
+        for batch in file.iter_batches(BATCH, columns=["row", "id", "text"], use_threads=False):
+            rows = batch["row"].to_numpy()
+            use = np.isin(rows, alive).astype(np.uint8)
+            contains = np.zeros((len(rows), len(benchmarks)), np.uint8)
+            stamp = scan(*text_buffers(batch["text"]), rows.copy(), use, examples, matches, stamp, contains)
+            row_batches.append(rows)
+            id_batches.append(batch["id"])
+            contains_batches.append(contains)
+    rows, contains = np.concatenate(row_batches), np.concatenate(contains_batches)
+    slots, where, _ = examples.table
     used = slots != 0
     seen = slots[used][matches.seen[where[used]] == 1]
-    examples = np.flatnonzero(matches.best)
-    best_words, best_rows = matches.best[examples].astype(np.int64), matches.best_row[examples]
-    texts = pq.read_table(shard.text, columns=["row", "id"])
-    best_ids = texts["id"].take(pa.array(np.searchsorted(texts["row"].to_numpy(), best_rows)))
-    documents, numbers = np.concatenate(document_batches), np.concatenate(benchmark_batches)
+    items = np.flatnonzero(matches.best)
+    best_rows = matches.best_row[items]
+    best_ids = pa.concat_arrays(id_batches).take(pa.array(np.searchsorted(rows, best_rows)))
     tables = [
-        _matches("gram", seen, np.zeros(len(seen), np.int64)),
-        _matches("best", examples.astype(np.uint64) * _SPREAD, examples, best_words, best_rows, best_ids),
-        _matches("document", documents.astype(np.uint64) * _SPREAD, numbers, rows=documents),
+        _matches("gram", len(seen), key=seen),
+        _matches("best", len(items), item=items, words=matches.best[items], row=best_rows, id=best_ids),
+        _matches("document", len(benchmarks), item=np.arange(len(benchmarks)), words=contains.sum(axis=0)),
     ]
-    order = [(name, "ascending") for name in ("key", "kind", "item")]
-    write_table(pa.concat_tables(tables).sort_by(order), job.file(MAP, item))
+    write_table(pa.concat_tables(tables), job.file(FOUND, index))
+    dropping = np.array([benchmark.action == "drop" for benchmark in benchmarks], bool)
+    dropped = rows[contains[:, dropping].any(axis=1)]
+    columns = [dropped, pa.array(["contaminated"] * len(dropped), pa.string()), pa.nulls(len(dropped), pa.string())]
+    add_fates("contaminated", job, index, pa.table(columns, schema=DROP_SCHEMA))
 
 
-def _matches(
-    kind: str,
-    keys: Hashes,
-    items: Offsets,
-    words: Offsets | None = None,
-    rows: Offsets | None = None,
-    ids: object = None,
-) -> pa.Table:
-    """Return a table of schema _FOUND; columns that the kind does not have are -1 or ""."""
-    missing = np.full(len(keys), -1, np.int64)
-    words, rows = missing if words is None else words, missing if rows is None else rows
-    ids = pa.array([""] * len(keys), pa.string()) if ids is None else ids
-    return pa.table([keys, pa.array([kind] * len(keys), pa.string()), items, words, rows, ids], schema=_FOUND)
-
-
-def drop_documents(job: CurationJob, part: int) -> None:
-    """Drop the documents that contain an example of a benchmark whose action is to drop."""
-    benchmarks = enumerate(job.recipe.curate.benchmarks)
-    dropping = [number for number, benchmark in benchmarks if benchmark.action == "drop"]
-    query = f"""SELECT DISTINCT "row", 'contaminated' AS outcome, NULL::VARCHAR AS kept
-        FROM ({rows_of_part(job, MAP, part)})
-        WHERE kind = 'document' AND list_contains({dropping}::BIGINT[], item)"""
-    write_drops(job, query, "contaminated", part)
-
-
-def reduce_matches(job: CurationJob, part: int) -> None:
-    """Merge the matches of all shards: each gram once, the best document per example, documents per benchmark."""
-    rows = rows_of_part(job, MAP, part)
-    query = f"""SELECT DISTINCT * FROM ({rows}) WHERE kind = 'gram'
-        UNION ALL SELECT * FROM ({rows}) WHERE kind = 'best'
-            QUALIFY row_number() OVER (PARTITION BY item ORDER BY words DESC, id, "row") = 1
-        UNION ALL SELECT min(key), kind, item, count(*), -1, '' FROM ({rows})
-            WHERE kind = 'document' GROUP BY kind, item"""
-    write_by_key(job, query, FOUND, part)
+def _matches(kind: str, count: int, **columns: Any) -> pa.Table:
+    """Return a table of schema _FOUND; columns that the kind does not have are 0, -1 or ""."""
+    missing = np.full(count, -1, np.int64)
+    given = {"key": np.zeros(count, np.uint64), "item": missing, "words": missing, "row": missing, **columns}
+    ids = given.pop("id", pa.array([""] * count, pa.string()))
+    arrays = [given["key"], pa.array([kind] * count, pa.string()), given["item"], given["words"], given["row"], ids]
+    return pa.table([pa.array(array) for array in arrays], names=_FOUND.names).cast(_FOUND)
 
 
 # Verification: read the best document of every flagged example again
@@ -205,25 +188,19 @@ def overlap(example: str, own: Sequence[bool], document: str) -> Overlap:
     return Overlap(len(covered), longest, excerpt[:_EXCERPT])
 
 
-def verify_shard(job: CurationJob, item: int) -> None:
-    """Compare examples with their best document, if that is in this shard and covers them up to the threshold."""
-    shard, examples = job.shards[item], EvalExamples.read(job)
-    best = _best_documents(job, examples)
-    low, high = shard.rows
-    enough = best.words >= examples.least(thresholds(job))
-    chosen = np.flatnonzero((best.rows >= low) & (best.rows < high) & enough)
-    texts: dict[int, str] = {}
-    if len(chosen):
-        rows = ", ".join(map(str, np.unique(best.rows[chosen])))
-        query = f'SELECT "row", text FROM read_parquet({sql_literal(str(shard.text))}) WHERE "row" IN ({rows})'
-        with job.session() as connection:
-            texts = dict(connection.execute(query).fetchall())
+def verify_shard(job: CurationJob, index: int) -> None:
+    """Compare examples with their best document, for those in this shard that cover them up to the threshold."""
+    examples, flagged = EvalExamples.read(job), read_table(job.file(FLAGGED, 0))
+    here = flagged.filter(pa.array(job.shard_of(flagged["row"]) == index)).to_pylist()
+    documents = documents_of(job, index, np.array([flag["row"] for flag in here], np.int64), ("text",)).to_pylist()
+    texts = {document["row"]: document["text"] for document in documents}
     verified = []
-    for example in chosen.tolist():
+    for flag in here:
+        example = flag["item"]
         grams = ~examples.template[examples.ends[example] : examples.ends[example + 1]]
-        shared = overlap(examples.text[example].as_py(), grams.tolist(), texts[int(best.rows[example])])
+        shared = overlap(examples.text[example].as_py(), grams.tolist(), texts[flag["row"]])
         verified.append({"item": example, **shared._asdict()})
-    write_table(pa.Table.from_pylist(verified, _VERIFIED), job.file(VERIFIED, item))
+    write_table(pa.Table.from_pylist(verified, _VERIFIED), job.file(VERIFIED, index))
 
 
 class _BestDocuments(NamedTuple):
@@ -234,8 +211,8 @@ class _BestDocuments(NamedTuple):
     ids: list[str]
 
 
-def _best_documents(job: CurationJob, examples: EvalExamples) -> _BestDocuments:
-    table = pq.read_table(job.files(FOUND), filters=[("kind", "=", "best")])
+def _best_documents(found: pa.Table, examples: EvalExamples) -> _BestDocuments:
+    table = found.filter(pc.field("kind") == "best")
     count, item = len(examples.words), table["item"].to_numpy()
     covered, rows, ids = np.zeros(count, np.int64), np.full(count, -1, np.int64), [""] * count
     covered[item], rows[item] = table["words"].to_numpy(), table["row"].to_numpy()
@@ -244,17 +221,17 @@ def _best_documents(job: CurationJob, examples: EvalExamples) -> _BestDocuments:
     return _BestDocuments(covered, rows, ids)
 
 
-def write_reports(job: CurationJob, item: int) -> None:
-    """Write the three tables of the report; `contaminated/report`, the last one, marks the step as done."""
+def write_reports(job: CurationJob, found: pa.Table, verifications: list[dict[str, Any]]) -> None:
+    """Write the three tables of the report."""
     examples, benchmarks = EvalExamples.read(job), job.recipe.curate.benchmarks
-    best, whole = _best_documents(job, examples), examples.whole
-    seen = pq.read_table(job.files(FOUND), filters=[("kind", "=", "gram")])["key"].to_numpy()
+    best, whole = _best_documents(found, examples), examples.whole
+    seen = found.filter(pc.field("kind") == "gram")["key"].to_numpy()
     corpus = examples.covered(np.isin(examples.grams, seen))  # words in grams that occur in the corpus
     shares = [benchmarks[number].threshold for number in examples.benchmark.tolist()]
     pairs = zip(corpus.tolist(), examples.words.tolist(), shares, strict=True)
     flagged = np.array([count > 0 and hit >= share * count for hit, count, share in pairs], np.bool_)
     verified, run, excerpt = np.zeros(len(flagged), np.int64), np.zeros(len(flagged), np.int64), [""] * len(flagged)
-    for row in pq.read_table(job.files(VERIFIED)).to_pylist():
+    for row in verifications:
         verified[row["item"]], run[row["item"]], excerpt[row["item"]] = row["words"], row["run"], row["excerpt"]
     enough = (verified >= examples.least(thresholds(job))) & (run >= np.minimum(RUN, examples.words))
     confirmed = flagged & enough & (examples.words >= GRAM)
@@ -277,16 +254,14 @@ def write_reports(job: CurationJob, item: int) -> None:
         "confirmed": confirmed[order],
         "excerpt": [excerpt[text] for text in order.tolist()],
     }
-    write_table(pa.table(columns, schema=_EXAMPLES), job.file(EXAMPLES, item))
+    write_table(pa.table(columns, schema=_EXAMPLES), job.file(EXAMPLES, 0))
 
     def count_examples(flags: Any, members: Any) -> int:
         """Return how many of the examples `members` have a text for which `flags` is true."""
         return int(np.logical_or.reduceat(flags, whole)[members].sum())
 
-    query = f"""SELECT item, sum(words)::BIGINT FROM read_parquet({sql_list(job.files(FOUND))})
-        WHERE kind = 'document' GROUP BY item"""
-    with job.session() as connection:
-        documents = dict(connection.execute(query).fetchall())
+    counted = found.filter(pc.field("kind") == "document")
+    documents = dict(zip(counted["item"].to_pylist(), counted["words"].to_pylist(), strict=True))
     words, reports, ratios = examples.words[whole], [], []
     for index, benchmark in enumerate(benchmarks):
         members = examples.benchmark[whole] == index
@@ -302,5 +277,5 @@ def write_reports(job: CurationJob, item: int) -> None:
         hits = documents.get(index, 0)
         head = (benchmark.name, benchmark.action, str(benchmark.threshold), total, short, only_template)
         reports.append((*head, flags, true_flags, precision, hits, hits if benchmark.action == "drop" else 0))
-    write_table(pa.table(list(zip(*ratios, strict=True)), schema=_RATIOS), job.file(RATIOS, item))
-    write_table(pa.table(list(zip(*reports, strict=True)), schema=_REPORT), job.file(REPORT, item))
+    write_table(pa.table(list(zip(*ratios, strict=True)), schema=_RATIOS), job.file(RATIOS, 0))
+    write_table(pa.table(list(zip(*reports, strict=True)), schema=_REPORT), job.file(REPORT, 0))

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,12 @@ from numpy.typing import NDArray
 
 from llama3.data.kernels.arrow import Hashes, Offsets, hash_lists, list_buffers, text_buffers
 from llama3.data.kernels.ngrams import NgramIndex, gram_endings, key_table, text_grams
-from llama3.data.mapreduce import CurationJob, write_table
+from llama3.data.mapreduce import CurationJob, read_table, write_table
 from llama3.data.readers.files import file_format
 from llama3.data.text.words import WORD
 from llama3.recipe.data_schema import Benchmark
 from llama3.recipe.units import Share
-from storage.filesystem import filesystem_of, glob, local_path
+from storage.filesystem import filesystem_of, glob, is_local, local_path
 
 STEP = "contaminated/benchmarks"
 GRAM = 8
@@ -159,8 +160,7 @@ class EvalExamples:
     @classmethod
     def read(cls, job: CurationJob) -> EvalExamples:
         """Return what `write_benchmarks` wrote."""
-        file = job.file(STEP, 0)
-        return _read(str(file), file.stat().st_mtime_ns)
+        return _read(job.file(STEP, 0), _changed(job))
 
     @cached_property
     def whole(self) -> Offsets:
@@ -225,17 +225,22 @@ class EvalExamples:
 
 @lru_cache(maxsize=1)  # a worker scans many shards for the same examples; 2 million grams take a second to read
 def _read(file: str, changed: int) -> EvalExamples:
-    table = pq.read_table(file)
+    table = read_table(file)
     grams, ends = list_buffers(table["grams"])
     template = table["template"].combine_chunks().values.to_numpy(zero_copy_only=False)
     benchmark, example, words, last = (table[name].to_numpy() for name in ("benchmark", "example", "words", "last"))
     return EvalExamples(benchmark, example, table["text"], words, last, grams, ends, template)
 
 
+def _changed(job: CurationJob) -> int:
+    """Return when a local file of the examples was written; jobs of one folder in a store have the same examples."""
+    file = job.file(STEP, 0)
+    return Path(file).stat().st_mtime_ns if is_local(file) else 0
+
+
 def ngram_index(job: CurationJob) -> NgramIndex:
     """Return the index that the documents of `job` are scanned for."""
-    file = job.file(STEP, 0)
-    return _index(str(file), file.stat().st_mtime_ns, thresholds(job))
+    return _index(job.file(STEP, 0), _changed(job), thresholds(job))
 
 
 @lru_cache(maxsize=1)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from llama3.data.mapreduce import CurationJob, CurationStage, Runner, rows_of_part, run_step, write_by_key, write_drops
+from llama3.data.mapreduce import CurationJob, CurationStage, Runner, key_parts, run_step, write_drops
 from llama3.recipe.data_schema import Curate
 
 KEEP = '"rank" DESC, date DESC, id, url, source_index, license, language, "row"'
 """SQL order of copies; the first is kept. Highest rank, then newest, then columns that break ties; never read order."""
-KEEP_COLUMNS = '"row", id, "rank", date, url, source_index, license, language'
+KEEP_COLUMNS = ("row", "id", "rank", "date", "url", "source_index", "license", "language")
 
 
 class _Copies(CurationStage):
@@ -28,26 +28,30 @@ class _Copies(CurationStage):
     """SQL condition over `position` (1 is the first), `date` and `newest` (date of the first)."""
 
     def passes(self, runner: Runner, job: CurationJob) -> None:
-        run_step(runner, job, f"{self.name}/map", self.map_shard, range(len(job.shards)))
-        run_step(runner, job, f"{self.name}/drop", self.drop_copies, range(job.parts))
+        copies = job.by_key(f"{self.name}/copies")
+        run_step(runner, job, copies.step(), self.map_shard, range(len(job.shards)))
+        copies.merge(runner, job)
+        drops = job.by_shard(f"{self.name}/drops")
+        run_step(runner, job, drops.step(), self.drop_copies, range(job.parts))
+        self.apply_drops(runner, job, drops)
 
-    def map_shard(self, job: CurationJob, item: int) -> None:
-        """Write the documents of shard `item` by key."""
-        documents = job.survivors(job.shards[item], self.name, f"{KEEP_COLUMNS}, domain")
-        write_by_key(
-            job, f"SELECT {self.key} AS key, * FROM ({documents}) WHERE {self.where}", f"{self.name}/map", item
-        )
+    def map_shard(self, job: CurationJob, index: int) -> None:
+        """Send the documents of shard `index` to the parts of their keys."""
+        documents = job.survivors(index, self.name, (*KEEP_COLUMNS, "domain"))
+        keyed = job.query(f"SELECT {self.key} AS key, * FROM documents WHERE {self.where}", documents=documents)
+        parts = key_parts(keyed["key"], job.parts)
+        job.by_key(f"{self.name}/copies").write(job, index, keyed.drop_columns(["key"]), parts)
 
     def drop_copies(self, job: CurationJob, part: int) -> None:
-        """Write the drops among the documents whose keys are in `part`."""
+        """Drop documents among those whose keys are in `part`."""
         (outcome,) = self.reasons
         query = f"""SELECT "row", '{outcome}' AS outcome, kept FROM (
             SELECT "row", date, row_number() OVER copies AS position, first_value(id) OVER copies AS kept,
                 first_value(date) OVER copies AS newest
-            FROM ({rows_of_part(job, f"{self.name}/map", part)})
-            WINDOW copies AS (PARTITION BY {self.group} ORDER BY {self.order}))
+            FROM documents WINDOW copies AS (PARTITION BY {self.group} ORDER BY {self.order}))
         WHERE {self.drop}"""
-        write_drops(job, query, self.name, part)
+        drops = job.query(query, documents=job.by_key(f"{self.name}/copies").read(job, part))
+        write_drops(job, job.by_shard(f"{self.name}/drops"), part, drops)
 
 
 class NewestVersion(_Copies):

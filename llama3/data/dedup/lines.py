@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from llama3.data.kernels.arrow import Bytes, Hashes, Offsets, hash_lists, list_buffers, text_buffers
@@ -27,27 +26,29 @@ from llama3.data.kernels.lines import (
     mark_repeats,
     write_unmarked,
 )
-from llama3.data.kernels.ngrams import key_table
+from llama3.data.kernels.ngrams import Table, key_table
 from llama3.data.kernels.words import mix64
 from llama3.data.mapreduce import (
     CurationJob,
     CurationStage,
     Runner,
-    rows_of_part,
+    Shuffle,
+    aggregate,
+    count_survivors,
+    documents_of,
+    key_parts,
+    read_table,
     run_step,
     schema_of,
-    sql_list,
-    sql_literal,
-    write_by_key,
     write_table,
 )
 from llama3.recipe.data_schema import Curate
 
-DOCUMENTS, BUCKETS, MAP, BAD, COMMON = "lines/documents", "lines/buckets", "lines/map", "lines/bad", "lines/common"
+BUCKETS, BAD, COMMON = "lines/buckets", "lines/bad", "lines/common"
 SHOWN = 200
 """Removed lines in the report table."""
 _SHOWN_CHARS = 200
-_BATCH = 8192
+_MOST = f"FROM rows ORDER BY copies DESC, key LIMIT {SHOWN}"
 _COUNTS = schema_of("key uint64, copies int64, row int64")
 _COMMON = schema_of("domain string, language string, copies int64, line string")
 _SEPARATOR = "\x00"
@@ -79,7 +80,7 @@ class LineDedup(CurationStage):
     Writes `lines/bad` (the lines to remove) and `lines/common` (the most frequent of them, with their text).
     """
 
-    name, title, section = "lines", "lines removed", ("lines",)
+    name, title, section, drops = "lines", "lines removed", ("lines",), False
     reasons: ClassVar = {"emptied": "Too short once the lines that many documents share were removed."}
     tables: ClassVar = {COMMON: "lines"}
 
@@ -87,73 +88,71 @@ class LineDedup(CurationStage):
         return curate.lines.max_copies is not None
 
     def passes(self, runner: Runner, job: CurationJob) -> None:
-        shards = range(len(job.shards))
-        run_step(runner, job, DOCUMENTS, count_documents, shards)
-        run_step(runner, job, BUCKETS, count_buckets, [0])
-        run_step(runner, job, MAP, map_lines, shards)
-        run_step(runner, job, BAD, reduce_lines, range(job.parts))
-        run_step(runner, job, COMMON, common_lines, [0])
+        shards, parts = range(len(job.shards)), range(job.parts)
+        counts, bad = _counts(job), _bad(job)
+        write_table(count_buckets(job, count_survivors(runner, job, "lines")), job.file(BUCKETS, 0))
+        run_step(runner, job, counts.step(), map_lines, shards)
+        counts.merge(runner, job)
+        run_step(runner, job, bad.step(), reduce_lines, parts)
+        bad.merge(runner, job)
+        run_step(runner, job, BAD, write_bad, shards)
+        top = aggregate(runner, job, job.by_parts("lines/top"), job.parts, _MOST)
+        write_table(common_lines(job, top), job.file(COMMON, 0))
 
 
-def count_documents(job: CurationJob, item: int) -> None:
-    """Count the documents of a shard by domain and language."""
-    survivors = job.survivors(job.shards[item], "end", "domain, language")
-    query = f"SELECT domain, language, count(*) AS documents FROM ({survivors}) GROUP BY ALL ORDER BY ALL"
-    write_table(job.query(query), job.file(DOCUMENTS, item))
+def _counts(job: CurationJob) -> Shuffle:
+    return job.by_key("lines/counts")
 
 
-def count_buckets(job: CurationJob, item: int) -> None:
-    """Write the number of buckets for the documents of each domain and language."""
+def _bad(job: CurationJob) -> Shuffle:
+    return job.by_shard("lines/bad")
+
+
+def count_buckets(job: CurationJob, survivors: pa.Table) -> pa.Table:
+    """Return the number of buckets for the documents of each domain and language."""
     bucket = job.recipe.curate.lines.bucket_documents
-    table = job.query(
-        f"""SELECT domain, language, ((sum(documents) + {bucket - 1}) // {bucket})::BIGINT AS buckets
-        FROM read_parquet({sql_list(job.files(DOCUMENTS))}) GROUP BY ALL ORDER BY ALL"""
-    )
-    write_table(table, job.file(BUCKETS, item))
+    query = f"""SELECT domain, language, ((documents + {bucket - 1}) // {bucket})::BIGINT AS buckets
+        FROM survivors ORDER BY ALL"""
+    return job.query(query, survivors=survivors)
 
 
-def map_lines(job: CurationJob, item: int) -> None:
-    """Count the lines of a shard: (key, copies, row) ordered by key; `row` is the first document with the line."""
-    buckets, key_batches, row_batches = _buckets(job), [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
-    survivors = job.survivors(job.shards[item], "end", '"row", id, domain, language, lines')
-    with job.session() as connection:
-        for batch in connection.sql(survivors).to_arrow_reader(_BATCH):
-            groups = _groups(buckets, batch["domain"], batch["language"], batch["id"])
-            keys, texts = _keys(*list_buffers(batch["lines"]), groups)
-            key_batches.append(keys)
-            row_batches.append(batch["row"].to_numpy()[texts])
-    keys, rows = np.concatenate(key_batches), np.concatenate(row_batches)
+def map_lines(job: CurationJob, index: int) -> None:
+    """Count the lines of a shard: key, copies, row (the first document with the line)."""
+    survivors = job.survivors(index, "lines", ("row", "id", "domain", "language", "lines"))
+    groups = _groups(_buckets(job), survivors["domain"], survivors["language"], survivors["id"])
+    keys, texts = _keys(*list_buffers(survivors["lines"]), groups)
+    rows = survivors["row"].to_numpy()[texts]
     order = np.argsort(keys)
     keys, rows = keys[order], rows[order]
     firsts = np.flatnonzero(np.diff(keys, prepend=keys[:1] + np.uint64(1)))  # the first differs from itself + 1
     copies = np.diff(firsts, append=len(keys))
     first_rows = np.minimum.reduceat(rows, firsts) if len(firsts) else rows
-    write_table(pa.table([keys[firsts], copies, first_rows], schema=_COUNTS), job.file(MAP, item))
+    table = pa.table([keys[firsts], copies, first_rows], schema=_COUNTS)
+    _counts(job).write(job, index, table, key_parts(keys[firsts], job.parts))
 
 
 def reduce_lines(job: CurationJob, part: int) -> None:
-    """Write the lines of a key range that have too many copies, with the number of copies."""
-    query = f"""SELECT key, sum(copies)::BIGINT AS copies, min("row") AS "row" FROM ({rows_of_part(job, MAP, part)})
-        GROUP BY key HAVING sum(copies) > {job.recipe.curate.lines.max_copies}"""
-    write_by_key(job, query, BAD, part)
+    """Send the lines of a part that have too many copies to the shards that have them, and write the most frequent."""
+    query = f"""SELECT * FROM (SELECT key, "row", sum(copies) OVER (PARTITION BY key)::BIGINT AS copies FROM counts)
+        WHERE copies > {job.recipe.curate.lines.max_copies}"""
+    bad = job.query(query, counts=_counts(job).read(job, part))
+    query = f"""SELECT key, copies, min("row") AS "row" FROM bad GROUP BY ALL ORDER BY copies DESC, key LIMIT {SHOWN}"""
+    write_table(job.query(query, bad=bad), job.file(job.by_parts("lines/top"), part))
+    _bad(job).write(job, part, bad.select(["key"]), job.shard_of(bad["row"]))
 
 
-def common_lines(job: CurationJob, item: int) -> None:
-    """Write the bad lines with the most copies: domain, language, copies, line (normalized, its beginning)."""
-    top = job.query(
-        f"""SELECT key, copies, "row" FROM read_parquet({sql_list(job.files(BAD))})
-        ORDER BY copies DESC, key LIMIT {SHOWN}"""
-    )
+def write_bad(job: CurationJob, index: int) -> None:
+    """Write the keys of the bad lines of a shard, sorted."""
+    write_table(_bad(job).read(job, index).sort_by("key"), job.file(BAD, index))
+
+
+def common_lines(job: CurationJob, top: pa.Table) -> pa.Table:
+    """Return the bad lines with the most copies: domain, language, copies, line (normalized, its beginning)."""
     lines = {row["key"]: row for row in top.to_pylist()}
-    for shard in job.shards:
-        low, high = shard.rows
-        rows = sorted({line["row"] for line in lines.values() if low <= line["row"] < high})
-        if rows:
-            query = f"""SELECT "row", id, domain, language, text FROM read_parquet({sql_literal(str(shard.text))})
-                WHERE "row" IN ({", ".join(map(str, rows))})"""
-            _add_texts(job, job.query(query), lines)
-    table = pa.Table.from_pylist([{name: line[name] for name in _COMMON.names} for line in lines.values()], _COMMON)
-    write_table(table, job.file(COMMON, item))
+    rows = np.unique(np.array([line["row"] for line in lines.values()], np.int64))
+    for index in np.unique(job.shard_of(rows)).tolist():
+        _add_texts(job, documents_of(job, index, rows, ("id", "domain", "language", "text")), lines)
+    return pa.Table.from_pylist([{name: line[name] for name in _COMMON.names} for line in lines.values()], _COMMON)
 
 
 def _add_texts(job: CurationJob, documents: pa.Table, lines: dict[int, dict[str, Any]]) -> None:
@@ -170,20 +169,18 @@ def _add_texts(job: CurationJob, documents: pa.Table, lines: dict[int, dict[str,
                 lines[key] |= {"domain": document["domain"], "language": document["language"], "line": text}
 
 
-def strip_lines(job: CurationJob, texts: Any, domains: Any, languages: Any, ids: Any) -> StrippedTexts:
-    """Return `texts` (Arrow columns of equal length, documents that no step has dropped) without bad lines.
+def strip_lines(job: CurationJob, bad: Table, texts: Any, domains: Any, languages: Any, ids: Any) -> StrippedTexts:
+    """Return `texts` (Arrow columns of equal length, documents that no step has dropped) without the lines in `bad`.
 
     A text without a bad line stays equal to the byte; one that loses all its lines becomes "". Memory: about 24 bytes
-    per line of these texts, and 8 per bad line of one key range.
+    per line.
     """
     rule = job.recipe.curate.lines
     data, offsets = text_buffers(texts)
     hashes, ends = _line_hashes(data, offsets, rule.min_chars)
     marks = np.zeros(len(hashes), np.uint8)
     if rule.max_copies is not None:
-        groups = _groups(_buckets(job), domains, languages, ids)
-        bad = _bad_among(job, np.sort(_keys(hashes, ends, groups)[0]))
-        mark_copies(hashes, ends, groups, key_table(bad), marks)
+        mark_copies(hashes, ends, _groups(_buckets(job), domains, languages, ids), bad, marks)
     share = rule.max_repeated_ngrams
     if share is not None:
         mark_repeats(data, offsets, (rule.ngram, share.numerator, share.denominator), marks)
@@ -195,17 +192,10 @@ def strip_lines(job: CurationJob, texts: Any, domains: Any, languages: Any, ids:
     return StrippedTexts(stripped, removed, np.diff(offsets) - np.diff(stops))
 
 
-def _bad_among(job: CurationJob, keys: Hashes) -> Hashes:
-    """Return the distinct bad ones of the sorted `keys`; reads one range of bad lines at a time."""
-    matches = [np.zeros(0, np.uint64)]
-    for file in job.files(BAD):
-        bad = pq.read_table(file, columns=["key"])["key"].to_numpy()
-        if len(bad):
-            within = keys[np.searchsorted(keys, bad[0]) : np.searchsorted(keys, bad[-1], "right")]
-            matches.append(within[bad[np.searchsorted(bad, within)] == within])
-    hits = np.concatenate(matches)
-    distinct: Hashes = hits[np.diff(hits, prepend=hits[:1] + np.uint64(1)) != 0]
-    return distinct
+def bad_lines(job: CurationJob, index: int) -> Table:
+    """Return the lines of a shard that have too many copies, for `strip_lines`; none without such a rule."""
+    counted = job.recipe.curate.lines.max_copies is not None
+    return key_table(read_table(job.file(BAD, index))["key"].to_numpy() if counted else np.zeros(0, np.uint64))
 
 
 def _keys(hashes: Hashes, offsets: Offsets, groups: Hashes) -> tuple[Hashes, Offsets]:
@@ -218,7 +208,7 @@ def _keys(hashes: Hashes, offsets: Offsets, groups: Hashes) -> tuple[Hashes, Off
 
 def _buckets(job: CurationJob) -> dict[str, int]:
     """Return the number of buckets by domain and language."""
-    rows = pq.read_table(job.file(BUCKETS, 0)).to_pylist()
+    rows = read_table(job.file(BUCKETS, 0)).to_pylist()
     return {f"{row['domain']}{_SEPARATOR}{row['language']}": row["buckets"] for row in rows}
 
 

@@ -6,6 +6,8 @@ shards. A document may give any column; other keys than those of TEXT become col
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +16,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llama3.data.curate import CURATION
 from llama3.data.kernels.shingles import band_hashes
-from llama3.data.mapreduce import ROW_BITS, CurationJob, Shard
+from llama3.data.mapreduce import DROP_SCHEMA, ROW_BITS, CurationJob, CurationStage, Shard, add_fates
 from llama3.data.write_shards import ORDER
 from llama3.data.write_shards import TEXT_SCHEMA as TEXT
 from llama3.recipe.base import DOMAINS
@@ -30,11 +31,18 @@ ROWS_PER_GROUP = 16
 
 
 def make_job(
-    folder: Path, documents: list[dict[str, Any]], shards: int = 1, parts: int = 1, recipe: Any = None, threads: int = 1
+    folder: Path,
+    documents: list[dict[str, Any]],
+    shards: int = 1,
+    parts: int = 1,
+    recipe: Any = None,
+    stages: Sequence[CurationStage] = (),
+    **settings: Any,
 ) -> CurationJob:
     """Write `documents` as `shards` shards per domain under `folder` and return the job, which works in `folder`/steps.
 
-    `recipe` needs no more than the attribute `curate`; left out, that is `Curate()`.
+    `stages` are those that the test runs; `settings` go to the job. `recipe` needs no more than the attribute `curate`;
+    left out, that is `Curate()`.
     """
     recipe = recipe or SimpleNamespace(curate=Curate())
     filled = sorted(map(_filled, documents), key=_place)
@@ -45,7 +53,23 @@ def make_job(
         for place in range(shards if rows else 0):
             cut = rows[len(rows) * place // shards : len(rows) * (place + 1) // shards]
             made.append(_write(folder, len(made), domain, cut, schema, recipe.curate))
-    return CurationJob(recipe, tuple(made), folder / "steps", parts, threads=threads, stages=CURATION)
+    return CurationJob(recipe, tuple(made), str(folder / "steps"), parts, stages=tuple(stages), **settings)
+
+
+class Earlier(CurationStage):
+    """A stage that ran before those of a test."""
+
+    name = "earlier"
+
+
+def without(job: CurationJob, rows: Collection[int]) -> CurationJob:
+    """Return `job` with an earlier stage that has dropped the documents `rows`."""
+    job = replace(job, stages=(Earlier(), *job.stages))
+    for index in range(len(job.shards)):
+        here = [row for row in rows if job.shard_of([row]) == index]
+        drops = {"row": here, "outcome": ["gone"] * len(here), "kept": [None] * len(here)}
+        add_fates("earlier", job, index, pa.table(drops, schema=DROP_SCHEMA))
+    return job
 
 
 def drops(job: CurationJob, step: str) -> dict[str, tuple[str, str | None]]:
@@ -61,8 +85,8 @@ def drops(job: CurationJob, step: str) -> dict[str, tuple[str, str | None]]:
 
 def dropped_rows(job: CurationJob, step: str) -> dict[int, tuple[str, str | None]]:
     """Return row -> (outcome, kept) of every document that `step` dropped."""
-    tables = [pq.read_table(file) for file in job.files(f"{step}/drop")]
-    rows = [row for table in tables for row in table.to_pylist()]
+    tables = [pq.read_table(file) for file in job.files(f"{step}/fates")]
+    rows = [row for table in tables for row in table.to_pylist() if row["step"] == step]
     found = {row["row"]: (row["outcome"], row["kept"]) for row in rows}
     assert len(found) == len(rows)
     return found
@@ -119,4 +143,4 @@ def _write(
     for path, written in zip(paths, (texts, table), strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(written, path, row_group_size=ROWS_PER_GROUP)
-    return Shard(number, domain, *paths, len(rows), sum(row["bytes"] for row in rows))
+    return Shard(number, domain, *map(str, paths), len(rows), sum(row["bytes"] for row in rows))

@@ -156,7 +156,7 @@ def test_bytes_do_not_depend_on_files_order_threads_or_parts(
         for number, text in enumerate([*texts, *near, *shared, *texts[120:150]])
     ]
     outs = []
-    for number, (files, threads, parts) in enumerate(((1, 1, 1), (8, 2, 3))):
+    for number, (files, threads, parts, fan) in enumerate(((1, 1, 1, 256), (8, 2, 3, 2))):
         monkeypatch.setattr("llama3.data.collect.ITEM_BYTES", 1 if files > 1 else 1 << 30)
         random.Random(number).shuffle(every)
         source = tmp_path / f"in{number}" / "a" / "web"
@@ -168,7 +168,7 @@ def test_bytes_do_not_depend_on_files_order_threads_or_parts(
             {"general": [{"uri": str(source / "*.jsonl"), "language": "en"}]}, lines={"bucket_documents": 100}
         )
         folder = tmp_path / f"run{number}"
-        facts = chain(recipe, folder, backwards_on_threads(threads), threads=threads, parts=parts)
+        facts = chain(recipe, folder, backwards_on_threads(threads), threads=threads, parts=parts, fan=fan)
         assert len(list((folder / "collected" / "text").iterdir())) == files
         assert facts["lines_removed"]["general"] >= 20
         outs.append(contents(folder))
@@ -194,7 +194,7 @@ def test_a_job_that_was_cut_off_goes_on(tmp_path: Path, make_recipe: Make, write
 
         return runner
 
-    for count in range(1, 40, 3):
+    for count in range(1, 80, 3):
         try:
             chain(recipe, tmp_path / "cut", failing_after(count))
             break

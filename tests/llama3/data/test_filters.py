@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 from llama3.data.annotate import COLUMNS, document_statistics
 from llama3.data.curate import CURATION, explain
 from llama3.data.filters import Filters, broken_rules, read_blocked
-from llama3.data.mapreduce import DROP_SCHEMA, CurationJob, Shard, run_serial
+from llama3.data.mapreduce import FATE_SCHEMA, CurationJob, Shard, run_serial
 from llama3.recipe.data_schema import Curate, Quality
 
 OFF: dict[str, Any] = {
@@ -46,12 +47,11 @@ def judge(tmp_path: Path) -> Judge:
             table = table.append_column(name, pa.array(column))
         pq.write_table(table, shard)
         recipe: Any = SimpleNamespace(curate=Curate.model_validate(curate))
-        shards = (Shard(3, "general", tmp_path / "text", shard, len(texts), 0),)
-        job = CurationJob(recipe, shards, tmp_path / "job", stages=CURATION)
-        job.file("filter/drop", 0).unlink(missing_ok=True)
+        shards = (Shard(3, "general", "text", str(shard), len(texts), 0),)
+        job = CurationJob(recipe, shards, tempfile.mkdtemp(dir=tmp_path), stages=CURATION)
         Filters().run(run_serial, job)
-        drops = pq.read_table(job.file("filter/drop", 0))
-        assert drops.schema.equals(DROP_SCHEMA)
+        drops = pq.read_table(job.file("filter/fates", 0))
+        assert drops.schema.equals(FATE_SCHEMA)
         assert drops["row"].to_pylist() == sorted(drops["row"].to_pylist())
         found = dict(zip(drops["row"].to_pylist(), drops["outcome"].to_pylist(), strict=True))
         return [found.get(row) for row in rows]

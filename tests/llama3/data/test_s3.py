@@ -14,11 +14,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from llama3.data.annotate import annotate
 from llama3.data.collect import collect, collected_shards
+from llama3.data.curate import curate
+from llama3.data.mapreduce import run_serial
 from llama3.data.readers.files import SourceError, list_source
 from llama3.data.readers.sources import check_sources, fingerprint
+from llama3.recipe.data_schema import TokenizerConfig
 from llama3.recipe.schema import Recipe
-from storage.filesystem import filesystem_of
+from llama3.tokens.shards import tokenize
+from llama3.tokens.tokenizer import make_tokenizer
+from storage.filesystem import filesystem_of, is_local
+from storage.objects import file_names, read_file
 from storage.processes import free_port
 
 moto = pytest.importorskip("moto.server")
@@ -56,12 +63,52 @@ def put(bucket: Any) -> None:
     bucket.pipe_file("corpus/web/b.parquet", buffer.getvalue())
 
 
+@pytest.mark.slow
+def test_curation_and_tokens_need_nothing_but_the_bucket(bucket: Any, make_recipe: Make, tmp_path: Path) -> None:
+    put(bucket)
+    near = "".join(json.dumps({"text": f"{text} {text} And so on."}) + "\n" for text in [*texts(30), *texts(20, 10)])
+    bucket.pipe_file("corpus/near/c.jsonl", near.encode())
+    score = {"name": "odd", "good": ["s3://corpus/web/a.jsonl.gz"], "bad": ["s3://corpus/web/b.parquet"]}
+    recipe = make_recipe(
+        {"general": [{"uri": f"s3://corpus/{name}/*", "language": "en"} for name in ("web", "near")]},
+        scores=[{**score, "min": 0}],
+        quality={"max_divergence": 100},
+        lines={"max_copies": 1},
+    )
+    made = []
+    for place in (str(tmp_path / "here"), "s3://corpus/work"):
+        folders = [f"{place}/{name}" for name in ("collected", "annotated", "curated", "tokens")]
+        for folder in folders if is_local(place) else []:
+            Path(folder).mkdir(parents=True)
+        out = tmp_path / f"out-{len(made)}"
+        collect(recipe, folders[0])
+        annotate(recipe, folders[0], folders[1], run_serial)
+        facts = curate(recipe, *folders[:2], out, folders[2], parts=3, fan=2)
+        names = file_names(f"{folders[2]}/documents")
+        made.append((facts, folders[2], {name: read_file(f"{folders[2]}/documents/{name}") for name in names}))
+    assert made[0][0] == made[1][0]
+    assert made[0][2] == made[1][2]
+    assert made[0][0]["documents"]["general"] > 20
+    for name in ("ledger.parquet", "report/samples.parquet", "report/lines.parquet"):
+        assert (tmp_path / "out-0" / name).read_bytes() == (tmp_path / "out-1" / name).read_bytes()
+    assert not Path("s3:").exists()
+    small = TokenizerConfig.model_validate({"train": {"vocab": 300}})
+    make_tokenizer(recipe.model_copy(update={"tokenizer": small}), tmp_path / "out-0", tmp_path / "tokenizer")
+    tokens = []
+    for _, curated, _ in made:
+        tokenize(recipe, curated, tmp_path / "tokenizer", f"{curated}/tokens")
+        names = file_names(f"{curated}/tokens/general")
+        tokens.append({name: read_file(f"{curated}/tokens/general/{name}") for name in names})
+    assert tokens[0] == tokens[1]
+    assert "tokens-00000.bin" in tokens[0]
+
+
 def test_documents_are_read_from_a_bucket(bucket: Any, make_recipe: Make, tmp_path: Path) -> None:
     put(bucket)
     recipe = make_recipe({"general": [{"uri": "s3://corpus/web/*"}]})
     facts = collect(recipe, tmp_path)
     assert facts["documents"] == {"general": 60}
-    found = [text for shard in collected_shards(tmp_path) for text in pq.read_table(shard.path)["text"].to_pylist()]
+    found = [text for shard in collected_shards(tmp_path) for text in pq.read_table(shard.uri)["text"].to_pylist()]
     assert sorted(found) == sorted(texts(60))
 
 
@@ -123,7 +170,7 @@ def test_texts_are_downloaded_by_the_ids_of_a_table_and_checked(
     assert check_sources(asked) == []
     collect(asked, tmp_path / "good")
     (shard,) = collected_shards(tmp_path / "good")
-    found = pq.read_table(shard.path)["text"].to_pylist()
+    found = pq.read_table(shard.uri)["text"].to_pylist()
     assert sorted(found) == sorted([packed.decode(), plain.decode(), latin.decode("windows-1252").strip()])
     facts = collect(recipe("bad.jsonl", "skip"), tmp_path / "bad")
     assert facts["documents"] == {"code": 3}

@@ -19,9 +19,9 @@ Write = Callable[..., str]
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> dict[Any, list[Path]]:
+def corpus(tmp_path: Path) -> dict[Any, list[str]]:
     """Documents of two domains in text shards: one in ten is about cooking, the others are arithmetic."""
-    files: dict[Any, list[Path]] = {"general": [], "math": []}
+    files: dict[Any, list[str]] = {"general": [], "math": []}
     for domain, found in files.items():
         for shard in range(2):
             numbers = range(1000 + 100 * shard, 1100 + 100 * shard)
@@ -30,10 +30,10 @@ def corpus(tmp_path: Path) -> dict[Any, list[Path]]:
     return files
 
 
-def write_shard(path: Path, texts: list[str], draws: list[int]) -> Path:
+def write_shard(path: Path, texts: list[str], draws: list[int]) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table({"draw": pa.array(draws, pa.uint64()), "text": texts}), path, row_group_size=16)
-    return path
+    return str(path)
 
 
 def section(**fields: Any) -> Curate:
@@ -41,7 +41,7 @@ def section(**fields: Any) -> Curate:
 
 
 def test_a_score_without_bad_examples_is_trained_against_the_corpus(
-    tmp_path: Path, corpus: dict[Any, list[Path]], write_jsonl: Write
+    tmp_path: Path, corpus: dict[Any, list[str]], write_jsonl: Write
 ) -> None:
     good = write_jsonl("good.jsonl", [cooking(index) for index in range(100)])
     curate = section(scores=[{"name": "tasty", "good": [good], "domains": ["general"]}])

@@ -83,7 +83,7 @@ ALL = sorted([text for name in "abcdefghijk" for text in texts(name)] + [texts(n
 
 
 def read(folder: Path) -> list[str]:
-    return sorted(text for shard in collected_shards(folder) for text in pq.read_table(shard.path)["text"].to_pylist())
+    return sorted(text for shard in collected_shards(folder) for text in pq.read_table(shard.uri)["text"].to_pylist())
 
 
 def collected(recipe: Recipe, folder: Path) -> list[str] | str:

@@ -21,7 +21,7 @@ from llama3.data.decontam.ngrams import check_benchmarks
 from llama3.data.mapreduce import CurationJob, run_serial
 from llama3.data.text.words import split_words
 from llama3.recipe.data_schema import Benchmark, Curate
-from tests.llama3.data.shard_samples import dropped_rows, ids, make_job
+from tests.llama3.data.shard_samples import dropped_rows, ids, make_job, without
 
 Lines = list[dict[str, Any]]
 VOCABULARY = [a + b + c for a in "bdfgklm" for b in "aeiou" for c in "nrst"]
@@ -46,7 +46,7 @@ def decontaminated(
     folder: Path, texts: Sequence[str], benchmarks: Sequence[Benchmark], shards: int = 1, parts: int = 1
 ) -> CurationJob:
     recipe = SimpleNamespace(curate=Curate(decontaminate=list(benchmarks)))
-    job = make_job(folder, [{"text": text} for text in texts], shards, parts, recipe)
+    job = make_job(folder, [{"text": text} for text in texts], shards, parts, recipe, [Decontaminate()])
     Decontaminate().run(run_serial, job)
     return job
 
@@ -104,9 +104,7 @@ def test_report_only_drops_nothing(tmp_path: Path) -> None:
 
 def test_dropped_documents_are_not_looked_at(tmp_path: Path) -> None:
     recipe = SimpleNamespace(curate=Curate(decontaminate=[benchmark(tmp_path, [EXAMPLE])]))
-    job = make_job(tmp_path, [{"text": EXAMPLE}], recipe=recipe)
-    (job.folder / "near/drop").mkdir(parents=True)
-    pq.write_table(pa.table({"row": [0], "outcome": ["near_duplicate"], "kept": ["x"]}), job.file("near/drop", 0))
+    job = without(make_job(tmp_path, [{"text": EXAMPLE}], recipe=recipe, stages=[Decontaminate()]), [0])
     Decontaminate().run(run_serial, job)
     assert dropped(job) == set()
     assert table(job, "examples") == []

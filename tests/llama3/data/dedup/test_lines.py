@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama3.data.dedup.lines import LineDedup, StrippedTexts, line_hashes, strip_lines
+from llama3.data.dedup.lines import LineDedup, StrippedTexts, bad_lines, line_hashes, strip_lines
 from llama3.data.mapreduce import CurationJob, run_serial
 from llama3.data.text.words import split_words
 from llama3.recipe.data_schema import Curate, Lines
-from tests.llama3.data.shard_samples import make_job
+from tests.llama3.data.shard_samples import make_job, without
 
 BLANKS = "".join(map(chr, range(0x21)))
 LOWER = {upper: upper + 32 for upper in range(0x41, 0x5B)}
@@ -36,7 +37,7 @@ def repeats(line: str, gram: int, share: Fraction) -> bool:
     return bool(found) and len(inside) > share * len(found)
 
 
-def without(text: str, gone: set[int]) -> str:
+def left_of(text: str, gone: set[int]) -> str:
     """The plain definition of what is left of a text when lines go."""
     if not gone:
         return text
@@ -57,7 +58,7 @@ def without(text: str, gone: set[int]) -> str:
 def prepared(
     folder: Path, documents: list[dict[str, Any]], rule: Lines, shards: int = 1, parts: int = 1
 ) -> CurationJob:
-    job = make_job(folder, documents, shards, parts, SimpleNamespace(curate=Curate(lines=rule)))
+    job = make_job(folder, documents, shards, parts, SimpleNamespace(curate=Curate(lines=rule)), [LineDedup()])
     for shard in job.shards:
         lines = line_hashes(pq.read_table(shard.text)["text"], rule.min_chars)
         attributes = pq.read_table(shard.attributes).drop_columns(["lines"])
@@ -67,10 +68,17 @@ def prepared(
 
 
 def stripped(job: CurationJob) -> StrippedTexts:
-    """Strip all documents of `job`, ordered by domain and id."""
-    tables = pa.concat_tables([pq.read_table(shard.text) for shard in job.shards])
-    tables = tables.sort_by([("domain", "ascending"), ("id", "ascending")])
-    return strip_lines(job, tables["text"], tables["domain"], tables["language"], tables["id"])
+    """Strip all documents of `job`, shard by shard, ordered by domain and id."""
+    found = []
+    for index, shard in enumerate(job.shards):
+        table = pq.read_table(shard.text)
+        columns = (table[name] for name in ("text", "domain", "language", "id"))
+        texts, lines, sizes = strip_lines(job, bad_lines(job, index), *columns)
+        found.append(
+            pa.table({"domain": table["domain"], "id": table["id"], "text": texts, "lines": lines, "bytes": sizes})
+        )
+    whole = pa.concat_tables(found).sort_by([("domain", "ascending"), ("id", "ascending")])
+    return StrippedTexts(whole["text"].combine_chunks(), whole["lines"].to_numpy(), whole["bytes"].to_numpy())
 
 
 def numbers(count: int) -> list[str]:
@@ -152,11 +160,7 @@ def test_short_lines_stay(tmp_path: Path) -> None:
 
 def test_dropped_documents_do_not_count(tmp_path: Path) -> None:
     job = prepared(tmp_path / "all", with_menu(8), Lines())
-    drops = pa.table({"row": [0, 1], "outcome": ["near_duplicate"] * 2, "kept": [None, "x"]})
-    fewer = make_job(tmp_path / "fewer", [], recipe=job.recipe)
-    fewer = CurationJob(job.recipe, job.shards, fewer.folder, stages=fewer.stages)
-    (fewer.folder / "near/drop").mkdir(parents=True)
-    pq.write_table(drops, fewer.file("near/drop", 0))
+    fewer = without(replace(job, folder=f"{tmp_path}/fewer"), [0, 1])
     LineDedup().run(run_serial, fewer)
     assert stripped(job).lines.sum() == 8
     assert stripped(fewer).lines.sum() == 0
@@ -173,7 +177,7 @@ def test_the_most_frequent_lines_are_named(tmp_path: Path) -> None:
 
 def test_nothing_runs_and_nothing_goes_without_rules(tmp_path: Path) -> None:
     job = prepared(tmp_path, with_menu(9), Lines(max_copies=None))
-    assert not job.folder.exists()
+    assert not Path(job.folder).exists()
     assert stripped(job).lines.sum() == 0
 
 
@@ -223,9 +227,9 @@ def test_strip_equals_the_plain_definition(
             for place, line in enumerate(lines)
             if count[compared(line)] > copies or (limit is not None and repeats(line, gram, limit))
         }
-        assert result.texts[number].as_py() == without(text, gone)
+        assert result.texts[number].as_py() == left_of(text, gone)
         assert result.lines[number] == len(gone)
-        assert result.bytes[number] == len(text.encode()) - len(without(text, gone).encode())
+        assert result.bytes[number] == len(text.encode()) - len(left_of(text, gone).encode())
 
 
 def generated(count: int) -> list[dict[str, Any]]:

@@ -1,23 +1,20 @@
 from __future__ import annotations
 
 import random
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llama3.data.dedup import minhash
-from llama3.data.dedup.minhash import ROUNDS, MinHash, verdict_files
-from llama3.data.mapreduce import DROP_SCHEMA, CurationJob, run_serial, write_table
+from llama3.data.dedup.minhash import CLUSTERS, ROUNDS, MinHash, round_shuffles
+from llama3.data.mapreduce import CurationJob, run_serial
 from llama3.data.text.words import split_words
 from llama3.recipe.data_schema import Curate, Dedup
-from tests.llama3.data.shard_samples import attributes, drops, make_job
+from tests.llama3.data.shard_samples import attributes, drops, make_job, without
 
 Document = dict[str, Any]
 VOCABULARY = [f"w{i}" for i in range(3000)]
@@ -45,10 +42,24 @@ def planted(seed: int, families: int) -> list[Document]:
     return list({document["text"]: document for document in documents}.values())
 
 
-def ran(folder: Path, documents: list[Document], shards: int = 1, parts: int = 1, **dedup: Any) -> CurationJob:
-    job = make_job(folder, documents, shards, parts, SimpleNamespace(curate=Curate(dedup=Dedup(**dedup))))
-    MinHash().run(run_serial, job)
+def ran(
+    folder: Path, documents: list[Document], shards: int = 1, parts: int = 1, fan: int = 256, **dedup: Any
+) -> CurationJob:
+    recipe = SimpleNamespace(curate=Curate(dedup=Dedup(**dedup)))
+    job = make_job(folder, documents, shards, parts, recipe, [MinHash()], fan=fan)
+    MinHash().passes(run_serial, job)  # `run` would remove the verdicts
     return job
+
+
+def verdicts(job: CurationJob) -> list[dict[str, Any]]:
+    """Return the verdicts of all rounds."""
+    rounds = [round_shuffles(job, number).verdicts for number in range(rounds_of(job))]
+    return [row for each in rounds for part in range(job.parts) for row in each.read(job, part).to_pylist()]
+
+
+def rounds_of(job: CurationJob) -> int:
+    """Return the number of rounds that compared pairs."""
+    return len(list(Path(job.folder, "near").glob("*/open")))
 
 
 def texts_of(job: CurationJob) -> dict[str, str]:
@@ -59,7 +70,7 @@ def texts_of(job: CurationJob) -> dict[str, str]:
 
 def clusters(job: CurationJob) -> dict[str, tuple[str, float, int]]:
     """Return id -> (id of the one kept, jaccard, size) of every document in a cluster."""
-    rows = [row for file in job.files("near/clusters") for row in pq.read_table(file).to_pylist()]
+    rows = [row for file in job.files(job.by_parts(CLUSTERS)) for row in pq.read_table(file).to_pylist()]
     assert all(row["id"] == attributes_of[row["row"]]["id"] for attributes_of in [attributes(job)] for row in rows)
     return {row["id"]: (row["cluster"], row["jaccard"], row["size"]) for row in rows}
 
@@ -129,10 +140,10 @@ def test_clusters_are_components_of_pairs_that_are_alike(
 
 def test_every_edge_has_its_true_jaccard(planted_job: CurationJob, pairs: dict[frozenset[str], float]) -> None:
     ids = {row: one["id"] for row, one in attributes(planted_job).items()}
-    rows = [row for file in verdict_files(planted_job) for row in pq.read_table(file).to_pylist()]
+    rows = verdicts(planted_job)
     assert len(rows) > 250
     for row in rows:
-        assert row["jaccard"] == pairs.get(frozenset((ids[row["centre"]], ids[row["row"]])), 0)
+        assert row["jaccard"] == pairs.get(frozenset((ids[row["center"]], ids[row["row"]])), 0)
         assert row["alike"] == (row["jaccard"] >= 0.8)
     assert not all(row["alike"] for row in rows)  # bands alone would join these
 
@@ -148,32 +159,15 @@ def test_the_keep_rule_chooses_in_each_cluster(planted_job: CurationJob) -> None
         assert kept == min(members, key=lambda one: (-one["rank"], one["id"]))["id"]
 
 
-@pytest.mark.parametrize(("shards", "parts"), [(16, 1), (3, 7)])
+@pytest.mark.parametrize(("shards", "parts", "fan"), [(16, 1, 256), (3, 7, 2)])
 def test_equal_for_any_shards_parts_and_order(
-    planted_job: CurationJob, tmp_path: Path, shards: int, parts: int
+    planted_job: CurationJob, tmp_path: Path, shards: int, parts: int, fan: int
 ) -> None:
     documents = planted(1, 120)
     random.Random(shards).shuffle(documents)
-    job = ran(tmp_path, documents, shards, parts)
+    job = ran(tmp_path, documents, shards, parts, fan)
     assert clusters(job) == clusters(planted_job)
     assert drops(job, "near") == drops(planted_job, "near")
-
-
-@pytest.mark.slow
-def test_rounds_are_cut_finer_where_there_is_much(
-    planted_job: CurationJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(minhash, "PART_BYTES", 50_000)
-    job = make_job(tmp_path, planted(1, 120), shards=3, parts=2)
-    MinHash().run(two_threads, job)
-    assert len(job.files("near/00/verdicts")) > 5
-    assert len(job.files("near/drop")) == 2
-    assert clusters(job) == clusters(planted_job)
-
-
-def two_threads(job: CurationJob, step: str, work: Any, items: Any) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(partial(work, job), items)) == [None] * len(items)
 
 
 def test_rank_then_date_then_id(tmp_path: Path) -> None:
@@ -198,7 +192,7 @@ def test_a_hot_bucket_costs_its_size(tmp_path: Path) -> None:
     page = VOCABULARY[:300]
     documents = [{"text": " ".join([*page, f"visitor {i}"])} for i in range(2000)]
     job = ran(tmp_path, documents, shards=2, parts=3)
-    rays = sum(pq.read_metadata(file).num_rows for file in verdict_files(job))
+    rays = len(verdicts(job))
     assert rays <= 2000 * Dedup().bands
     assert len(drops(job, "near")) == 1999
     assert {kept for _, kept in drops(job, "near").values()} == {min(texts_of(job))}
@@ -211,8 +205,8 @@ def test_a_bucket_of_unlike_documents_costs_a_few_stars(tmp_path: Path) -> None:
     documents = [{"text": " ".join(page + rng.choices(VOCABULARY, k=60))} for _ in range(200)]
     job = ran(tmp_path, documents, bands=4, rows=1)
     assert drops(job, "near") == {}
-    assert len({file.split("/")[-3] for file in verdict_files(job)}) == ROUNDS
-    rays = sum(pq.read_metadata(file).num_rows for file in verdict_files(job))
+    assert rounds_of(job) == ROUNDS
+    rays = len(verdicts(job))
     assert 200 < rays <= 200 * 4 * ROUNDS
 
 
@@ -245,33 +239,36 @@ def test_each_domain_and_language_for_itself(tmp_path: Path) -> None:
 def test_what_is_gone_takes_nothing_with_it(tmp_path: Path) -> None:
     """The document that would be kept was dropped by an earlier step."""
     documents = [{"text": " ".join([*VOCABULARY[:100], name]), "rank": rank} for name, rank in (("a", 1.0), ("b", 0.0))]
-    recipe = SimpleNamespace(curate=Curate())
-    job = make_job(tmp_path, documents, recipe=recipe)
-    gone = next(row for row, one in attributes(job).items() if one["rank"] == 1)
-    write_table(pa.table({"row": [gone], "outcome": ["x"], "kept": [None]}, DROP_SCHEMA), job.file("filter/drop", 0))
+    job = make_job(tmp_path, documents, stages=[MinHash()])
+    job = without(job, [row for row, one in attributes(job).items() if one["rank"] == 1])
     MinHash().run(run_serial, job)
     assert drops(job, "near") == {}
 
 
 def test_one_keeps_all_but_exact_copies(tmp_path: Path) -> None:
     text = " ".join(VOCABULARY[:50])
-    job = ran(tmp_path, [{"text": text}, {"text": text.upper()}], parts=2, jaccard=1)
-    assert drops(job, "near") == clusters(job) == {}
-    assert len(job.files("near/drop")) == len(job.files("near/clusters")) == 2
+    recipe = SimpleNamespace(curate=Curate(dedup=Dedup(jaccard=1)))
+    job = make_job(tmp_path, [{"text": text}, {"text": text.upper()}], recipe=recipe, stages=[MinHash()])
+    MinHash().run(run_serial, job)
+    assert not Path(job.folder).exists()
+    assert len(job.survivors(0, "end", ["id"])) == 2
 
 
 def test_a_killed_job_goes_on(tmp_path: Path) -> None:
     documents = planted(2, 30)
-    whole = ran(tmp_path / "whole", documents, shards=2, parts=2)
-    count = len(list(whole.folder.rglob("*.parquet")))
-    for stop in range(3, count, 17):
-        job = make_job(tmp_path / str(stop), documents, shards=2, parts=2)
+    whole = make_job(tmp_path / "whole", documents, shards=2, parts=2, stages=[MinHash()])
+    done: list[int] = []
+    MinHash().run(lambda *work: (done.extend(work[3]), run_serial(*work))[1], whole)
+    for stop in range(3, len(done), 17):
+        job = make_job(tmp_path / str(stop), documents, shards=2, parts=2, stages=[MinHash()])
         with pytest.raises(KeyboardInterrupt):
             MinHash().run(stopping(stop), job)
-        MinHash().run(run_serial, job)
-        assert {file.name: file.read_bytes() for file in (job.folder / "near/drop").iterdir()} == {
-            file.name: file.read_bytes() for file in (whole.folder / "near/drop").iterdir()
-        }
+        MinHash().run(run_serial, replace(job, parts=2 + stop % 2))  # other parts begin the stage again
+        assert fates(job) == fates(whole)
+
+
+def fates(job: CurationJob) -> list[bytes]:
+    return [Path(file).read_bytes() for file in job.files("near/fates")]
 
 
 def stopping(after: int) -> Any:
