@@ -188,7 +188,8 @@ class Cluster(BaseModel):
     memory: str = "1GiB"
     """Memory for DuckDB while data is curated, shared by its threads."""
     data: Literal["threads", "dask", "ray"] = "threads"
-    """What executes the shards of data steps: threads here, or a cluster that sees the root under the same path."""
+    """What executes the shards of data steps: threads here, or a cluster that reaches the root, on a disk under one
+    path or in an object store."""
     data_address: str = ""
     """Address of the Dask scheduler or Ray head; empty starts a local cluster."""
     data_workers: int = Field(default=2, ge=1)

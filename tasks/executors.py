@@ -1,16 +1,19 @@
 """Runners for the shards of a data step: threads of this machine, a Dask cluster, or a Ray cluster.
 
-The deployment chooses, never the recipe: the library passes (work, items) to the runner and gets its files back. The
-workers must see the root under the same path (a shared file system), because steps pass file names.
+The deployment chooses, never the recipe: the library passes (work, items) to the runner and gets its files back.
+Workers of a cluster must reach the root: a folder under the same path, or an object store, which is enough.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import pickle
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 from prefect import task
@@ -21,6 +24,7 @@ from prefect.task_runners import TaskRunner
 from llama3.data.mapreduce import Runner, run_serial
 from llama3.recipe.units import Bytes
 from storage.filesystem import FETCHED
+from storage.objects import atomic_file, read_file
 from tasks.cluster import Cluster
 
 BATCHES_PER_WORKER = 4
@@ -61,18 +65,38 @@ def _threads(count: int) -> Runner:
 
 
 @task(name="shards", task_run_name="{step} {first}", cache_policy=NO_CACHE, persist_result=False)
-def run_batch(job: Any, step: str, first: int, work: Any, items: list[int], copies: str) -> None:
+def run_batch(job: str, step: str, first: int, work: Any, items: list[int], copies: str) -> None:
     """Do the batch `items` of `step` on the worker that runs this; `first` is its first item.
 
-    `copies`: the folder with fetched files, which a worker elsewhere does not have in its environment.
+    `job` is where the job is stored. `copies`: the folder with fetched files, which a worker elsewhere does not have in
+    its environment.
     """
     if copies:
         os.environ[FETCHED] = copies
-    run_serial(job, step, work, items)
+    run_serial(_load_job(job), step, work, items)
+
+
+def _store_job(job: Any) -> str:
+    """Write a job into its folder and return where; with a million shards it is too large to go with every batch."""
+    data = pickle.dumps(job)
+    uri = f"{job.folder}/jobs/{hashlib.sha256(data).hexdigest()[:16]}.pickle"
+    with atomic_file(uri) as temporary:
+        temporary.write_bytes(data)
+    return uri
+
+
+@lru_cache(maxsize=2)
+def _load_job(uri: str) -> Any:
+    return pickle.loads(read_file(uri))
 
 
 def _submitting(runner: TaskRunner[Any], workers: int) -> Runner:
+    stored: dict[int, tuple[Any, str]] = {}  # with the job, which keeps its number
+
     def submit(job: Any, step: str, work: Any, items: Sequence[int]) -> None:
+        if id(job) not in stored:
+            stored[id(job)] = job, _store_job(job)
+        uri = stored[id(job)][1]
         size = max(1, -(-len(items) // (workers * BATCHES_PER_WORKER)))
         batches = [list(items[start : start + size]) for start in range(0, len(items), size)]
         context, copies = TaskRunContext.get(), os.environ.get(FETCHED, "")
@@ -81,7 +105,7 @@ def _submitting(runner: TaskRunner[Any], workers: int) -> Runner:
             futures = [
                 runner.submit(
                     run_batch,
-                    {"job": job, "step": step, "first": batch[0], "work": work, "items": batch, "copies": copies},
+                    {"job": uri, "step": step, "first": batch[0], "work": work, "items": batch, "copies": copies},
                 )
                 for batch in batches
             ]
@@ -99,6 +123,7 @@ def _task_runner(cluster: Cluster) -> TaskRunner[Any]:
         if cluster.data == "dask":
             from prefect_dask import DaskTaskRunner
 
+            logging.getLogger("distributed").setLevel(logging.ERROR)  # Prefect shows what it says of every connection
             local = {
                 "n_workers": cluster.data_workers,
                 "threads_per_worker": 1,

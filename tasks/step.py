@@ -26,10 +26,12 @@ from llama3.recipe.schema import Recipe
 from llama3.recipe.units import tokens
 from storage.artifact import Artifact, ArtifactSpec, Store
 from storage.lease import Lease, LeaseHeld, lease
+from storage.objects import remove_tree
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.console import Console
 from tasks.launch.local import Agents
+from tasks.runs.progress import IN_PROGRESS
 from tasks.runs.records import RunRecord, Runs, StepRecord
 from tasks.tracking.events import artifact_committed
 from tasks.tracking.steps import LoggedStep, child_tags, project_step
@@ -101,6 +103,15 @@ class Context:
         """Folder of work in progress; outlives a killed process."""
         return self.root.local / "work"
 
+    @property
+    def in_store(self) -> bool:
+        """Whether data workers meet in the root's object store, and not on a disk."""
+        return self.cluster.data != "threads" and not self.root.is_local
+
+    def shared_scratch(self, name: str) -> str:
+        """Return the folder of work in progress `name` that data workers share, a path or a URI."""
+        return self.root.join(IN_PROGRESS, name) if self.in_store else str(self.scratch / name)
+
     def tags(self) -> dict[str, str]:
         """Return the tags of all MLflow runs of this run."""
         study = self.record.study
@@ -153,7 +164,8 @@ def ensure_in_scratch(
     The folder outlives a killed process, so that the next attempt continues there; it is removed after the commit.
     """
     design = _redone(context, step, design)
-    work = WorkInProgress(f"{step}-{design.key[:8]}")
+    name = f"{step}-{design.key[:8]}"
+    work = WorkInProgress(name, done=lambda: remove_tree(context.shared_scratch(name)))
     scratch = context.scratch / work.name
 
     def in_scratch(folder: Path, _: str) -> dict[str, Any]:
@@ -172,7 +184,9 @@ def ensure_in_scratch(
 
 
 def link_files(source: Path, target: Path) -> None:
-    """Hard-link the files of the folder `source`, at any depth, into `target`; hidden files are left out."""
+    """Hard-link the file `source` to `target`, or the files of a folder, at any depth, without hidden ones."""
+    if source.is_file():
+        os.link(source, target)
     for path in sorted(source.rglob("[!.]*")):
         if path.is_file():
             link = target / path.relative_to(source)

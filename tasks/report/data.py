@@ -265,11 +265,11 @@ def _notes(trained: dict[str, Artifact], evaluations: dict[str, Artifact]) -> li
 
 def data_page(run: str, curated: Artifact, tokenizer: Artifact | None) -> DataPage:
     """Gather the data page of `run` from its artifacts."""
-    ledger = pq.read_table(curated.path / "ledger.parquet").to_pylist()
+    ledger = pq.read_table(curated.part("ledger.parquet")).to_pylist()
     facts = tokenizer.metadata if tokenizer else {}
 
     def table(name: str) -> list[Row]:
-        path: Path = curated.path / FINDINGS / f"{name}.parquet"
+        path: Path = curated.part(FINDINGS) / f"{name}.parquet"
         return pq.read_table(path).to_pylist() if path.is_file() else []
 
     samples: dict[str, dict[str, list[Row]]] = {}

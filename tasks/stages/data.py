@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from llama3.data.mapreduce import Runner, read_table, run_step, write_table
 from llama3.recipe.load import resolved
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from storage.artifact import Artifact, ArtifactSpec, file_digest
-from storage.filesystem import source_state
+from storage.filesystem import is_local, source_state
+from storage.object_artifact import StoredFile, StoredFiles
+from storage.objects import list_objects
 from storage.page_cache import lazy_folder
 from tasks.executors import data_runner, item_memory
 from tasks.models.start import with_local_models
@@ -53,10 +57,10 @@ def collect_documents(context: Context) -> Artifact:
     )
 
     def build(folder: Path, scratch: Path) -> dict[str, Any]:
+        work = context.shared_scratch(scratch.name)
         with data_runner(context.cluster) as runner:
-            facts = collect(context.recipe, scratch, runner)
-        link_files(scratch / "text", folder / "text")
-        os.link(scratch / "skipped.parquet", folder / "skipped.parquet")
+            facts = collect(context.recipe, work, runner)
+            place_files(runner, work, ["text", "skipped.parquet"], folder)
         return facts
 
     artifact = ensure_in_scratch(context, "collect", design, build)
@@ -82,9 +86,10 @@ def annotate_documents(context: Context, collected: Artifact) -> Artifact:
     )
 
     def build(folder: Path, scratch: Path) -> dict[str, Any]:
+        work, memory = context.shared_scratch(scratch.name), item_memory(context.cluster)
         with data_runner(context.cluster) as runner:
-            facts = annotate(context.recipe, collected.path, scratch, runner, memory=item_memory(context.cluster))
-        link_files(scratch / ATTRIBUTES, folder / ATTRIBUTES)
+            facts = annotate(context.recipe, address(context, collected), work, runner, memory=memory)
+            place_files(runner, work, [ATTRIBUTES], folder)
         return facts
 
     return ensure_in_scratch(context, "annotate", design, build)
@@ -113,15 +118,64 @@ def curate_documents(context: Context, collected: Artifact, annotated: Artifact)
     )
 
     def build(folder: Path, scratch: Path) -> dict[str, Any]:
-        paths = (collected.path, annotated.path, folder, scratch)
+        work = context.shared_scratch(scratch.name)
+        inputs = address(context, collected), address(context, annotated)
         with data_runner(context.cluster) as runner:
-            return curate(recipe, *paths, runner, memory=item_memory(context.cluster))
+            facts = curate(recipe, *inputs, folder, work, runner, memory=item_memory(context.cluster))
+            if context.in_store:
+                place_files(runner, work, ["documents"], folder)
+        return facts
 
     artifact = ensure_in_scratch(context, "curate", design, build)
     sizes, counts = artifact.metadata["bytes"], artifact.metadata["documents"]
     lines = [f"{domain} {sizes[domain] / 1e6:.1f} MB in {counts[domain]:,} documents" for domain in counts]
     context.console.log(f"  {'':<18}[dim]kept {'; '.join(lines)}[/]")
     return artifact
+
+
+def address(context: Context, artifact: Artifact) -> str:
+    """Return where data workers read the files of an artifact: its URI, or a verified local folder."""
+    return artifact.uri if context.in_store else str(artifact.path)
+
+
+@dataclass(frozen=True)
+class DigestJob:
+    """Computes the digests of files that workers wrote into an object store; pickled to workers."""
+
+    folder: str
+    names: tuple[str, ...]
+
+    def file(self, step: str, item: int) -> str:
+        """Return the file that item `item` of `step` writes."""
+        return f"{self.folder}/{step}/{item:05}.parquet"
+
+
+DIGESTS, DIGESTED = "digests", 16
+"""Step with the digests, and the files of an item."""
+
+
+def digest_batch(job: DigestJob, item: int) -> None:
+    """Write the digests of a batch of files; each is read once, so a later download can be compared with the bytes."""
+    names = job.names[item * DIGESTED : (item + 1) * DIGESTED]
+    files = [StoredFile.read(f"{job.folder}/{name}").model_dump_json() for name in names]
+    table = {"name": pa.array(names, pa.string()), "file": pa.array(files, pa.string())}
+    write_table(pa.table(table), job.file(DIGESTS, item))
+
+
+def place_files(runner: Runner, work: str, names: Sequence[str], folder: Path) -> None:
+    """Make the files and folders `names` of `work` (path or URI) part of the artifact staged in `folder`."""
+    if is_local(work):
+        for name in names:
+            link_files(Path(work, name), folder / name)
+        return
+    listed = [
+        stored for name in names for stored in ([f"{name}/{file}" for file in list_objects(f"{work}/{name}")] or [name])
+    ]
+    job = DigestJob(work, tuple(listed))
+    items = range(-(-len(listed) // DIGESTED))
+    run_step(runner, job, DIGESTS, digest_batch, items)
+    rows = [row for item in items for row in read_table(job.file(DIGESTS, item)).to_pylist()]
+    StoredFiles({row["name"]: StoredFile.model_validate_json(row["file"]) for row in rows}).give(folder)
 
 
 def source_fields(recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
@@ -161,6 +215,7 @@ def prepare_tokenizer(context: Context, curated: Artifact) -> Artifact:
 @task(name="tokenize", cache_policy=NO_CACHE, persist_result=False)
 def tokenize_documents(context: Context, curated: Artifact, tokenizer: Artifact) -> Artifact:
     """Return the token shards. Raises ValueError if the run would repeat a domain more often than the recipe allows."""
+    from llama3.tokens.shards import NAME as TOKENS
     from llama3.tokens.shards import tokenize
     from llama3.tokens.stream import TokenStream
 
@@ -174,9 +229,10 @@ def tokenize_documents(context: Context, curated: Artifact, tokenizer: Artifact)
     )
 
     def build(folder: Path, scratch: Path) -> dict[str, Any]:
+        work = context.shared_scratch(scratch.name)
         with data_runner(context.cluster) as runner:
-            facts = tokenize(recipe, curated.path, tokenizer.path, scratch, runner=runner)
-        link_files(scratch, folder)
+            facts = tokenize(recipe, address(context, curated), address(context, tokenizer), work, runner=runner)
+            place_files(runner, work, [*facts["leaves"], TOKENS], folder)
         return facts
 
     artifact = ensure_in_scratch(context, "tokenize", design, build)
