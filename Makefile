@@ -17,13 +17,17 @@ TORCH_PIN := $(if $(filter cuda,$(TORCH)),$(TORCH_CUDA),$(TORCH_CPU))
 HERD_SHARED ?= ../shared
 NULLCUDA_SOURCE := $(HERD_SHARED)/nullcuda
 
-.PHONY: run test test-all test-cuda gpu-day mutate mutate-pure check install install-dev lock clean
+.PHONY: run test suite test-all test-cuda gpu-day mutate mutate-pure check install install-dev lock clean
 run: .venv/core
 	@$(BIN)/herd run recipes/quickstart.yaml
 
-# Three workers for two cores: tests of servers wait.
-test: .venv/dev check
-	@$(BIN)/pytest --numprocesses 3 --no-loadscope-reorder
+# The linters run beside the tests; if either fails, so does this.
+test: .venv/dev
+	@$(MAKE) --no-print-directory --keep-going --jobs 2 check suite
+
+# Four workers for two cores: tests of servers wait.
+suite: .venv/dev
+	@$(BIN)/pytest --numprocesses 4 --no-loadscope-reorder
 
 # For releases and at night (.ci/nightly): every test, more examples of each property, and the coverage of branches.
 test-all: .venv/dev check

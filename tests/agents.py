@@ -1,14 +1,32 @@
-"""One set of agents for all tests of a worker: importing torch takes each agent four CPU seconds."""
+"""Agents forked from the forkserver: importing torch takes a new interpreter four CPU seconds."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 from functools import cache
 from pathlib import Path
+from typing import cast
 
-from tasks.launch.local import Agents
+from llama3.train.job import Attempt
+from tasks.launch.base import trainer_environment
+from tasks.launch.local import Agent, Agents, LocalLaunch
+from tests.dist import Forked
+
+
+class ForkedAgents(Agents):
+    """Agents of one thread begin as forks; OpenMP has read the number of threads before it could be another."""
+
+    def start(self, attempt: Attempt, threads: int) -> LocalLaunch:
+        agent = self._agents.get(threads)
+        if threads == 1 and (agent is None or agent.process.poll() is not None):
+            environment = {**os.environ, **trainer_environment(threads)}
+            process = Forked("llama3.train.launch", "--serve", environment=environment)
+            self._agents[threads] = Agent(cast("subprocess.Popen[bytes]", process), self.log)
+        return super().start(attempt, threads)
 
 
 @cache
 def shared_agents() -> Agents:
     """Return what ranks and evaluators are forked from; the kernel ends it with this process."""
-    return Agents(Path("/dev/null"))
+    return ForkedAgents(Path("/dev/null"))

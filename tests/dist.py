@@ -116,16 +116,19 @@ class Forked:
     def __init__(self, *words: str, environment: dict[str, str], folder: Path = Path()) -> None:
         self.args = list(words)
         out, their_out = os.pipe()
+        their_in, put = os.pipe()
         ready, tell = forkserver().Pipe(duplex=False)
-        with Connection(their_out, readable=False) as printed, tell:
+        with Connection(their_out, readable=False) as printed, Connection(their_in, writable=False) as given, tell:
             # a daemon: the test process does not wait for it when it ends
             self.process = forkserver().Process(
-                target=_command, args=(printed, tell, self.args, environment, str(folder.absolute())), daemon=True
+                target=_command,
+                args=(given, printed, tell, self.args, environment, str(folder.absolute())),
+                daemon=True,
             )
             self.process.start()
         assert self.process.pid is not None
         self.pid = self.process.pid
-        self.stdout = os.fdopen(out)
+        self.stdin, self.stdout = os.fdopen(put, "wb"), os.fdopen(out)
         self._reader: threading.Thread | None = None
         self._read: list[str] = []
         with ready:
@@ -147,6 +150,7 @@ class Forked:
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         """Return what it prints to its end, standard error included."""
         if self._reader is None:
+            self.stdin.close()
             self._reader = threading.Thread(target=lambda: self._read.append(self.stdout.read()), daemon=True)
             self._reader.start()
         self._reader.join(timeout)
@@ -168,15 +172,22 @@ class Forked:
 
 
 def _command(
-    printed: Connection, ready: Connection, words: list[str], environment: dict[str, str], folder: str
+    given: Connection,
+    printed: Connection,
+    ready: Connection,
+    words: list[str],
+    environment: dict[str, str],
+    folder: str,
 ) -> None:
     """Make this process what a new interpreter would be, and do in it what `python -m` or `python -c` does."""
     os.setsid()
     die_with_parent(signal.SIGTERM)
     os.chdir(folder)
-    for descriptor in (1, 2):
-        os.dup2(printed.fileno(), descriptor)
+    for descriptor, end in enumerate((given, printed, printed)):
+        os.dup2(end.fileno(), descriptor)
+    given.close()
     printed.close()
+    sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has made it the null device
     os.environ.clear()
     os.environ.update(environment)
     _forget_parent()

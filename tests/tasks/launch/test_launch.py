@@ -26,6 +26,7 @@ from tasks.cluster import Cluster, load_cluster
 from tasks.errors import TrainingFailed
 from tasks.launch.base import LAUNCHERS, fitting, launch_key, launcher_of
 from tasks.launch.local import Agents, LocalLauncher, rank_process, slow_precision
+from tests.agents import ForkedAgents
 from tests.llama3.train.train_samples import STEP, job, losses, recipe, records, stages, weights, work
 
 WAIT_S = 240
@@ -35,7 +36,7 @@ ASKED = recipe(precision="fp32", stages=stages(40))
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[LocalLauncher]:
     """One agent for all tests, as for all stages of a run."""
-    with Agents(Path("/dev/null")) as agents:
+    with ForkedAgents(Path("/dev/null")) as agents:
         yield LocalLauncher(Cluster(processes=4, threads=4), agents)
 
 

@@ -61,7 +61,7 @@ def test_a_mistake_of_all_processes_is_one_line(room: Path, recipe: Recipe, tmp_
             room / "curated",
             tmp_path / "made",
             tmp_path / "work",
-            cluster(2),
+            cluster(2).model_copy(update={"threads": 1}),  # the agent's
             shared_agents(),
         )
     assert "\n" not in str(caught.value)

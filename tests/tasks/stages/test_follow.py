@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -26,6 +27,7 @@ from tasks.stages.follow import HUNG, JournalTailer
 from tasks.stages.train import StageAttempts, _resumes
 from tasks.step import Context
 from tasks.tracking.mlflow import MLflowTracker
+from tests.agents import ForkedAgents
 from tests.llama3.train.train_samples import STEP, job, recipe, records, stages, work
 
 ASKED = recipe(stages=stages(4000))
@@ -50,7 +52,7 @@ def context(tmp_path: Path) -> Context:
 
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[LocalLauncher]:
-    with Agents(Path("/dev/null")) as agents:
+    with ForkedAgents(Path("/dev/null")) as agents:
         yield LocalLauncher(Cluster(), agents)
 
 
@@ -97,14 +99,14 @@ def test_a_trainer_that_hangs_before_its_first_step_is_stopped(
 ) -> None:
     path = job(tmp_path, ASKED, timeout_s=1)
     launch = launcher.start(path, 1, tmp_path / "logs" / "attempt-1")
-    while not (hung := agent_children()):
+    while not (hung := begun_rank()):
         time.sleep(0.001)
-    hung[0].suspend()
+    hung.suspend()
     follower = JournalTailer(context, [context.record.mlflow_run], work(path) / "journal.jsonl", SPAN.steps, Unseen())
     ended = follower.follow(launch, 0, 3.0, 600.0)
     assert ended == AttemptResult(status=HUNG, message="it did nothing for 3 s before its first step; it was stopped")
     assert records(path) == []
-    await_end(hung[0])
+    await_end(hung)
 
 
 @pytest.mark.slow
@@ -117,10 +119,10 @@ def test_a_trainer_that_is_busy_and_never_begins_is_stopped(context: Context, tm
     assert ended == AttemptResult(status=HUNG, message="no step and no line of log for 0 s; it was stopped")
 
 
-def agent_children() -> list[psutil.Process]:
-    """Return the ranks that agents of this process have forked."""
-    agents = [child for child in psutil.Process().children() if "llama3.train.launch" in " ".join(child.cmdline())]
-    return [rank for agent in agents for rank in agent.children()]
+def begun_rank() -> psutil.Process | None:
+    with suppress(LookupError):
+        return rank_process(0)
+    return None
 
 
 def await_end(process: psutil.Process) -> None:

@@ -28,6 +28,7 @@ from tasks.runs.records import Runs
 from tasks.stages.evaluate import check_long_context_gates
 from tasks.step import Context
 from tasks.tracking.mlflow import MLflowTracker
+from tests.agents import shared_agents
 
 TEXTS = [
     f"Page {page}. The tide came at {page % 24}, and the boats with it. Nobody had asked them." for page in range(80)
@@ -73,7 +74,9 @@ class Room:
         record = runs.begin(recipe, "none")
         record.mlflow_run = self.tracker.open_run(record.name, {"herd.run": record.name}, {})
         console = TerminalConsole(RichConsole(width=200, record=True, file=(self.root / "console").open("w")))
-        return Context(recipe, Cluster(threads=1), self.store, runs, record, self.tracker, console, [])
+        return Context(
+            recipe, Cluster(threads=1), self.store, runs, record, self.tracker, console, [], agents=shared_agents()
+        )
 
 
 def write_documents(folder: Path) -> None:
