@@ -122,7 +122,7 @@ def fetch(
     from llama3.recipe.units import Bytes
     from storage.fetch import check_space, free_bytes, missing_bytes
     from tasks.format import command, format_bytes, format_duration
-    from tasks.plan.recipe import fetch_files, fetch_lines, prepare_fetch, targets_of
+    from tasks.plan.recipe import epoch_lines, fetch_files, fetch_lines, prepare_fetch, targets_of
 
     with mistakes():
         speed, loaded = Bytes.parse(rate), load_recipe(recipe, set_)
@@ -130,7 +130,7 @@ def fetch(
         if not addresses:
             out.print("everything that the recipe names is on this machine")
             return
-        for line in fetch_lines(folder, addresses, sampled=estimate):
+        for line in [*fetch_lines(folder, addresses, sampled=estimate), *epoch_lines(loaded, addresses)]:
             out.print(line)
         missing = missing_bytes(folder, targets_of(addresses))
         needs = f"{format_bytes(missing)} to download, {format_bytes(free_bytes(folder))} free in {folder}"

@@ -1,8 +1,8 @@
 """Suites: which tasks a model is evaluated on, read from YAML and rendered, and the means over tasks.
 
-A recipe names a suite (`evaluate.suite`) and its own tasks (`evaluate.tasks`). Three suites ship with herd (`quick`,
-`core_score`, `full`); a user's own is a YAML file. All of it is resolved from the recipe alone, before any work.
-Built-in tasks use the run's held-out documents and generated questions, so `quick` needs no data.
+A recipe names a suite (`evaluate.suite`) and its own tasks (`evaluate.tasks`). The suites of `library/suites` ship with
+herd; a user's own is a YAML file. All of it is resolved from the recipe alone, before any work. Built-in tasks use the
+run's held-out documents and generated questions, so `quick` needs no data.
 """
 
 from __future__ import annotations

@@ -395,7 +395,7 @@ class Evaluate(Section):
     """Tokens between the checkpoints of a stage in progress that the deployment `evaluate-checkpoint` scores while the
     stage goes on, such as `50B`; `never`. By `deferred_suite`, or `suite`."""
     suite: str = "quick"
-    """`quick` (needs no data outside the recipe), `core`, `full`, or a YAML file with a list of tasks."""
+    """`quick` (needs no data outside the recipe), `core`, `full`, `full-hub`, or a YAML file with tasks."""
     final: str | None = None
     """Suite for the model of the last stage, which the promotion gate judges, and for the champion; null: `suite`."""
     deferred_suite: str | None = None

@@ -34,6 +34,7 @@ from llama3.recipe.lint import lint, placeholders
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Tokens, tokens
+from llama3.tokens.mix import mix_datasets
 from llama3.tokens.tokenizer import Tokenizer
 from storage.fetch import Target, check_space, copies_folder, download, missing_bytes, prepare
 from storage.filesystem import FetchedFile, fetched_folder, fetched_listing, is_local
@@ -215,7 +216,7 @@ def summary_lines(plan: RunPlan) -> list[str]:
         trained = plan.schedule.tokens - plan.schedule.trained[0].start
         lines.append(f"start    from {plan.recipe.init_from.path}; {tokens(trained)} tokens are trained here")
     for found in plan.sources:
-        lines.append(f"source   {found.title}: {_found(found)}")
+        lines.append(f"source   {found.title}: {_found(plan.recipe, found)}")
     lines += copies_lines(plan.recipe)
     for chats in plan.conversations:
         amount = f"{chats.conversations:,} in {chats.messages:,} messages, {chats.bytes / 1e6:.2f} MB"
@@ -228,9 +229,9 @@ def summary_lines(plan: RunPlan) -> list[str]:
     return lines
 
 
-def _found(found: DomainSurvey) -> str:
+def _found(recipe: Recipe, found: DomainSurvey) -> str:
     if not found.complete and not found.documents:
-        return "not looked at (remote)"
+        return f"not looked at (remote); the run takes {tokens(tokens_needed(recipe, found.domain, found.name))} tokens"
     least = "" if found.complete else "at least "
     made = f", {found.generated / found.bytes:.0%} of it generated problems" if found.generated else ""
     unread = f"; cannot be read: {found.left_out}" if found.left_out else ""
@@ -276,6 +277,8 @@ class RemoteAddress:
     first: int = 0
     """Files of a source with a limit that are downloaded, in order; 0: all."""
     target: Target | None = None
+    tokens: float = 0
+    """About, of a source, as `fetch_lines` sampled it."""
 
 
 def remote_addresses(recipe: Recipe) -> list[RemoteAddress]:
@@ -416,7 +419,8 @@ def fetch_lines(folder: Path, addresses: Sequence[RemoteAddress], sampled: bool 
         if target.license or first.source:
             facts.append(f"license {target.license or stated}")
         if sampled and first.source and first.domain and files:
-            facts.append(f"about {tokens(_text(first.source, files) * USUAL_TOKENS_PER_BYTE)} tokens")
+            first.tokens = _text(first.source, files) * USUAL_TOKENS_PER_BYTE
+            facts.append(f"about {tokens(first.tokens)} tokens")
         more = f" and {len(targets) - 1} more" if len(targets) > 1 else ""
         lines += [f"{field}: {', '.join(facts)}", f"  [dim]{escape(target.uri)}{more}[/]"]
         for each in targets:
@@ -427,6 +431,29 @@ def fetch_lines(folder: Path, addresses: Sequence[RemoteAddress], sampled: bool 
                 )
             if each.license not in ("", "other", stated) and stated != "unknown":
                 lines.append(f"  [yellow]the recipe says license {stated}, the Hub {each.license}; correct one[/]")
+    return lines
+
+
+def epoch_lines(recipe: Recipe, addresses: Sequence[RemoteAddress]) -> list[str]:
+    """Return a line of markup for each domain, or weighted or named source, whose sources `fetch_lines` sampled.
+
+    It says how often the run reads it, before curation: what curation drops, more epochs replace.
+    """
+    amounts = {address.field: address.tokens for address in addresses if address.tokens}
+    lines, limit = [], recipe.tokens.max_epochs
+    for dataset in mix_datasets(recipe):
+        sources, index = recipe.sources[dataset.domain], dataset.source_index
+        pooled = [number for number, source in enumerate(sources) if not source.name]
+        fields = [f"sources.{dataset.domain}.{number}" for number in (pooled if index is None else [index])]
+        needed = float(tokens_needed(recipe, dataset.domain, dataset.source_name) * dataset.weight)
+        if not all(field in amounts for field in fields) or not needed:
+            continue
+        once = sum(amounts[field] for field in fields)
+        name, passes = f"sources.{dataset.domain}" if index is None else fields[0], needed / once
+        line = f"{name}: the run takes {tokens(needed)} of about {tokens(once)} tokens, {passes:.2g} epochs"
+        over = passes > limit
+        remedy = f", more than tokens.max_epochs {limit:g} allows; add text, or lower its share"
+        lines.append(f"[yellow]{line}{remedy}[/]" if over else line)
     return lines
 
 

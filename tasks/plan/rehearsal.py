@@ -385,7 +385,8 @@ def full_size_findings(recipe: Recipe, cluster: Cluster, root: Root) -> Iterator
             f"write {nodes.nodes(cluster.processes) * nodes.processes_per_node}",
             fails=False,
         )
-    suites = [suite for suite in (recipe.evaluate.final, recipe.evaluate.suite) if suite in ("core", "full")]
+    published = ("core", "full", "full-hub")
+    suites = [suite for suite in (recipe.evaluate.final, recipe.evaluate.suite) if suite in published]
     if suites and not recipe.curate.decontaminate:
         yield RehearsalFinding(
             f"curate.decontaminate: is empty, and suite {suites[0]} reads published questions, which are in web "

@@ -8,7 +8,7 @@ import io
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -25,7 +25,7 @@ from llama3.recipe.load import load_recipe
 from storage.artifact import Store
 from storage.processes import free_port
 from tests.e2e.conftest import Herd, NewHerd, record, wait_for
-from tests.storage.hub import TOKEN, stand_in_hub
+from tests.storage.hub import TOKEN, Hub, stand_in_hub
 
 DOMAINS = ("general", "math", "code", "multilingual")
 CLUSTER = """
@@ -37,19 +37,32 @@ stages: {long: {layout: {cp: 8, zero: 3}}, anneal: {layout: {cp: 8, zero: 3}}}
 """
 
 
+IN_SMALL = (
+    *("evaluate.suite=quick", "evaluate.final=quick", "evaluate.data=null", "tokens.max_epochs=1e12"),
+    # installed documents are manuals: rules for web text keep few of them
+    *("curate.quality={rules: [], max_divergence: null}", "curate.quality_for={}"),
+)
+
+
+PublicData = Callable[[str], list[str]]
+
+
 @pytest.fixture(scope="module")
 def rehearsing(new_herd: NewHerd, tmp_path_factory: pytest.TempPathFactory) -> Herd:
     return new_herd(tmp_path_factory.mktemp("rehearsals"))
 
 
-def rehearse(herd: Herd, name: str, *overrides: str, cluster: str = "", status: int = 1) -> list[str]:
-    """Return the faults of the recipe on the session's text, whose repetitions are not limited."""
+def rehearse(
+    herd: Herd, name: str, *overrides: str, cluster: str = "", status: int = 1, sources: Sequence[str] = ()
+) -> list[str]:
+    """Return the faults of the recipe on the session's text, whose repetitions are not limited.
+
+    `sources`: overrides with which the recipe finds that text.
+    """
     folder = Path(herd.recipe).parent
     changes = [
-        *(f"sources.{domain}.0.uri={folder}/{domain}.jsonl" for domain in DOMAINS),
-        *("evaluate.suite=quick", "evaluate.final=quick", "evaluate.data=null", "tokens.max_epochs=1e12"),
-        # installed documents are manuals: rules for web text keep few of them
-        *("curate.quality={rules: [], max_divergence: null}", "curate.quality_for={}"),
+        *(sources or [f'sources.{domain}=[{{uri: "{folder}/{domain}.jsonl"}}]' for domain in DOMAINS]),
+        *IN_SMALL,
         *overrides,
     ]
     words = [word for change in changes for word in ("--set", change)]
@@ -106,9 +119,9 @@ def test_a_checkpoint_folder_that_cannot_be_written_fails_the_first_stage(rehear
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # 400 s of CPU
 def test_the_405b_recipe_in_small_becomes_a_chat_model_that_is_served(
-    rehearsing: Herd, new_herd: NewHerd, tmp_path: Path
+    rehearsing: Herd, new_herd: NewHerd, public_data: PublicData, tmp_path: Path
 ) -> None:
-    """From raw text to a promoted model, fine-tuned, evaluated in parts, promoted and served, on eight processes."""
+    """From the texts of a stand-in hub to a promoted model, fine-tuned, evaluated in parts, promoted and served."""
     cluster = """
 fabric: roce-24k
 processes: 16384
@@ -118,13 +131,16 @@ stages:
   long: {layout: {tp: 8, cp: 16, pp: 16}}
   anneal: {layout: {tp: 8, cp: 16, pp: 16}}
 """
-    faults = rehearse(rehearsing, "405b", "stages.long.seq_len=[16384, 131072]", cluster=cluster)
+    faults = rehearse(
+        rehearsing, "405b", "stages.long.seq_len=[16384, 131072]", cluster=cluster, sources=public_data("llama3-405b")
+    )
     assert faults == []
     found = proven(rehearsing, "405b")
     assert "layout axes: tp, cp, pp, dp" in found["training"]
     assert "gate-long-" in found["evaluation"]
 
     small = new_herd(rehearsing.root / "rehearsals" / "llama3-405b")
+    small.variables.update(rehearsing.variables)
     recipe = yaml.safe_load((small.root / "recipe.yaml").read_text())
     start = f"{recipe['name']}@champion"
     chat = {field: recipe[field] for field in ("sources", "curate", "mix", "model", "precision", "seed", "tokens")} | {
@@ -164,6 +180,8 @@ stages:
 
 
 COLUMNS: dict[str, dict[str, Any]] = {
+    "EssentialAI/eai-taxonomy-code-w-dclm": {"id": 1, "pid": "1", "metadata": {"url": "https://g.org/{n}"}},
+    "EssentialAI/eai-taxonomy-stem-w-dclm": {"id": 1, "pid": "1", "metadata": {"url": "https://h.org/{n}"}},
     "HuggingFaceFW/fineweb-edu": {"id": "<urn:uuid:1>", "dump": "CC-MAIN-2024-10", "url": "https://a.org/{n}",
         "file_path": "s3://commoncrawl/x", "language": "en", "language_score": 0.9, "token_count": 100, "score": 3.1,
         "int_score": 3},
@@ -182,6 +200,9 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "LLM360/MegaMath": {"url": "https://e.org/{n}"},
     "bigcode/starcoderdata": {"max_stars_repo_path": "a.py", "max_stars_repo_name": "a/b", "max_stars_count": 3,
         "id": "1"},
+    "nvidia/Nemotron-CC-v2": {"id": "1"},
+    "nvidia/Nemotron-CC-Math-v1": {"id": "1"},
+    "nvidia/Nemotron-CC-Code-v1": {"id": "1"},
     "mlfoundations/dclm-baseline-1.0": {"url": "https://f.org/{n}", "bff_contained_ngram_count_before_dedupe": 1,
         "language_id_whole_page_fasttext": {"en": 0.9}, "warcinfo": "x"},
 }  # fmt: skip
@@ -202,41 +223,59 @@ COLUMNS: dict[str, dict[str, Any]] = {
     ],
     ids=["0.1B", "1B", "8B"],
 )
-def test_a_recipe_on_public_data_runs_in_small(rehearsing: Herd, name: str, cluster: str, tmp_path: Path) -> None:
+def test_a_recipe_on_public_data_runs_in_small(
+    rehearsing: Herd, public_data: PublicData, name: str, cluster: str, tmp_path: Path
+) -> None:
     """Its own addresses and commits, at a stand-in for the Hub with rows of the same columns."""
-    recipe, texts = load_recipe(Path("recipes") / f"{name}.yaml"), Path(rehearsing.recipe).parent
-    (tmp_path / "content").mkdir()
-    with stand_in_hub() as hub, folder_server(tmp_path) as contents:
-        overrides = ["evaluate.suite=quick", "evaluate.data=null", "tokens.max_epochs=1e12"]
-        # installed documents are manuals: rules for web text keep few of them
-        overrides += ["curate.quality={rules: [], max_divergence: null}", "curate.quality_for={}"]
-        for domain, sources in recipe.sources.items():
-            rows = [json.loads(line) for line in (texts / f"{domain}.jsonl").read_text().splitlines()]
-            for number, source in enumerate(sources):
-                owner, named, path = source.uri.removeprefix("hf://datasets/").split("/", 2)
-                dataset, _, commit = named.partition("@")
-                file = re.sub(r"\[(\d).*?\]", r"\1", path).replace("of-*", "of-00001")
-                file = re.sub(r"\*$", "shard_00000000_processed.jsonl.zst", file).replace("*", "1")
-                own = [row["text"] for row in rows[number :: len(sources)]]
-                if source.contents:
-                    own = [stored(tmp_path / "content", text.encode()) for text in own]
-                    overrides.append(f"sources.{domain}.{number}.contents={contents}/content/{{}}")
-                known = COLUMNS[f"{owner}/{dataset}"]
-                columns = {key: [fill(value, n) for n in range(len(own))] for key, value in known.items()}
-                files = hub.repositories.setdefault(f"datasets/{owner}/{dataset}", {})
-                files[file] = packed({source.text: own, **columns}, file)
-                if commit:
-                    hub.history[commit] = files
-        rehearsing.variables.update(HF_ENDPOINT=hub.endpoint, HF_TOKEN=TOKEN)
-        (tmp_path / "cluster.yaml").write_text(cluster)
-        words = [word for change in overrides for word in ("--set", change)]
-        words += ["--cluster", str(tmp_path / "cluster.yaml")]
-        rehearsing.start("rehearse", f"recipes/{name}.yaml", *words).communicate(timeout=560)
+    (tmp_path / "cluster.yaml").write_text(cluster)
+    overrides = [*IN_SMALL, *public_data(name)]
+    words = [word for change in overrides for word in ("--set", change)]
+    words += ["--cluster", str(tmp_path / "cluster.yaml")]
+    rehearsing.start("rehearse", f"recipes/{name}.yaml", *words).communicate(timeout=560)
     page = json.loads((rehearsing.root / "rehearsals" / name / "rehearsal.json").read_text())
     assert [text for text in page["faults"] if not text.startswith("root: ")] == []  # this disk is small
     proven = dict(page["proven"])
     assert "main, " in proven["training"]
     assert proven["promotion"] == "the gate decided: promoted"
+
+
+@pytest.fixture
+def public_data(rehearsing: Herd, tmp_path: Path) -> Iterator[PublicData]:
+    """Put the session's text where a recipe names it, at a stand-in for the Hub with one file for each source.
+
+    Returns the overrides that the recipe needs to read it there. The columns are those of the data sets.
+    """
+    texts, contents = Path(rehearsing.recipe).parent, tmp_path / "content"
+    contents.mkdir()
+    with stand_in_hub() as hub, folder_server(tmp_path) as address:
+        rehearsing.variables.update(HF_ENDPOINT=hub.endpoint, HF_TOKEN=TOKEN)
+
+        def put(name: str) -> list[str]:
+            overrides = []
+            for domain, sources in load_recipe(Path("recipes") / f"{name}.yaml").sources.items():
+                rows = [json.loads(line) for line in (texts / f"{domain}.jsonl").read_text().splitlines()]
+                for number, source in enumerate(sources):
+                    own = [row["text"] for row in rows[number :: len(sources)]]
+                    if source.contents:
+                        own = [stored(contents, text.encode()) for text in own]
+                        overrides.append(f"sources.{domain}.{number}.contents={address}/content/{{}}")
+                    put_file(hub, source.uri, source.text, own)
+            return overrides
+
+        yield put
+
+
+def put_file(hub: Hub, uri: str, field: str, texts: list[str]) -> None:
+    """Put a file that the glob `uri` matches into its data set, with `texts` in the column `field`."""
+    owner, named, path = uri.removeprefix("hf://datasets/").split("/", 2)
+    dataset, _, commit = named.partition("@")
+    file = re.sub(r"\[(\w).*?\]", r"\1", path).replace("of-*", "of-00001")
+    file = re.sub(r"\*$", "shard_00000000_processed.jsonl.zst", file).replace("*", "1")
+    columns = {key: [fill(value, n) for n in range(len(texts))] for key, value in COLUMNS[f"{owner}/{dataset}"].items()}
+    files = hub.repositories.setdefault(f"datasets/{owner}/{dataset}", {})
+    files[file] = packed({field: texts, **columns}, file)
+    if commit:
+        hub.history[commit] = files
 
 
 def fill(value: Any, number: int) -> Any:

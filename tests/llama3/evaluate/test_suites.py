@@ -243,7 +243,7 @@ def test_inputs_follow_templates_data_and_baselines(checkout: Path, room: Path) 
         ({"tasks": [{"task": "quiz.yaml", "as": "core"}]}, "'core' would be scored as 'eval/core', which is taken"),
         ({"tasks": [{"task": "quiz.yaml", "colour": "red"}]}, "quiz.yaml: colour: unknown key"),
         ({"include": ["mine.yaml"]}, "include: the suite includes itself"),
-        ({"include": ["nothing"]}, "'nothing' is none of core, full, quick and no YAML file"),
+        ({"include": ["nothing"]}, "'nothing' is none of core, full, full-hub, quick and no YAML file"),
         ({"core": "nothing"}, "nothing.yaml: cannot be read"),
         ({"built_in": ["poems"]}, "mine.yaml: built_in.0: 'poems'"),
         (["quiz.yaml"], "mine.yaml: "),

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,15 +19,16 @@ from flows.cli.main import app
 from llama3.data.collect import collect
 from llama3.data.readers.conversations import conversation_files, read_conversations
 from llama3.data.readers.sources import fingerprint, survey
-from llama3.evaluate.suite import check_suite, suite_inputs
+from llama3.evaluate.suite import check_suite, find_suite, render_task, suite_inputs
 from llama3.recipe.load import RecipeError, load_recipe
 from llama3.recipe.schema import Recipe
+from llama3.recipe.units import tokens
 from storage.digests import digest_folder
 from storage.fetch import FetchRefused
 from storage.filesystem import FETCHED, source_state
 from storage.root import Root
 from tasks.models.start import with_local_models
-from tasks.plan.recipe import fetch_files, make_plan, prepare_fetch, summary_lines
+from tasks.plan.recipe import fetch_files, make_plan, prepare_fetch, summary_lines, tokens_needed
 from tasks.runs.integrity import verify
 from tests.storage.hub import Hub, stand_in_hub
 
@@ -95,7 +97,9 @@ def state(recipe: Recipe, folder: Path) -> list[object]:
 def test_a_recipe_reads_the_copies_and_makes_the_same_artifacts_without_the_hub(hub: Hub, tmp_path: Path) -> None:
     recipe, root = load_recipe(Path(TINY), [SOURCES, *OTHERS, *CHATS]), Root.parse(tmp_path / "root")
     remote = state(recipe, tmp_path / "remote")
-    assert summary_lines(make_plan(recipe, survey(recipe)))[3] == "source   general: not looked at (remote)"
+    unseen = summary_lines(make_plan(recipe, survey(recipe)))[3]
+    needed = tokens(tokens_needed(recipe, "general"))
+    assert unseen == f"source   general: not looked at (remote); the run takes {needed} tokens"
     fetch(recipe, root)
     hub.use("reset", first=1, times=10**6)
     copied = state(recipe, tmp_path / "copied")
@@ -166,6 +170,36 @@ def test_a_tokenizer_and_weights_elsewhere_are_used_from_their_copies(hub: Hub, 
     ]
 
 
+HUB_SETS = {
+    "cais/mmlu/all/test": {"question": "1 + 1", "subject": "math", "choices": ["1", "2", "3", "4"], "answer": 1},
+    "cais/mmlu/all/dev": {"question": "2 + 1", "subject": "math", "choices": ["1", "2", "3", "4"], "answer": 2},
+    "openai/gsm8k/main/test": {"question": "Two and two?", "answer": "2 + 2 = 4\n#### 4"},
+    "openai/gsm8k/main/train": {"question": "Two and one?", "answer": "2 + 1 = 3\n#### 3"},
+    "openai/openai_humaneval/openai_humaneval/test": {
+        **{"task_id": "HumanEval/0", "prompt": "def one():\n", "canonical_solution": "    return 1\n"},
+        **{"test": "def check(f):\n    assert f() == 1\n", "entry_point": "one"},
+    },
+}
+"""File at the Hub, without its end -> a row with the columns of its page."""
+
+
+def test_the_sets_of_the_suite_full_hub_are_fetched_and_rendered(hub: Hub, tmp_path: Path) -> None:
+    for name, row in HUB_SETS.items():
+        owner, dataset, path = name.split("/", 2)
+        buffer = io.BytesIO()
+        pq.write_table(pa.Table.from_pylist([row] * 9), buffer)
+        files = hub.repositories.setdefault(f"datasets/{owner}/{dataset}", {})
+        files[f"{path}-00000-of-00001.parquet"] = buffer.getvalue()
+    recipe = load_recipe(Path(TINY), ["evaluate.final=full-hub", f"evaluate.data={tmp_path}"])
+    fetch(recipe, Root.parse(tmp_path / "root"))
+    hub.use("reset", first=1, times=10**6)
+    tasks = {task.name: task for task in find_suite("full-hub", str(tmp_path)).tasks}
+    found = {name: render_task(tasks[name]).task for name in ("mmlu", "gsm8k", "humaneval")}
+    assert {name: task.questions for name, task in found.items()} == {"mmlu": 9, "gsm8k": 9, "humaneval": 9}
+    assert "Question: Two and one?\nAnswer: 2 + 1 = 3" in found["gsm8k"].prompts[0].context
+    assert hub.log == []
+
+
 def test_copies_for_a_root_in_an_object_store_need_a_folder(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +224,12 @@ def test_the_command_estimates_fetches_and_says_what_stands_in_the_way(hub: Hub,
     assert "sources.general.0: 3 of 4 files" in estimate.output
     assert f"main at {hub.commit()[:12]}, license odc-by, about " in estimate.output
     assert " at 1.0 kB/s" in estimate.output
+    (math,) = (line for line in estimate.output.splitlines() if line.startswith("sources.math: "))
+    took, once, passes = re.findall(r"([\d.]+)K?(?: of| tokens| epochs)", math)
+    assert float(took) / float(once) == pytest.approx(float(passes), rel=0.02)
+    starved = herd(hub, root, "--estimate", "--set", "tokens.max_epochs=0.001").output
+    assert "sources.math: the run takes" in starved
+    assert starved.count("more than tokens.max_epochs 0.001 allows; add text, or lower its share") == 4
     assert not root.exists()
     text = sum(len(row["text"]) for row in rows("web 0")) * 3
     said = float(estimate.output.partition("about ")[2].partition("K tokens")[0]) * 1000

@@ -21,7 +21,7 @@ DOMAINS = ("general", "math", "code", "multilingual")
 
 
 def load(name: str, *overrides: str) -> Recipe:
-    sources = [f"sources.{domain}.0.uri=/data/{domain}/*.parquet" for domain in DOMAINS]
+    sources = [f'sources.{domain}=[{{uri: "/data/{domain}/*.parquet"}}]' for domain in DOMAINS]
     return load_recipe(Path("recipes") / f"llama3-{name}.yaml", [*sources, *QUICK, *overrides])
 
 
