@@ -177,6 +177,8 @@ def with_retries(uri: str, call: Callable[[], Answer]) -> Answer:
 
 def message_of(error: BaseException) -> str:
     """Return class and text of an error on one line, without the queries of addresses: a signed one contains a key."""
+    if isinstance(error, json.JSONDecodeError):
+        return "no JSON comes; open the address in a browser: a login or a proxy may answer"
     return f"{type(error).__name__}: {_QUERY.sub('?...', ' '.join(str(error).split()))}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -366,17 +367,20 @@ def print_sample(folder: Path, recipe: Recipe, console: Console, examples: int, 
         )
         if not rows:
             continue
-        rows.sort(key=lambda row: (row["outcome"] not in KEPT, -row["documents"]))
+        documents, read = Counter[str](), Counter[str]()  # a row of the ledger is of one source and language
+        for row in rows:
+            documents[row["outcome"]] += row["documents"]
+            read[row["outcome"]] += row["bytes"]
+        order = sorted(documents, key=lambda outcome: (outcome not in KEPT, -documents[outcome], outcome))
         console.print(f"[bold]{domain}[/]  {total:,} documents, {format_bytes(size)}")
         table = Table(box=None, pad_edge=False, show_header=False)
-        for outcome, group in groupby(rows, lambda row: row["outcome"]):
-            sums = [sum(column) for column in zip(*((row["documents"], row["bytes"]) for row in group), strict=True)]
-            share, read = f"{sums[0] / total:.1%}", format_bytes(sums[1])
-            table.add_row(f"{sums[0]:,}", share, read, outcome, f"[dim]{explain(outcome)}[/]")
+        for outcome in order:
+            count, share = documents[outcome], f"{documents[outcome] / total:.1%}"
+            table.add_row(f"{count:,}", share, format_bytes(read[outcome]), outcome, f"[dim]{explain(outcome)}[/]")
         for column in table.columns[:3]:
             column.justify = "right"
         console.print(table)
-        for outcome in dict.fromkeys(row["outcome"] for row in rows if row["outcome"] not in KEPT):
+        for outcome in (outcome for outcome in order if outcome not in KEPT):
             shown = [row for row in samples if (row["domain"], row["outcome"]) == (domain, outcome)][:examples]
             for row in shown:
                 text = f"\n{row['excerpt']}\n" if rule else " ".join(row["excerpt"].split())

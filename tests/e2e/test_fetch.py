@@ -1,8 +1,10 @@
-"""The tutorial from the Hub to tokens, as printed: its recipe and its commands, on a stand-in for the Hub."""
+"""The tutorials that end in tokens, as printed: their recipes and commands, on a stand-in for the Hub and own files."""
 
 from __future__ import annotations
 
+import gzip
 import io
+import json
 import random
 import re
 from collections.abc import Iterator
@@ -12,13 +14,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from storage.filesystem import FETCHED
 from tasks.format import format_bytes
 from tests.e2e.conftest import Herd, record
-from tests.flows.test_tutorials import blocks, commands
+from tests.flows.test_tutorials import blocks, commands, lines
 from tests.storage.hub import TOKEN, Hub, stand_in_hub
 
 pytestmark = pytest.mark.slow
 PAGE = Path("docs/tutorials/from-the-hub-to-tokens.md")
+OWN = Path("docs/tutorials/your-own-data.md")
 WEB, MATH = "datasets/HuggingFaceFW/fineweb-edu", "datasets/HuggingFaceTB/finemath"
 
 
@@ -32,7 +36,8 @@ def table(name: str, count: int = 500) -> bytes:
 
 
 @pytest.fixture
-def command(prefect_home: Path, prefect_api: str, tmp_path: Path) -> Iterator[Herd]:
+def command(prefect_home: Path, prefect_api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Herd]:
+    monkeypatch.delenv(FETCHED, raising=False)
     herd = Herd(tmp_path / "root", prefect_home, prefect_api, "", folder=tmp_path)
     yield herd
     herd.stop_all()
@@ -76,3 +81,58 @@ def move(hub: Hub) -> None:
     """Let the data set have another commit, and answer again."""
     hub.use()
     hub.repositories[WEB]["sample/10BT/003_00000.parquet"] = table("web3", 10)
+
+
+def sentences(chance: random.Random, count: int) -> str:
+    def words() -> str:
+        return " ".join("".join(chance.choices("aeioubdfglmnprst", k=6)) for _ in range(12))
+
+    return " ".join(f"The {words()} is it." for _ in range(count))
+
+
+def write_corpus(folder: Path) -> None:
+    """Write tickets as JSON lines with the text in `body` (one file is cut), pages, and a table."""
+    chance = random.Random(1)
+    (folder / "tickets").mkdir(parents=True)
+    (folder / "handbook").mkdir()
+    for file in range(3):
+        rows = [
+            {"body": sentences(chance, 2 if n % 6 == 0 else 9), "url": f"https://tickets.acme.example/{file}-{n}"}
+            for n in range(360)
+        ]
+        data = gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode())
+        (folder / "tickets" / f"{file}.jsonl.gz").write_bytes(data[: len(data) // 2] if file == 2 else data)
+    for n in range(150):
+        page = f"<nav><a href='/'>Imprint</a></nav><main><h1>Page {n}</h1><p>{sentences(chance, 12)}</p></main>"
+        (folder / "handbook" / f"{n}.html").write_text(f"<html><body>{page}</body></html>")
+    table = {"title": [f"t{n}" for n in range(400)], "content": [sentences(chance, 9) for n in range(400)]}
+    pq.write_table(pa.table(table), folder / "wiki.parquet")
+
+
+def test_a_folder_of_own_files_becomes_tokens(command: Herd, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "acme")
+    (recipe,) = blocks(OWN)
+    file = tmp_path / "acme.yaml"
+    file.write_text(recipe)
+    errors = [" ".join(text.split()) for text in OWN.read_text().split("\n\n") if text.lstrip().startswith("error")]
+    column, damage = (text.replace("acme/", f"{tmp_path}/acme/") for text in errors)
+    plan, again, look, bound, rule, make = [words[1:] for words in commands(OWN)]
+    assert column in " ".join(command(*plan, status=2).split())
+    corrected = {line.partition(",")[0]: line for line in lines(OWN) if line.startswith("- {uri:")}
+    for begin, line in corrected.items():
+        recipe = re.sub(re.escape(begin) + r"\b.*", line, recipe)
+    file.write_text(recipe.replace(", ignore: [2.jsonl.gz]", ""))
+    assert damage in " ".join(command(*plan, status=2).split())
+    file.write_text(recipe)
+    assert "source   general: " in command(*again)
+    before, after = command(*look), command(*bound)
+    assert "too_few_words" not in before
+    some, fewer = (int(re.findall(r"([\d,]+) +[\d.]+% .* kept ", text)[0].replace(",", "")) for text in (before, after))
+    assert 0 < fewer < some
+    assert command(*rule).count("too_few_words https://tickets.acme.example/") == 8
+    (curate,) = (line for line in lines(OWN) if line.startswith("curate: "))
+    file.write_text(f"{recipe}{curate}\n")
+    assert "left out while reading: general passed_over 1" in command(*make)
+    assert {"collect", "curate", "tokenizer", "tokenize"} == set(record(command, "acme-1").steps) - {"annotate"}
+    page = (tmp_path / "root" / "runs" / "acme-1" / "data.html").read_text()
+    assert all(text in page for text in ("too few words", "acme/tickets", "acme/handbook", "acme/wiki"))

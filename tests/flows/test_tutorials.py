@@ -72,7 +72,7 @@ def test_windows_is_refused_before_its_first_import_fails() -> None:
 PAGES = sorted(Path("docs/tutorials").glob("*.md"))
 PROGRAM = re.compile(r"(?:\$ )?(\.venv/bin/)?(herd|prefect|python|mlflow|pytest)( .*)")
 FENCE = re.compile(r"```(\w*)\n(.*?)```\n", re.DOTALL)
-CREATED = {"place.yaml", "mine.yaml", "chosen.yaml", "corpus.yaml"}
+CREATED = {"place.yaml", "mine.yaml", "chosen.yaml", "corpus.yaml", "acme.yaml"}
 """Files that a command before them writes."""
 
 

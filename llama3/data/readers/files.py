@@ -87,6 +87,15 @@ class ReadErrors:
         self.documents[key] += documents
         self.bytes[key] += size
 
+    @property
+    def lost(self) -> dict[str, int]:
+        """Reason -> skipped documents or files, without those of NO_LOSS and UNKNOWN files."""
+        lost = Counter[str]()
+        for (_, reason), count in self.documents.items():
+            if reason not in (*NO_LOSS, "unknown_format", "not_a_file"):
+                lost[reason] += count
+        return dict(lost)
+
     def rows(self, domain: str, source: str) -> list[tuple[str, str, str, str, int, int]]:
         """Return the skipped input as rows of SCHEMA, sorted."""
         dates = [(domain, source, "", UNREAD_DATE, self.unread_dates, 0)] if self.unread_dates else []

@@ -65,6 +65,7 @@ _WARC_HEADER = 1 << 20
 """Maximum bytes of a record header in a web archive."""
 TOO_LONG = Fault("line_too_long", f"is longer than {MAX_LINE // 10**6} MB; cut it into documents")
 BAD_UTF8 = Fault("bad_utf8", "is not UTF-8; convert it")
+UTF16 = Fault("bad_utf8", "is UTF-16; convert it to UTF-8")
 UNREAD = {
     UNKNOWN: Fault("unknown_format", f"has an ending that is not read ({READ}); write format:, name it under ignore:"),
     SPECIAL: Fault("not_a_file", "is a pipe, a device or a link to nothing; remove it, name it under ignore:"),
@@ -255,7 +256,7 @@ def _read(file: File, source: Source, skips: ReadErrors, rows: BatchBuilder) -> 
                 columns = parquet_batches if file.kind == "parquet" else arrow_batches
                 yield from columns(raw, file, source, skips, rows.most)
             elif file.kind == "jsonl":
-                yield from _json_lines(decompress(raw, file.uri), file, source, skips, rows)
+                yield from _json_lines(_unpacked(raw, file), file, source, skips, rows)
             else:
                 yield from _READERS.get(file.kind, _whole)(raw, file, source, skips, rows)
         if not is_unchanged(file):
@@ -291,7 +292,34 @@ def _damage(file: File, raw: Any, error: Exception) -> Fault:
     if failure is not None:
         remedy = "run again when it can be read; what was read stays"
         raise SourceError(f"{file.uri!r} was not read to its end ({failure}); {remedy}") from failure
-    return Fault("truncated_file", f"cannot be read as {file.kind} ({error}); repair it or set format:")
+    remedy = "repair it, name it under ignore: or set format:"
+    if isinstance(error, _Utf16Error):
+        return UTF16
+    return Fault("truncated_file", f"cannot be read as {file.kind} ({error}); {remedy}")
+
+
+class _Utf16Error(UnicodeError):
+    """A file of records is UTF-16."""
+
+
+def _unpacked(raw: Any, file: File) -> Iterator[bytes]:
+    """Return the unpacked bytes of a file of records, in pieces. Raises _Utf16Error."""
+    pieces = decompress(raw, file.uri)
+    head = next(pieces, b"")
+    if _utf16(head):
+        raise _Utf16Error
+    return chain([head], pieces)
+
+
+def _utf16(data: bytes | bytearray) -> str:
+    """Return the encoding if `data` begins as UTF-16: with its mark, or as Latin text without it. Else return ""."""
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "utf-16"
+    zeros = [data[start:1024:2].count(0) * 5 for start in (0, 1)]
+    few, many = min(len(data), 1024) // 4, min(len(data), 1024)
+    if len(data) >= 8 and max(zeros) > many and min(zeros) < few:
+        return "utf-16-le" if zeros[1] > zeros[0] else "utf-16-be"
+    return ""
 
 
 def _json_lines(
@@ -315,7 +343,7 @@ def _json_lines(
 
 def _json(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchBuilder) -> Iterator[DocumentBatch]:
     """Read a list of objects, one object, or one object per line (common in .json files)."""
-    pieces, head = decompress(raw, file.uri), bytearray()
+    pieces, head = _unpacked(raw, file), bytearray()
     for piece in pieces:
         head += piece
         if (b"\n" in piece and b"\n" in head.removeprefix(_BOM).lstrip()) or len(head) > MAX_LINE:
@@ -384,7 +412,7 @@ def _csv(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchBui
 def _text_lines(raw: Any, file: File, skips: ReadErrors) -> Iterator[str]:
     """Yield the lines of a file with their line ends; bytes that are not UTF-8 become surrogates."""
     number, start = 0, _BOM
-    for lines in split_lines(decompress(raw, file.uri), MAX_LINE):
+    for lines in split_lines(_unpacked(raw, file), MAX_LINE):
         for line in lines:
             number += 1
             if isinstance(line, int):
@@ -502,6 +530,8 @@ def _whole(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchB
 
 def _decoded(data: bytes, kind: str, charset: str = "") -> str | Fault:
     """Return `data` as text. The encoding of HTML comes from its server, its meta tag or a guess, in this order."""
+    if wide := _utf16(data):
+        return UTF16 if kind != "html" else data.decode(wide, "replace").removeprefix("\ufeff")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:

@@ -61,7 +61,7 @@ class DomainSurvey:
     name: str = ""
     """Name of the source; empty: all sources of the domain without a name."""
     left_out: str = ""
-    """Description of the files that cannot be read."""
+    """Description of what cannot be read: files by ending, and what `curate.on_error: skip` skips, by reason."""
 
     @property
     def title(self) -> str:
@@ -204,10 +204,15 @@ def _faults(source: Source, field: str, fail: bool, listed: list[File]) -> list[
             for file in files:
                 begins(file, ReadErrors())
     except SourceError as error:
-        return [f"{field}.{'text' if 'text column' in str(error) else 'uri'}: {error}"]
+        return [_named(field, error)]
     except Exception as error:  # every file system raises its own errors for a missing bucket or key
         return [f"{field}.uri: {source.uri!r} cannot be listed ({error}); check the address and your access to it"]
     return []
+
+
+def _named(field: str, error: SourceError) -> str:
+    """Return the message of `error` with the field of the source `field` that it is about."""
+    return f"{field}.{'text' if 'text column' in str(error) else 'uri'}: {error}"
 
 
 def describe_unreadable(files: Sequence[File]) -> str:
@@ -236,23 +241,30 @@ def fingerprint(recipe: Recipe) -> str:
 def survey(recipe: Recipe, remote: bool = False) -> list[DomainSurvey]:
     """Return the amount of text of each domain now, and then of each named source.
 
-    Remote sources are counted only if they are fetched, or `remote` is set.
+    Remote sources are counted only if they are fetched, or `remote` is set. Raises SourceError as `read_source`.
     """
     surveys, seed, fail = [], recipe.documents_seed, recipe.curate.on_error == "fail"
     for name, domain in [*(("", domain) for domain in recipe.sources), *recipe.named_sources.items()]:
         documents, size, generated, complete = 0, 0, 0, True
-        files: list[File] = []
+        files, skipped = list[File](), Counter[str]()
         for source in (source for source in recipe.sources[domain] if (source.name or "") == name):
             if source.uri == INSTALLED:
                 amount = _count_installed(source, domain, seed, fail)
             elif remote or (not source.contents and (is_local(source.uri) or fetched_listing(source.uri))):
-                files += source_files(source)
-                amount = _count(source, domain, seed, fail)
+                try:
+                    files += source_files(source)
+                    amount = _count(source, domain, seed, fail)
+                except SourceError as error:
+                    field = f"sources.{domain}.{recipe.sources[domain].index(source)}"
+                    raise SourceError(_named(field, error)) from error
             else:
                 amount = _Amount(0, 0, 0, False)
+            skipped.update(amount.skipped)
             documents, size = documents + amount.documents, size + amount.size
             generated, complete = generated + amount.generated, complete and amount.complete
-        surveys.append(DomainSurvey(domain, documents, size, generated, complete, name, describe_unreadable(files)))
+        skips = ", ".join(f"{reason} {count:,}" for reason, count in skipped.most_common())
+        left_out = "; ".join(filter(None, (describe_unreadable(files), skips)))
+        surveys.append(DomainSurvey(domain, documents, size, generated, complete, name, left_out))
     return surveys
 
 
@@ -328,16 +340,18 @@ class _Amount(NamedTuple):
     size: int
     generated: int
     complete: bool
+    skipped: dict[str, int] = {}  # noqa: RUF012  (never changed)
 
 
 def _count(source: Source, domain: Domain, seed: int, fail: bool) -> _Amount:
-    documents, size, generated = 0, 0, 0
-    for document in open_source(source, domain, seed, fail=fail):
+    documents, size, generated, skips = 0, 0, 0, ReadErrors(fail)
+    batches = read_source(source, domain, seed, skips)
+    for document in (document for batch in batches for document in batch.documents("")):
         if size >= SURVEYED:
-            return _Amount(documents, size, generated, False)
+            return _Amount(documents, size, generated, False, skips.lost)
         documents, size = documents + 1, size + document.size
         generated += document.size * document.generated
-    return _Amount(documents, size, generated, True)
+    return _Amount(documents, size, generated, True, skips.lost)
 
 
 def _count_installed(source: Source, domain: Domain, seed: int, fail: bool) -> _Amount:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,16 @@ def test_each_rule_is_shown_with_what_it_drops(room: Path) -> None:
     assert short.split()[:2] == ["3", "12.0%"]
     assert "  too_short general/a/0 tiny" in lines
     assert not (room / "herd-data").exists(), "nothing is left"
+
+
+def test_an_outcome_of_several_sources_has_one_line(room: Path) -> None:
+    small = "sources.general=[{uri: general}, {uri: code.jsonl}]"
+    found = ask("sampled.yaml", "--set", small, "--set", "curate.validation_fraction=40%", "--examples", 0)
+    assert found.exit_code == 0, found.output
+    general = found.stdout[found.stdout.index("general  ") :].partition("\n\n")[0]
+    counts = {outcome: number for number, _, outcome in re.findall(r"(\d+) +[\d.]+% +(\S+ k?B) +(\w+) ", general)}
+    assert counts.keys() >= {"kept", "held_out", "too_short"}
+    assert sum(map(int, counts.values())) == int(general.split()[1])
 
 
 def test_one_rule_is_shown_at_length_and_an_idle_one_is_refused(room: Path) -> None:

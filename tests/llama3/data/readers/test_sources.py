@@ -219,8 +219,8 @@ def test_a_survey_reads_past_what_the_recipe_skips(make_recipe: Make, write_json
     path = Path(write_jsonl("a.jsonl", ["one", "two"]))
     path.write_text(path.read_text() + "no json\n")
     (found,) = survey(make_recipe({"general": [{"uri": str(path)}]}, on_error="skip"))
-    assert (found.documents, found.complete) == (2, True)
-    with pytest.raises(SourceError, match=r"a\.jsonl:3"):
+    assert (found.documents, found.complete, found.left_out) == (2, True, "bad_json 1")
+    with pytest.raises(SourceError, match=r"^sources\.general\.0\.uri: .*a\.jsonl:3 is not JSON"):
         survey(make_recipe({"general": [{"uri": str(path)}]}))
 
 
