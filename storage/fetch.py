@@ -57,7 +57,7 @@ PARTIAL, PENDING = ".partial", ".pending"
 LONGEST_WAIT_S = 900.0
 """A server that asks for a longer pause ends the call."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Numbers of the errors of a full disk."""
+"""Numbers of the errors of a full disk, quota or file."""
 HTML = r"\.x?html?(\.gz)?$"
 
 
@@ -515,8 +515,8 @@ def _complete(
         except (_Changed, FetchRefused, InterruptedError):
             raise
         except Exception as error:
-            if getattr(error, "errno", None) in FULL:
-                raise
+            if isinstance(error, OSError) and error.errno in FULL:
+                raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
             tries = 1 if path.stat().st_size > begin else tries + 1
             wait = seconds_to_wait(error, tries)
             if tries == TRIES or wait > LONGEST_WAIT_S:

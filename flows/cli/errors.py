@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -91,7 +90,9 @@ def _print_error(error: Exception) -> int | None:
         problems.print(f"[red]error[/]  the Prefect server does not answer as it should ({escape(message)})")
         problems.print("nothing is lost; the same command continues where it stopped")
         return FAILED
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    from storage.fetch import FULL
+
+    if isinstance(error, OSError) and error.errno in FULL:
         problems.print(f"[red]error[/]  root: no space left on the disk ({escape(str(error))})")
         problems.print("free some space and run the same command again; nothing is lost")
         return FAILED

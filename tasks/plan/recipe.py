@@ -37,7 +37,7 @@ from llama3.recipe.units import Tokens, tokens
 from llama3.tokens.mix import mix_datasets
 from llama3.tokens.tokenizer import Tokenizer
 from storage.fetch import Target, check_space, copies_folder, download, missing_bytes, prepare
-from storage.filesystem import FetchedFile, fetched_folder, fetched_listing, is_local
+from storage.filesystem import FetchedFile, StoreError, fetched_folder, fetched_listing, is_local
 from storage.root import Root
 from tasks.format import format_bytes
 
@@ -347,8 +347,11 @@ def prepare_fetch(recipe: Recipe, root: Root, update: bool) -> tuple[Path, list[
     for uri in dict.fromkeys(address.uri for address in addresses):
         try:
             _prepare(folder, uri, addresses, update)
-        except ValueError as error:
-            faults.append(f"{next(address.field for address in addresses if address.uri == uri)}: {error}")
+        except (ValueError, StoreError) as error:
+            line = f"{next(address.field for address in addresses if address.uri == uri)}: {error}"
+            if isinstance(error, StoreError):
+                raise StoreError(line) from error
+            faults.append(line)
     if faults:
         raise ValueError("\n".join(faults))
     return folder, addresses
