@@ -26,6 +26,7 @@ from llama3.data.mapreduce import (
     Runner,
     hash_and_id,
     open_parquet,
+    read_each,
     read_table,
     run_serial,
     run_step,
@@ -54,7 +55,6 @@ from llama3.data.write_shards import SHARD_BYTES as MOST_TEXT
 from llama3.recipe.base import Domain
 from llama3.recipe.data_schema import Curate
 from llama3.recipe.schema import Recipe
-from storage.digests import parallel_map
 from storage.objects import atomic_file, file_names, read_file, remove_tree
 
 STEP, TEXT, LISTING = "items", "text", "listing.json"
@@ -139,7 +139,7 @@ def collect(recipe: Recipe, folder: str | Path, runner: Runner = run_serial) -> 
 def collected_shards(folder: str | Path) -> list[TextShard]:
     """Return the text shards in `folder` (a path or URI), in order of their numbers."""
     uris = [f"{folder}/{TEXT}/{name}" for name in file_names(f"{folder}/{TEXT}")]
-    return sorted(parallel_map(_text_shard, uris))
+    return sorted(read_each(_text_shard, uris))
 
 
 def _text_shard(uri: str) -> TextShard:
@@ -277,7 +277,7 @@ def _skipped_table(rows: Sequence[tuple[Any, ...]]) -> pa.Table:
 
 def _skipped(job: CollectJob) -> pa.Table:
     """Return what all items skipped, one row per place and reason."""
-    tables = parallel_map(read_table, [job.file(STEP, item) for item in range(len(job.items))])
+    tables = read_each(read_table, [job.file(STEP, item) for item in range(len(job.items))])
     table = pa.concat_tables([*tables, _skipped_table(job.passed_over)])
     keys = ["domain", "source", "place", "reason"]
     summed = table.filter(pc.field("reason") != "").group_by(keys).aggregate([("documents", "sum"), ("bytes", "sum")])

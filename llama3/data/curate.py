@@ -48,8 +48,8 @@ CURATION: tuple[CurationStage, ...] = (
 """The stages in order. For a new one: a `DocumentRule` or `CurationStage` in a file, a line here, a recipe section."""
 SAMPLED_FILES = 8
 """Files of a source that a sample is read from."""
-PART_DOCUMENTS = 250_000
-"""Documents per part: their bands take 84 MB, and a few times as much while they are sorted."""
+PART_DOCUMENTS = 125_000
+"""Documents per part: their bands take 60 MB, and a few times as much while they are sorted."""
 
 
 def curate(

@@ -20,7 +20,7 @@ from fractions import Fraction
 from functools import cache, cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import duckdb
 import numpy as np
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from llama3.recipe.base import Domain
 from llama3.recipe.data_schema import Curate
 from llama3.recipe.schema import Recipe
-from storage.digests import parallel_map
+from storage.digests import READERS, parallel_map
 from storage.filesystem import StoreError, is_local
 from storage.objects import atomic_file, file_names, open_file, read_range, remove_tree
 
@@ -101,6 +101,7 @@ BATCH = 2048
 LISTS = ("lines", "bands")
 """Attributes that take more space than all others together."""
 Ints = NDArray[np.int64]
+Rows = TypeVar("Rows")
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,11 @@ def read_table(uri: str, columns: Sequence[str] | None = None) -> pa.Table:
         return file.read(columns=None if columns is None else list(columns), use_threads=False)
 
 
+def read_each(read: Callable[[str], Rows], uris: Sequence[str]) -> list[Rows]:
+    """Return what `read` returns for each file; of a store many at a time, because each request waits some 30 ms."""
+    return list(map(read, uris)) if all(map(is_local, uris)) else parallel_map(read, uris, READERS)
+
+
 def documents_of(job: CurationJob, index: int, rows: Any, columns: Sequence[str]) -> pa.Table:
     """Return `columns` and the row of those documents of shard `index` whose row is among `rows`."""
     with open_parquet(job.shards[index].text) as file:
@@ -366,10 +372,8 @@ class Shuffle:
         group = ((place + 1) * self._ranges(level - 1) - 1) // self._ranges(level)
         first, stop = self._first(level, group), self._first(level, group + 1)
         names = [job.file(self.step(level), group * self._files(level) + number) for number in files]
-        # One request after another would wait 30 ms each.
-        each = parallel_map if names and not is_local(names[0]) else lambda work, items: list(map(work, items))
-        read: Callable[[str], pa.Table | None] = partial(_read_range, stop - first, place - first)
-        tables = [table for table in each(read, names) if table is not None]
+        found = read_each(partial(_read_range, stop - first, place - first), names)
+        tables = [table for table in found if table is not None]
         return pa.concat_tables(tables or [_read_chunk(names[0], stop - first, 0)])
 
 
@@ -442,7 +446,7 @@ def aggregate(runner: Runner, job: CurationJob, step: str, items: int, query: st
 
 def _aggregate_files(source: str, items: int, target: str, query: str, job: CurationJob, item: int) -> None:
     numbers = range(item * job.fan, min((item + 1) * job.fan, items))
-    rows = pa.concat_tables([read_table(job.file(source, number)) for number in numbers])
+    rows = pa.concat_tables(read_each(read_table, [job.file(source, number) for number in numbers]))
     write_table(job.query(query, rows=rows), job.file(target, item))
 
 
