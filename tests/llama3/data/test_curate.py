@@ -120,6 +120,7 @@ def test_documents_have_the_promised_shape(tmp_path: Path, make_recipe: Make, wr
     assert [name for name in sorted(contents(tmp_path)) if not name.startswith("report/")] == [
         "documents/code-00000.parquet", "documents/general-00000.parquet", "ledger.parquet",
     ]  # fmt: skip
+    assert {path.name for path in (tmp_path / "curated/shuffle").iterdir()} == {"output"}
     rows = read_back(tmp_path)
     general = [row for row in rows if row["domain"] == "general"]
     assert list(rows[0]) == CURATED_SCHEMA.names
