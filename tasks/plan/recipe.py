@@ -417,7 +417,8 @@ def fetch_lines(folder: Path, addresses: Sequence[RemoteAddress], sampled: bool 
         facts = [f"{len(files):,}{of} {'file' if len(files) == listed == 1 else 'files'}", format_bytes(size)]
         facts += [] if not here else ["here"] if here == size else [f"{format_bytes(here)} of them here"]
         if target.commit:
-            facts.append(f"{target.asked or 'main'} at {target.commit[:12]}")
+            named = "" if target.asked and target.commit.startswith(target.asked) else f"{target.asked or 'main'} "
+            facts.append(f"{named}at {target.commit[:12]}")
         stated = first.source.license if first.source else "unknown"
         if target.license or first.source:
             facts.append(f"license {target.license or stated}")
@@ -453,7 +454,8 @@ def epoch_lines(recipe: Recipe, addresses: Sequence[RemoteAddress]) -> list[str]
             continue
         once = sum(amounts[field] for field in fields)
         name, passes = f"sources.{dataset.domain}" if index is None else fields[0], needed / once
-        line = f"{name}: the run takes {tokens(needed)} of about {tokens(once)} tokens, {passes:.2g} epochs"
+        epochs = f"{passes:.2g}" if passes < 100 else f"{passes:,.0f}"
+        line = f"{name}: the run takes {tokens(needed)} of about {tokens(once)} tokens, {epochs} epochs"
         over = passes > limit
         remedy = f", more than tokens.max_epochs {limit:g} allows; add text, or lower its share"
         lines.append(f"[yellow]{line}{remedy}[/]" if over else line)
@@ -476,5 +478,6 @@ def copies_lines(recipe: Recipe) -> list[str]:
     remote = [field for uri, field in addresses.items() if uri not in copies]
     rest = f"; read remotely: {', '.join(remote)} (herd fetch downloads them)" if remote else ""
     commits = sorted({f"{listing.commit[:12]}" for listing in copies.values() if listing.commit})
-    at = f" at {', '.join(commits)}" if commits else ""
+    more = f" and {len(commits) - 3} more" if len(commits) > 3 else ""
+    at = f" at {', '.join(commits[:3])}{more}" if commits else ""
     return [f"copies   {len(copies)} of {len(addresses)} remote addresses in {fetched_folder()}{at}{rest}"]

@@ -227,6 +227,8 @@ def test_the_command_estimates_fetches_and_says_what_stands_in_the_way(hub: Hub,
     (math,) = (line for line in estimate.output.splitlines() if line.startswith("sources.math: "))
     took, once, passes = re.findall(r"([\d.]+)K?(?: of| tokens| epochs)", math)
     assert float(took) / float(once) == pytest.approx(float(passes), rel=0.02)
+    pinned = herd(hub, root, "--estimate", "--set", SOURCES.replace("@main", f"@{hub.commit()}")).output
+    assert f"files, at {hub.commit()[:12]}, license odc-by" in re.sub(r" [\d.]+ k?B,", "", pinned)
     starved = herd(hub, root, "--estimate", "--set", "tokens.max_epochs=0.001").output
     assert "sources.math: the run takes" in starved
     assert starved.count("more than tokens.max_epochs 0.001 allows; add text, or lower its share") == 4
