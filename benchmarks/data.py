@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from benchmarks import copies, curation, languages, streams, texts
+from benchmarks import copies, curation, curation_scale, languages, streams, texts
 from benchmarks.rows import TARGETS, Row, rows_of
 from benchmarks.session import Session
 
@@ -41,6 +41,10 @@ MEASURES: dict[str, Callable[[Session, str], Row]] = {
     "mix/documents": streams.mix,
     "stream/rate": streams.stream,
     "memory/peak": streams.memory,
+    "scale/cpu": curation_scale.grows("cpu_s"),
+    "scale/memory": curation_scale.memory,
+    "scale/written": curation_scale.grows("written"),
+    "scale/reads": curation_scale.grows("reads"),
 }
 
 

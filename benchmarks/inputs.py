@@ -143,7 +143,7 @@ def make_large(folder: Path, source: Path, size: int) -> int:
     while total < size:
         with (folder / f"{number:05}.jsonl").open("w") as file:
             while total < size and file.tell() < _FILE_BYTES:
-                total += _write_round(file, pages, _letters(chance), f"{number}-{file.tell()}")
+                total += _write_round(file, pages, letters(chance), f"{number}-{file.tell()}")
         number += 1
     return total
 
@@ -158,7 +158,7 @@ def _write_round(file: TextIO, pages: Sequence[dict[str, str]], table: dict[int,
     return total
 
 
-def _letters(chance: random.Random) -> dict[int, str]:
+def letters(chance: random.Random) -> dict[int, str]:
     letters = list(string.ascii_lowercase)
     chance.shuffle(letters)
     lower = dict(zip(string.ascii_lowercase, letters, strict=True))

@@ -80,6 +80,10 @@ TARGETS: Mapping[str, Target] = {
     "mix/documents": Target(15, "CPU s", "at most"),
     "stream/rate": Target(200, "M tokens/s"),
     "memory/peak": Target(100, "% of the limit", "at most"),
+    "scale/cpu": Target(1.05, "power of the bytes", "at most"),
+    "scale/memory": Target(1.10, "x, of 4 times the bytes", "at most"),
+    "scale/written": Target(1.05, "power of the bytes", "at most"),
+    "scale/reads": Target(1.05, "power of the bytes", "at most"),
 }
 """Every row of `python -m benchmarks data`, in the order of the table."""
 

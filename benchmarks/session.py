@@ -6,6 +6,7 @@ A cost is the key to several rows, so it is kept; the inputs are made when the f
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +46,7 @@ class Session:
 
     settings: DataSettings
     _costs: dict[tuple[str, str], Cost] = field(default_factory=dict)
+    _kept: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def bench(self) -> Bench:
@@ -73,6 +75,12 @@ class Session:
             warm_up = getattr(self.inputs.warm_up, kind)
             self._costs[module, name] = self.bench.cost(module, getattr(source, kind), warm_up, **options)
         return self._costs[module, name]
+
+    def once(self, name: str, measure: Callable[[], Any]) -> Any:
+        """Return what `measure` returned when `name` was asked for first."""
+        if name not in self._kept:
+            self._kept[name] = measure()
+        return self._kept[name]
 
     def ratio(self, name: str, ours: Cost, peer: Cost) -> Row:
         """Return the row that compares two costs, ours on our input and the peer's on its own."""

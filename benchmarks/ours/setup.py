@@ -35,12 +35,12 @@ def _unnamed(rules: Sequence[str]) -> dict[str, Any]:
 
 
 def bench_recipe(
-    sources: Mapping[Domain, Sequence[Path]],
+    sources: Mapping[Domain, Sequence[Path | str]],
     curate: Mapping[str, Any],
     tokens: int = 1_000_000,
     seq_len: int = 8192,
 ) -> Recipe:
-    """Return a recipe of one stage over `sources` (domain -> files), shared evenly by the domains."""
+    """Return a recipe of one stage over `sources` (domain -> files or patterns), shared evenly by the domains."""
     named = [domain for domain in DOMAINS if domain in sources]
     shares = [100 - 100 // len(named) * (len(named) - 1)] + [100 // len(named)] * (len(named) - 1)
     stage = {
