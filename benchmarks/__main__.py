@@ -122,7 +122,8 @@ def data(
         with _mistakes():
             versions = peer_versions(settings.peers)
             session = Session(settings)
-            rows = _measure(session, quiet=json_)
+            with session.closing:
+                rows = _measure(session, quiet=json_)
         tell(session.described, rows, versions, json_, out_)
 
 

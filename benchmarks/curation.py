@@ -43,8 +43,8 @@ def dropped(*rules: str) -> Callable[[Session, str], Row]:
     def measure(run: Session, name: str) -> Row:
         quality = Quality.model_validate({"rules": list(rules)})
         shares = {}
-        for path in sorted(_shared("corpora/multilingual").glob("progit-*.jsonl.gz")):
-            texts = [normalize(document["text"]) for document in _documents(path)]
+        for path in sorted(shared("corpora/multilingual").glob("progit-*.jsonl.gz")):
+            texts = [normalize(document["text"]) for document in documents(path)]
             broken = broken_rules(document_statistics(pa.chunked_array([texts])), quality)
             sizes = [len(text.encode()) for text in texts]
             lost = sum(size for size, rule in zip(sizes, broken, strict=True) if rule)
@@ -57,11 +57,11 @@ def dropped(*rules: str) -> Callable[[Session, str], Row]:
 
 def questions_found(run: Session, name: str) -> Row:
     """Of questions that stand in other text without their answers, how many of the set with the fewest are found."""
-    prose = "\n".join(document["text"] for document in _documents(_shared("corpora/general/books.jsonl.gz")))
+    prose = "\n".join(document["text"] for document in documents(shared("corpora/general/books.jsonl.gz")))
     places = iter(range(0, len(prose), 2 * AROUND))
     shares = {}
     for title, (file, fields) in SETS.items():
-        uri = _shared(f"eval/{file}")
+        uri = shared(f"eval/{file}")
         rows = (json.loads(line) for line in uri.open(encoding="utf-8"))
         long = (row["question"] for row in rows if len(split_words(row["question"])) >= LEAST_WORDS)
         questions = list(islice(long, PLANTED))
@@ -86,12 +86,13 @@ def _found(texts: list[str], benchmark: dict[str, Any], folder: Path) -> int:
     return len(job.fates(0, "end"))
 
 
-def _documents(path: Path) -> Iterator[dict[str, Any]]:
+def documents(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of compressed JSON lines."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         yield from map(json.loads, file)
 
 
-def _shared(name: str) -> Path:
+def shared(name: str) -> Path:
     """Return a file or folder of the real text. Raises NotMeasured where it is not there."""
     path = Path(os.environ.get("HERD_SHARED", Path(__file__).parents[2] / "shared")) / name
     if not path.exists():

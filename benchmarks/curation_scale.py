@@ -10,26 +10,40 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
+import yaml
 
 from benchmarks.corpus import SEED, Page, cut, plant, read_texts, write_jsonl
 from benchmarks.inputs import letters
-from benchmarks.measure import Cost
+from benchmarks.measure import ROOT, Cost
 from benchmarks.meter import cpu_seconds
 from benchmarks.ours.setup import bench_recipe
 from benchmarks.rows import Row, measured
 from benchmarks.session import Session
+from benchmarks.storage_server import object_store
 from llama3.data.mapreduce import Runner, run_serial
 from llama3.data.text.normalize import normalize
+from llama3.recipe.load import resolved
+from storage.filesystem import filesystem_of
+from storage.object_artifact import open_store
+from storage.objects import put_bytes
 from storage.processes import peak_rss
+from storage.root import Root
+from tasks.runs.records import Runs
 
 SMALLEST = {"small": 5_000_000, "full": 20_000_000}
 """Bytes of text of the smallest corpus; the others have 2, 4 and 8 times as much."""
@@ -42,7 +56,8 @@ CONSTANTS = {
     "llama3.data.curate": ("PART_DOCUMENTS",),
 }
 """Module -> its constants that say how much text or how many documents one work item has."""
-MEMORY = "256MiB"
+MEMORY, WHOLE_MEMORY = "256MiB", "1GiB"
+"""Of DuckDB in one work item, small and whole."""
 FILE_BYTES = 900_000
 """Text of an input file: below a scaled shard, so that each file is one work item and one shard."""
 GROWN_BYTES = 1.53
@@ -93,6 +108,7 @@ def write_corpus(folder: Path, texts: Sequence[str], size: int) -> int:
 # One process that curates a corpus, and counts.
 
 
+@cache
 def scale_down() -> None:
     """Give this process work items of a 64th of the size. Raises AttributeError if a constant has another name now."""
     for name, constants in CONSTANTS.items():
@@ -154,16 +170,20 @@ def _io() -> dict[str, int]:
     return {name: int(value) for name, value in (line.split(": ") for line in lines)}
 
 
-def work(source: Path, folder: Path) -> dict[str, Any]:
-    """Collect, annotate and curate the corpus `source` in `folder`, in this process. Returns costs and counts."""
+def work(source: Path, folder: Path, scaled: bool = True) -> dict[str, Any]:
+    """Collect, annotate and curate the corpus `source` in `folder`, in this process. Returns costs and counts.
+
+    Without `scaled` with the engine's own sizes of work items, and 1 GiB for DuckDB.
+    """
     from llama3.data.annotate import annotate
     from llama3.data.collect import collect
     from llama3.data.curate import curate
 
     global _counts
-    if _counts is None:  # this process repeats: the constants are divided and the hook is added once
+    if _counts is None:  # this process repeats
         _counts = Counts()
         _counts.listen()
+    if scaled:
         scale_down()
     counts, opened = _counts, _counts.opened
     counts.steps = {}
@@ -175,18 +195,23 @@ def work(source: Path, folder: Path) -> dict[str, Any]:
     marks = [cpu_seconds()]
     collect(recipe, collected, runner)
     marks.append(cpu_seconds())
-    annotate(recipe, collected, annotated, runner, memory=MEMORY)
+    memory = MEMORY if scaled else WHOLE_MEMORY
+    annotate(recipe, collected, annotated, runner, memory=memory)
     marks.append(cpu_seconds())
-    facts = curate(recipe, collected, annotated, curated, scratch, runner, memory=MEMORY)
+    facts = curate(recipe, collected, annotated, curated, scratch, runner, memory=memory)
     marks.append(cpu_seconds())
     stages = ("collect_cpu_s", "annotate_cpu_s", "curate_cpu_s")
-    files = [path.stat() for path in folder.rglob("*") if path.is_file()]
+    files = {path: path.stat() for path in folder.rglob("*") if path.is_file()}
+    sizes = {stat.st_ino: stat.st_size for stat in files.values()}  # a hard link is no second file
+    final = {stat.st_ino for path, stat in files.items() if "documents" in path.parts}
+    shuffled = sum(stat.st_size for path, stat in files.items() if scratch in path.parents and stat.st_ino not in final)
     return {
         "documents": sum(facts["documents"].values()),
         **{name: round(stop - start, 3) for name, start, stop in zip(stages, marks, marks[1:], strict=False)},
         "items": sum(int(line["items"]) for line in counts.steps.values()),
-        "written": len({(stat.st_dev, stat.st_ino) for stat in files}),
-        "written_mb": round(sum({stat.st_ino: stat.st_size for stat in files}.values()) / 1e6, 1),
+        "written": len(sizes),
+        "written_mb": round(sum(sizes.values()) / 1e6, 1),
+        "shuffled_mb": round(shuffled / 1e6, 2),
         "opened": counts.opened - opened,
         "reads": sum(int(line["reads"]) for line in counts.steps.values()),
         "read_mb": round(sum(line["mb"] for line in counts.steps.values()), 1),
@@ -201,7 +226,229 @@ _counts: Counts | None = None
 def corpus_recipe(corpus: str) -> Any:
     """Return the recipe of the default rules over `corpus`, and its questions to decontaminate from."""
     questions = {"name": "questions", "uri": f"{corpus}/questions.jsonl", "fields": ["question"]}
-    return bench_recipe({"general": [f"{corpus}/text/*.jsonl"]}, {"decontaminate": [questions]})
+    return bench_recipe({"general": [f"{corpus}/text/*.jsonl"]}, {"decontaminate": [questions]}, seq_len=1024)
+
+
+# `herd data` as a user starts it, with small work items, and with a worker that is killed once.
+
+
+@dataclass(frozen=True)
+class Killed:
+    """Work on small items; the process that comes first to `item` ends there by SIGKILL."""
+
+    work: Any
+    item: int = -1
+    marker: Path = Path()
+    """Exists once the process was killed."""
+
+    def __call__(self, job: Any, item: int) -> None:
+        scale_down()
+        if item == self.item:
+            try:
+                self.marker.touch(exist_ok=False)
+            except FileExistsError:
+                pass
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+        self.work(job, item)
+
+
+def main(kill: str, marker: str, *words: str) -> None:
+    """Run `herd words...` with small work items.
+
+    The steps that have more than one item are counted from 1; in the one numbered `kill`, the last item but one kills
+    the process that does it unless the file `marker` exists.
+    """
+    from flows.cli.main import main as herd
+
+    stages, steps = import_module("tasks.stages.data"), count(1)
+    usual = stages.data_runner
+
+    @contextmanager
+    def watched(cluster: Any) -> Iterator[Runner]:
+        with usual(cluster) as runner:
+
+            def run(job: Any, step: str, work: Any, items: Sequence[int]) -> None:
+                victim = -1
+                if len(items) > 1 and next(steps) == int(kill):
+                    victim = items[-2]
+                runner(job, step, Killed(work, victim, Path(marker)), items)
+
+            yield run
+
+    setattr(stages, "data_runner", watched)  # noqa: B010
+    scale_down()
+    sys.argv = ["herd", *words]
+    herd()
+
+
+KILL_IN = 3
+"""Number of the step with several items in which a worker is killed: the first two read and measure documents."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where `herd data` runs."""
+
+    data: str = "threads"
+    workers: int = 1
+    bucket: bool = False
+    killed: bool = False
+
+
+def herd_data(folder: Path, corpus: str, root: str, place: Place) -> dict[str, str]:
+    """Run `herd data` over `corpus` with the root `root`; return the SHA-256 of each file of the curated artifact.
+
+    Raises RuntimeError with the last line that it printed if it fails, or if no process was killed that should be.
+    """
+    folder.mkdir(parents=True)
+    recipe, cluster, marker = folder / "recipe.yaml", folder / "cluster.yaml", folder / "killed"
+    plain = {**resolved(corpus_recipe(corpus)), "model": {"preset": "3m"}}
+    plain["tokenizer"] = {"train": {"vocab": 600, "sample": "1MB"}}
+    recipe.write_text(yaml.safe_dump(plain))
+    threads = {"threads": place.workers} if place.data == "threads" else {"data_workers": place.workers, "threads": 1}
+    cluster.write_text(yaml.safe_dump({"data": place.data, "memory": MEMORY, **threads}))
+    kill = str(KILL_IN if place.killed else 0)
+    command = [sys.executable, "-m", "benchmarks.curation_scale", kill, str(marker)]
+    command += ["data", str(recipe), "--root", root, "--cluster", str(cluster)]
+    environment = {
+        **os.environ,
+        "HERD_SCRATCH": str(folder / "scratch"),
+        "PREFECT_HOME": str(folder / "prefect"),
+        "PREFECT_LOGGING_LEVEL": "ERROR",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+    }
+    for _ in range(2):  # threads end with the process; the same command continues
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        if done.returncode == 0 or not marker.exists():
+            break
+    said = (done.stdout + done.stderr).strip().splitlines() or ["nothing was printed"]
+    (folder / "herd.log").write_text("\n".join(said))
+    if done.returncode:
+        raise RuntimeError(said[-1])
+    if marker.exists() != place.killed:
+        raise RuntimeError("no worker was killed")
+    at = Root.parse(root, str(folder / "scratch"))
+    artifact = open_store(at).load(Runs(at).find("bench-1").steps["curate"].artifact)
+    return {name: entry.sha256 for name, entry in artifact.manifest.files.items()}
+
+
+def same_bytes(place: Place) -> Callable[[Session, str], Row]:
+    """Return the measure of the curated files that differ from those of one worker on a disk."""
+
+    def measure(run: Session, name: str) -> Row:
+        folder = run.settings.folder / "scale"
+        corpus = str(_small_corpus(run))
+        usual = run.once(
+            "scale/usual", lambda: herd_data(folder / "usual", corpus, str(folder / "usual" / "root"), Place())
+        )
+        own = folder / name.rpartition("/")[2]
+        root = f"{_store(run)}/{own.name}" if place.bucket else str(own / "root")
+        files = herd_data(own, corpus, root, place)
+        differ = [file for file in usual.keys() | files.keys() if usual.get(file) != files.get(file)]
+        note = f"{len(usual)} files; {place.workers} workers" + (", one killed" if place.killed else "")
+        return measured(name, len(differ), note, differ=sorted(differ)[:5])
+
+    return measure
+
+
+def _small_corpus(run: Session) -> Path:
+    def make() -> Path:
+        folder = run.settings.folder / "scale" / "small"
+        write_corpus(folder, [normalize(text) for text in read_texts(run.settings.corpus)], SMALLEST["small"])
+        return folder
+
+    made: Path = run.once("scale/small", make)
+    return made
+
+
+def _store(run: Session) -> str:
+    """Return a prefix in an object store that lives as long as the session."""
+    folder = run.settings.folder / "scale"
+    folder.mkdir(exist_ok=True)
+    uri: str = run.once("store", lambda: run.closing.enter_context(object_store(folder, "", "herd-bench")))
+    return uri
+
+
+# Requests at the object store.
+
+BOOKKEEPING = ("", ".newest", "leases", "mlflow-artifacts", "open", "promotions", "reachable", "runs")
+"""Folders of a root for records of runs, and the root itself."""
+METHODS = ("GET", "HEAD", "LIST", "PUT", "POST", "DELETE")
+REQUEST = re.compile(r'"(GET|HEAD|PUT|POST|DELETE) (/\S*) HTTP')
+
+
+def requests_of(log: str, prefix: str) -> dict[str, dict[str, int]]:
+    """Return the requests in a log of moto below `prefix` (a URI): folder of the root -> method -> requests."""
+    path = prefix.removeprefix("s3:/") + "/"
+    found: dict[str, dict[str, int]] = {}
+    for method, address in REQUEST.findall(log):
+        where, _, query = unquote(address).partition("?")
+        if listed := re.search(r"(?:^|&)prefix=([^&]*)", query):
+            where, method = f"{where.rstrip('/')}/{listed[1]}", "LIST"
+        if where.startswith(path):
+            line = found.setdefault(where.removeprefix(path).split("/")[0], dict.fromkeys(METHODS, 0))
+            line[method] += 1
+    return found
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One corpus in a bucket, and what `herd data` asked of the store."""
+
+    bytes: int
+    files: int
+    requests: dict[str, dict[str, int]]
+    objects: int
+
+    @property
+    def total(self) -> int:
+        """Requests for sources, artifacts and work; those of BOOKKEEPING go with steps and with time."""
+        return sum(sum(line.values()) for folder, line in self.requests.items() if folder not in BOOKKEEPING)
+
+
+def stored_sizes(run: Session) -> list[Stored]:
+    """Return the four corpora, each read from a bucket and curated with its root there."""
+
+    def measure() -> list[Stored]:
+        texts, store = [normalize(text) for text in read_texts(run.settings.corpus)], _store(run)
+        place, sizes = run.settings.folder / "scale", []
+        for growth in GROWTH:
+            local, uri = place / f"stored-x{growth}", f"{store}/x{growth}"
+            size = write_corpus(local, texts, growth * SMALLEST["small"])
+            paths = [path for path in sorted(local.rglob("*")) if path.is_file()]
+            for path in paths:
+                put_bytes(f"{uri}/corpus/{path.relative_to(local)}", path.read_bytes())
+            log = place / "moto.log"
+            before = log.stat().st_size
+            herd_data(place / f"stored-run-x{growth}", f"{uri}/corpus", uri, Place(bucket=True))
+            with log.open() as lines:
+                lines.seek(before)
+                counted = requests_of(lines.read(), uri)
+            objects = len(filesystem_of(uri).find(uri))
+            sizes.append(Stored(size, len(paths) - 1, counted, objects))
+        return sizes
+
+    found: list[Stored] = run.once("scale/stored", measure)
+    return found
+
+
+def stored_lines(sizes: Sequence[Stored]) -> list[dict[str, Any]]:
+    """Return what is measured of each corpus in a bucket, JSON-ready."""
+    return [
+        {"mb": round(size.bytes / 1e6, 1), "files": size.files, "objects": size.objects, "requests": size.requests}
+        for size in sizes
+    ]
+
+
+def requests(run: Session, name: str) -> Row:
+    """Requests of `herd data` to the store that has its sources and its root, as a power of the bytes."""
+    sizes = stored_sizes(run)
+    note = (
+        f"{', '.join(f'{size.total:,}' for size in sizes)} requests for {', '.join(str(size.files) for size in sizes)}"
+    )
+    power = exponent([size.bytes for size in sizes], [size.total for size in sizes])
+    return measured(name, power, note, sizes=stored_lines(sizes))
 
 
 # The rows.
@@ -237,6 +484,18 @@ def sizes_of(run: Session) -> list[Size]:
     return found
 
 
+def whole_items(run: Session) -> Cost:
+    """Return the cost of the largest corpus with the engine's own sizes of work items."""
+    largest, folder = sizes_of(run)[-1], run.settings.folder / "scale"
+
+    def measure() -> Cost:
+        source = (folder / f"x{GROWTH[-1]}").rename(folder / f"whole-x{largest.files}")  # costs lie in folders by name
+        return run.bench.cost("curation_scale", source, folder / "warm-up", scaled=False)
+
+    found: Cost = run.once("scale/whole", measure)
+    return found
+
+
 def exponent(sizes: Sequence[int], values: Sequence[float]) -> float:
     """Return k of value = c * size^k, by least squares of the logarithms."""
     return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
@@ -251,7 +510,7 @@ def grows(fact: str) -> Callable[[Session, str], Row]:
         note = f"{fact} " + ", ".join(f"{value:,.1f}" if fact == "cpu_s" else f"{value:,.0f}" for value in values)
         note += " at " + ", ".join(f"{size.bytes / 1e6:,.0f}" for size in sizes)
         note += f" MB in {', '.join(str(size.files) for size in sizes)} files"
-        return measured(name, exponent([size.bytes for size in sizes], values), note, **_detail(sizes))
+        return measured(name, exponent([size.bytes for size in sizes], values), note, sizes=size_lines(sizes))
 
     return measure
 
@@ -263,15 +522,13 @@ def memory(run: Session, name: str) -> Row:
     return measured(name, peaks[-1] / peaks[1], f"{', '.join(f'{peak:,.0f}' for peak in peaks)} MB", peaks=peaks)
 
 
-def _detail(sizes: Sequence[Size]) -> dict[str, Any]:
-    return {
-        "sizes": [
-            {
-                "mb": round(size.bytes / 1e6, 1),
-                "files": size.files,
-                "cpu_s": round(size.cost.cpu_s, 3),
-                **size.cost.facts,
-            }
-            for size in sizes
-        ]
-    }
+def size_lines(sizes: Sequence[Size]) -> list[dict[str, Any]]:
+    """Return what is measured of each corpus, JSON-ready."""
+    return [
+        {"mb": round(size.bytes / 1e6, 1), "files": size.files, "cpu_s": round(size.cost.cpu_s, 3), **size.cost.facts}
+        for size in sizes
+    ]
+
+
+if __name__ == "__main__":
+    import_module("benchmarks.curation_scale").main(*sys.argv[1:])  # classes of __main__ are not those of the workers

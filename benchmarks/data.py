@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from benchmarks import copies, curation, curation_scale, languages, streams, texts
+from benchmarks import copies, curation, curation_15t, curation_near, curation_scale, languages, streams, texts
+from benchmarks.curation_near import NearJob
+from benchmarks.curation_scale import Place
 from benchmarks.rows import TARGETS, Row, rows_of
 from benchmarks.session import Session
 
@@ -45,6 +47,19 @@ MEASURES: dict[str, Callable[[Session, str], Row]] = {
     "scale/memory": curation_scale.memory,
     "scale/written": curation_scale.grows("written"),
     "scale/reads": curation_scale.grows("reads"),
+    "scale/requests": curation_scale.requests,
+    "scale/peers/datatrove": curation_near.beside("datatrove"),
+    "scale/peers/daft": curation_near.beside("daft"),
+    "scale/peers/memory": curation_near.near_memory,
+    "scale/peers/recall": curation_near.near_found(NearJob.recall),
+    "scale/peers/precision": curation_near.near_found(NearJob.precision),
+    "scale/15t": curation_15t.money,
+    "scale/same-bytes/threads": curation_scale.same_bytes(Place("threads", 4, killed=True)),
+    "scale/same-bytes/dask": curation_scale.same_bytes(Place("dask", 2, killed=True)),
+    "scale/same-bytes/ray": curation_scale.same_bytes(Place("ray", 2, killed=True)),
+    "scale/same-bytes/bucket": curation_scale.same_bytes(Place("threads", 4, bucket=True, killed=True)),
+    "scale/same-bytes/bucket-dask": curation_scale.same_bytes(Place("dask", 2, bucket=True, killed=True)),
+    "scale/same-bytes/bucket-ray": curation_scale.same_bytes(Place("ray", 2, bucket=True, killed=True)),
 }
 
 

@@ -20,7 +20,18 @@ from benchmarks.meter import MISSING
 
 ROOT = Path(__file__).parents[1]
 """What a process needs on its path to import this package; last, so that the interpreter's own libraries win."""
-PEERS = ("datatrove", "datasketch", "spacy", "tokenizers", "tiktoken", "pycld2", "cld3-py", "py3langid", "numpy")
+PEERS = (
+    "datatrove",
+    "datasketch",
+    "daft",
+    "spacy",
+    "tokenizers",
+    "tiktoken",
+    "pycld2",
+    "cld3-py",
+    "py3langid",
+    "numpy",
+)
 """Distributions whose versions matter to the peers' costs."""
 _START = "import sys; sys.path.append(sys.argv[1]); from benchmarks.meter import main; main()"
 _POOLS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")

@@ -84,6 +84,19 @@ TARGETS: Mapping[str, Target] = {
     "scale/memory": Target(1.10, "x, of 4 times the bytes", "at most"),
     "scale/written": Target(1.05, "power of the bytes", "at most"),
     "scale/reads": Target(1.05, "power of the bytes", "at most"),
+    "scale/requests": Target(1.05, "power of the bytes", "at most"),
+    "scale/peers/datatrove": Target(20, "x less CPU"),
+    "scale/peers/daft": Target(None, "x less CPU"),
+    "scale/peers/memory": Target(None, "x Daft's"),
+    "scale/peers/recall": Target(0.95, "of pairs, J >= 0.8"),
+    "scale/peers/precision": Target(0.99, "of removed, J >= 0.7"),
+    "scale/15t": Target(None, "USD"),
+    "scale/same-bytes/threads": Target(0, "other files", "at most"),
+    "scale/same-bytes/dask": Target(0, "other files", "at most"),
+    "scale/same-bytes/ray": Target(0, "other files", "at most"),
+    "scale/same-bytes/bucket": Target(0, "other files", "at most"),
+    "scale/same-bytes/bucket-dask": Target(0, "other files", "at most"),
+    "scale/same-bytes/bucket-ray": Target(0, "other files", "at most"),
 }
 """Every row of `python -m benchmarks data`, in the order of the table."""
 

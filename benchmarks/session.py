@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from benchmarks.inputs import Input, Inputs, make_inputs
-from benchmarks.measure import Bench, Cost
+from benchmarks.measure import Bench, Cost, NotMeasured
 from benchmarks.rows import Row, ratio
 
 ALPHABETIC = 0.6
@@ -47,6 +48,8 @@ class Session:
     settings: DataSettings
     _costs: dict[tuple[str, str], Cost] = field(default_factory=dict)
     _kept: dict[str, Any] = field(default_factory=dict)
+    closing: ExitStack = field(default_factory=ExitStack)
+    """Closed at the end of the run."""
 
     @cached_property
     def bench(self) -> Bench:
@@ -77,9 +80,14 @@ class Session:
         return self._costs[module, name]
 
     def once(self, name: str, measure: Callable[[], Any]) -> Any:
-        """Return what `measure` returned when `name` was asked for first."""
+        """Return what `measure` returned, or raise the error that it raised, when `name` was asked for first."""
         if name not in self._kept:
-            self._kept[name] = measure()
+            try:
+                self._kept[name] = measure()
+            except (RuntimeError, NotMeasured) as error:
+                self._kept[name] = error
+        if isinstance(self._kept[name], Exception):
+            raise self._kept[name]
         return self._kept[name]
 
     def ratio(self, name: str, ours: Cost, peer: Cost) -> Row:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import curation_scale
-from benchmarks.curation_scale import FILE_BYTES, Counts, exponent, scale_down, write_corpus
+from benchmarks.corpus import Page
+from benchmarks.curation_15t import BUSY, INPUTS, TEXT, estimate, page
+from benchmarks.curation_near import NearJob, near_pages
+from benchmarks.curation_scale import FILE_BYTES, METHODS, Counts, exponent, requests_of, scale_down, write_corpus
+from benchmarks.measure import Cost
+from benchmarks.pairs import near_pairs
 
 
 def texts() -> list[str]:
@@ -59,5 +65,89 @@ def test_reads_of_every_file_for_every_item_have_the_exponent_2(tmp_path: Path) 
 
 def test_an_engine_with_other_constants_is_not_measured_by_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(curation_scale, "CONSTANTS", {"llama3.data.collect": ("NO_SUCH_BYTES",)})
+    scale_down.cache_clear()
     with pytest.raises(AttributeError, match="NO_SUCH_BYTES"):
         scale_down()
+
+
+def test_requests_are_counted_by_folder_of_the_root_and_method() -> None:
+    log = """127.0.0.1 - - [x] "PUT /b/p/x1/corpus/text/0.jsonl HTTP/1.1" 200 -
+127.0.0.1 - - [x] "GET /b?list-type=2&prefix=p/x1/curated/&delimiter=/ HTTP/1.1" 200 -
+127.0.0.1 - - [x] "HEAD /b/p/x1/curated/a%20b HTTP/1.1" 404 -
+127.0.0.1 - - [x] "GET /b/p/x10/curated/a HTTP/1.1" 200 -
+127.0.0.1 - - [x] "POST /b/p/x1/curated/a?uploads HTTP/1.1" 200 -
+"""
+    none = dict.fromkeys(METHODS, 0)
+    assert requests_of(log, "s3://b/p/x1") == {
+        "corpus": {**none, "PUT": 1},
+        "curated": {**none, "LIST": 1, "HEAD": 1, "POST": 1},
+    }
+
+
+LINE = {"cpu_s": 20.0, "items": 100, "written": 200, "reads": 1000, "read_mb": 300, "written_mb": 200}
+
+
+def sizes(power: float) -> list[dict[str, Any]]:
+    """Four corpora whose files, reads, tasks and costs grow with this power of the bytes."""
+    return [{"mb": 10 * n, "files": 10 * n, **{key: value * n**power for key, value in LINE.items()}}
+            for n in (1, 2, 4, 8)]  # fmt: skip
+
+
+def stored() -> list[dict[str, Any]]:
+    counts = {**dict.fromkeys(METHODS, 0), "GET": 30, "PUT": 20}
+    return [{"mb": 10 * n, "files": 10 * n, "requests": {"work": {key: n * value for key, value in counts.items()},
+             "leases": counts}} for n in (1, 2, 4, 8)]  # fmt: skip
+
+
+WHOLE = {"mb": 80, "cpu_s": 100.0, "peak_mb": 1000.0, "shuffled_mb": 40.0, "read_mb": 240.0, "written_mb": 160.0}
+
+
+def test_15t_is_the_measured_constants_times_the_text_where_all_grows_linearly() -> None:
+    made = estimate(sizes(1), stored(), WHOLE)
+    assert made["tasks"] == pytest.approx(100 / 10 * INPUTS)
+    assert made["files"] == pytest.approx(200 / 10 * INPUTS)
+    assert made["reading_requests"] == pytest.approx(3 * INPUTS)
+    assert made["writing_requests"] == pytest.approx(2 * INPUTS)
+    assert made["core_h"] == pytest.approx(100 / 80 * TEXT / 1e6 / 3600)
+    assert made["shuffled_tb"] == pytest.approx(TEXT / 1e12 / 2)
+    assert made["task_gib"] == pytest.approx(1e9 / 2**30)
+    by_name = {machine["name"]: machine for machine in made["machines"]}
+    assert by_name["c7i.48xlarge"]["tasks_at_once"] == 192
+    assert by_name["c7i.48xlarge"]["machine_h"] == pytest.approx(made["core_h"] / BUSY / 192)
+    more = estimate(sizes(1), stored(), {**WHOLE, "peak_mb": 4 * 1024**3 / 1e6})
+    assert {machine["name"]: machine["tasks_at_once"] for machine in more["machines"]}["c7i.48xlarge"] == 96
+    assert more["usd"] > made["usd"], "memory that a task needs costs machines"
+
+
+def test_15t_of_an_engine_that_reads_every_shard_in_every_item_is_not_estimated_as_if_it_did_not() -> None:
+    linear, quadratic = (estimate(sizes(power), stored(), WHOLE) for power in (1, 2))
+    assert quadratic["read_calls"] / linear["read_calls"] == pytest.approx(8 * INPUTS / 80, rel=1e-6)
+    assert quadratic["core_h"] / linear["core_h"] == pytest.approx(INPUTS / 80, rel=1e-6)
+
+
+def test_the_page_has_both_engines_beside_each_other() -> None:
+    row = {"name": "scale/cpu", "value": 1.5, "unit": "power", "target": "<= 1.05", "detail": {}}
+    text = page([{"rows": [row]}, {"rows": [{**row, "value": 1.01}]}])
+    assert "| scale/cpu | 1.5 | 1.01 | power | <= 1.05 |" in text
+
+
+def test_recall_and_precision_are_of_documents_and_their_true_pairs() -> None:
+    pages = [Page("", str(place)) for place in range(5)]
+    pairs = {(0, 1): 0.9, (1, 2): 0.85, (3, 4): 0.6}
+
+    def job(*kept: int) -> NearJob:
+        return NearJob(pages, pairs, {"ours": Cost(1, 1, 1, {"kept": [str(place) for place in kept]})})
+
+    assert (job(1, 3, 4).recall("ours"), job(1, 3, 4).precision("ours")) == (1.0, 1.0)
+    assert job(0, 1, 3, 4).recall("ours") == 0.5
+    assert job(1, 3).precision("ours") == pytest.approx(2 / 3), "documents 3 and 4 differ"
+
+
+def test_planted_copies_are_alike_and_variants_are_not() -> None:
+    words = [f"w{n}x" for n in range(60_000)]
+    prose = ["\n\n".join(" ".join(words[at : at + 60]) for at in range(0, len(words), 60))]
+    pages = near_pages(prose, 1_000_000)
+    pairs = near_pairs([page.text for page in pages], 5, least=0.2)
+    assert len({page.url for page in pages}) == len(pages)
+    assert any(score == 1 for score in pairs.values())
+    assert not any(0.66 < score < 0.75 for score in pairs.values()), "nothing is planted near the bound of 0.7"
