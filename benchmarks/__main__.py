@@ -90,7 +90,9 @@ PeersOption = Annotated[
 @bench.command()
 def data(
     json_: JsonOption = False,
-    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: minhash,lines/exact")] = "",
+    only: Annotated[
+        str, typer.Option(help="Rows or groups, with commas: minhash,lines/exact; only if named: scale, an hour.")
+    ] = "",
     size: Annotated[
         Literal["small", "full"], typer.Option(help="About 4 MB of text (a minute or two), or 43 MB.")
     ] = "small",

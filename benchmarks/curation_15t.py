@@ -203,27 +203,40 @@ def _steps(names: Sequence[str], rows: Sequence[Mapping[str, Any]], most: int = 
 def _requests(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for name, each in zip(names, rows, strict=True):
-        for size in each.get("scale/requests", {"detail": {}})["detail"].get("sizes", []):
-            for folder, counts in sorted(size["requests"].items(), key=lambda line: -sum(line[1].values()))[:6]:
-                figures = [f"{counts[method]:,}" for method in METHODS]
-                lines.append([name, number(size["mb"]), str(size["files"]), folder, *figures])
+        sizes = each.get("scale/requests", {"detail": {}})["detail"].get("sizes", [])
+        for size in sizes[:1] + sizes[-1:]:
+            for folder, counts in sorted(size["requests"].items()):
+                if folder not in BOOKKEEPING:
+                    figures = [f"{counts[method]:,}" for method in METHODS]
+                    lines.append([name, number(size["mb"]), str(size["files"]), folder, *figures])
     return _table("Requests", ["", "MB", "input files", "folder", *METHODS], lines)
+
+
+FIGURES = {
+    "tasks": "tasks",
+    "files": "files written",
+    "read_calls": "read calls",
+    "writing_requests": "PUT, POST and LIST",
+    "reading_requests": "GET and HEAD",
+    "shuffled_tb": "files between steps, TB",
+    "moved_tb": "read and written, TB",
+    "task_gib": "memory of a task, GiB",
+    "core_h": "core hours",
+    "requests_usd": "requests, USD",
+    "stored_usd": "storage of the files between steps, USD",
+    "usd": "in all on the cheapest machine, USD",
+}
 
 
 def _total(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
     made = [row.get("scale/15t", {"detail": {}})["detail"].get("estimate") for row in rows]
     known = [(name, each) for name, each in zip(names, made, strict=True) if each]
-    if not known:
-        return ""
-    lines = [[figure, *(number(each[figure]) for _, each in known)] for figure in (
-        "tasks", "files", "read_calls", "writing_requests", "reading_requests", "shuffled_tb", "moved_tb", "task_gib",
-        "core_h", "requests_usd", "stored_usd", "usd")]  # fmt: skip
+    lines = [[label, *(number(each[figure]) for _, each in known)] for figure, label in FIGURES.items()]
     for place, instance in enumerate(INSTANCES):
-        for figure in ("tasks_at_once", "compute_h", "network_h", "machine_h", "machines_usd"):
-            lines.append(
-                [f"{instance.name}: {figure}", *(number(each["machines"][place][figure]) for _, each in known)]
-            )
-    return _table("15T tokens", ["", *(name for name, _ in known)], lines)
+        machines = [each["machines"][place] for _, each in known]
+        lines.append([f"{instance.name}, hours", *(number(machine["machine_h"]) for machine in machines)])
+        lines.append([f"{instance.name}, USD", *(number(machine["machines_usd"]) for machine in machines)])
+    return _table("15T tokens", ["", *(name for name, _ in known)], lines if known else [])
 
 
 if __name__ == "__main__":

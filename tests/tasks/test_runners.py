@@ -13,6 +13,7 @@ import pytest
 import yaml
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from benchmarks.curation_scale import FILE_BYTES, Place, herd_data, write_corpus
 from llama3.data.annotate import annotate
 from llama3.data.collect import collect
 from llama3.data.curate import curate
@@ -73,6 +74,30 @@ def test_a_dask_cluster_makes_the_same_files(tmp_path: Path, checkout: Path) -> 
     annotate(recipe, collected, annotated, run_serial)
     curate(recipe, collected, annotated, out, scratch, run_serial)
     assert contents(out) == contents(tmp_path / "dask" / "out")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, str]]:
+    """A corpus of four files, and the digests of what one thread makes of it on a disk."""
+    folder = tmp_path_factory.mktemp("corpus")
+    words = [f"w{n % 9000}x" for n in range(40_000)]
+    texts = [" ".join(words[at : at + 7]) + ("\n" if at % 5 else "\n\n") for at in range(len(words))]
+    write_corpus(folder, ["".join(texts[at::60]) for at in range(60)], 3 * FILE_BYTES)
+    return str(folder), herd_data(folder / "one-thread", str(folder), str(folder / "root"), Place())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("data", ["threads", "dask", "ray"])
+def test_a_worker_killed_in_the_middle_of_a_step_changes_no_byte_in_a_bucket(
+    data: str, undisturbed: tuple[str, dict[str, str]], bucket: str, tmp_path: Path
+) -> None:
+    if data == "ray":
+        pytest.importorskip("prefect_ray")
+    corpus, expected = undisturbed
+    assert any(name.startswith("documents/") for name in expected)
+    place = Place(data, 4 if data == "threads" else 2, killed=True)
+    assert herd_data(tmp_path / "run", corpus, f"{bucket}/{data}", place) == expected
 
 
 @pytest.mark.slow
