@@ -7,10 +7,12 @@ corpus: whatever reads every shard in every work item shows as an exponent above
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -236,7 +238,10 @@ def corpus_recipe(corpus: str) -> Any:
 
 @dataclass(frozen=True)
 class Killed:
-    """Work on small items; the process that comes first to `item` ends by SIGKILL in the middle of it."""
+    """Work on small items; the process that comes first to `item` is killed there.
+
+    By the system in the middle of its first write to a file (SIGXFSZ), or by SIGKILL where it writes to none in time.
+    """
 
     work: Any
     item: int = -1
@@ -249,8 +254,11 @@ class Killed:
         if victim:
             self.marker.touch()
             threading.Timer(KILL_S, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            ctypes.CDLL(None).signal(signal.SIGXFSZ, 0)  # the default; Python lets only its main thread set it
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (KILL_BYTES, KILL_BYTES))
         self.work(job, item)
-        if victim:  # faster than KILL_S: its file is there, but nobody hears that it is
+        if victim:
             time.sleep(60)
 
 
@@ -283,7 +291,8 @@ def main(kill: str, marker: str, *words: str) -> None:
     herd()
 
 
-KILL_S = 0.02
+KILL_S, KILL_BYTES = 1.0, 100
+"""Longest time to the end of the victim, and the bytes that it can still write to a file."""
 KILL_IN = 3
 """Number of the step with several items in which a worker is killed: the first two read and measure documents."""
 
@@ -318,6 +327,7 @@ def herd_data(folder: Path, corpus: str, root: str, place: Place) -> dict[str, s
         "HERD_SCRATCH": str(folder / "scratch"),
         "PREFECT_HOME": str(folder / "prefect"),
         "PREFECT_LOGGING_LEVEL": "ERROR",
+        "RAY_worker_niceness": "0",  # 15 otherwise: its workers would wait for everything else on the machine
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
     }
     for _ in range(2):  # threads end with the process; the same command continues

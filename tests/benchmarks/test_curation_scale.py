@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,16 @@ from benchmarks import curation_scale
 from benchmarks.corpus import Page
 from benchmarks.curation_15t import BUSY, INPUTS, TEXT, estimate, page
 from benchmarks.curation_near import NearJob, near_pages
-from benchmarks.curation_scale import FILE_BYTES, METHODS, Counts, exponent, requests_of, scale_down, write_corpus
+from benchmarks.curation_scale import (
+    FILE_BYTES,
+    KILL_BYTES,
+    METHODS,
+    Counts,
+    exponent,
+    requests_of,
+    scale_down,
+    write_corpus,
+)
 from benchmarks.measure import Cost
 from benchmarks.pairs import near_pairs
 
@@ -61,6 +73,25 @@ def test_reads_of_every_file_for_every_item_have_the_exponent_2(tmp_path: Path) 
         assert counts.steps["step"]["items"] == count
         reads.append(counts.steps["step"]["reads"])
     assert exponent([20, 40, 80, 160], reads) == pytest.approx(2, abs=0.05)
+
+
+VICTIM = """
+import sys
+from pathlib import Path
+from benchmarks.curation_scale import Killed
+def work(job, item): job.write_bytes(b"x" * 1000)
+Killed(work, 1, Path(sys.argv[2]))(Path(sys.argv[1]), int(sys.argv[3]))
+"""
+
+
+def test_a_victim_ends_in_the_middle_of_a_file_and_once(tmp_path: Path, checkout: Path) -> None:
+    def end(name: str, item: int) -> tuple[int, int]:
+        words = [sys.executable, "-c", VICTIM, str(tmp_path / name), str(tmp_path / "killed"), str(item)]
+        return subprocess.run(words, cwd=checkout, check=False).returncode, (tmp_path / name).stat().st_size
+
+    assert end("other", 0) == (0, 1000)
+    assert end("first", 1) == (-signal.SIGXFSZ, KILL_BYTES)
+    assert end("again", 1) == (0, 1000)
 
 
 def test_an_engine_with_other_constants_is_not_measured_by_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
