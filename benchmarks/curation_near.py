@@ -21,7 +21,7 @@ from llama3.data.text.normalize import normalize
 
 NEAR_BYTES = {"small": 4_000_000, "full": 20_000_000}
 NEAR_TEXTS = ("math/stacks", "code/*", "multilingual/progit-[efr][sru]")
-"""Files of the shared corpora: questions and answers, source code, and a book in three languages with blanks."""
+"""Files of the shared corpora: a textbook in LaTeX, source code, and a book in three languages with blanks."""
 ALIKE, UNLIKE = (0.001, 0.02), (0.05, 0.1)
 """Shares of edited words: of copies that are near ones (Jaccard over 0.8), and of documents that are not."""
 WORDS, MEAN_WORD = 100, (3.5, 9)
