@@ -206,7 +206,7 @@ def collect_item(job: CollectJob, number: int) -> None:
             writer.flush()
     writer.flush()
     shards = [(item.domain, item.source, name, "", documents, size) for name, documents, size in writer.written]
-    write_table(_skipped_table([*shards, *skips.rows(item.domain, item.source)]), job.file(STEP, number))
+    write_table(skipped_table([*shards, *skips.rows(item.domain, item.source)]), job.file(STEP, number))
 
 
 def prepare(
@@ -268,7 +268,7 @@ def _without_markup(batch: DocumentBatch, extractor: str, skips: ReadErrors) -> 
     return sizes[good], batch.with_text(text).keep(good)
 
 
-def _skipped_table(rows: Sequence[tuple[Any, ...]]) -> pa.Table:
+def skipped_table(rows: Sequence[tuple[Any, ...]]) -> pa.Table:
     """Return `rows` as a table of schema SKIPPED."""
     columns = zip(*rows, strict=True) if rows else [()] * len(SKIPPED)
     arrays = [pa.array(column, kind) for column, kind in zip(columns, SKIPPED.types, strict=True)]
@@ -278,7 +278,7 @@ def _skipped_table(rows: Sequence[tuple[Any, ...]]) -> pa.Table:
 def _skipped(job: CollectJob) -> pa.Table:
     """Return what all items skipped, one row per place and reason."""
     tables = read_each(read_table, [job.file(STEP, item) for item in range(len(job.items))])
-    table = pa.concat_tables([*tables, _skipped_table(job.passed_over)])
+    table = pa.concat_tables([*tables, skipped_table(job.passed_over)])
     keys = ["domain", "source", "place", "reason"]
     summed = table.filter(pc.field("reason") != "").group_by(keys).aggregate([("documents", "sum"), ("bytes", "sum")])
     return summed.rename_columns(SKIPPED.names).sort_by([(key, "ascending") for key in keys])

@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pyarrow as pa
 
 from llama3.data.accounting import EXPLAINED, FINDINGS, check_not_empty, summarize_ledger, write_findings, write_ledger
 from llama3.data.annotate import annotate, list_shards
-from llama3.data.collect import collect
+from llama3.data.collect import collect, skipped_table
 from llama3.data.decontam.decontaminate import Decontaminate
 from llama3.data.dedup.exact import Exact, NewestVersion
 from llama3.data.dedup.lines import LineDedup
 from llama3.data.dedup.minhash import MinHash
 from llama3.data.filters import Filters
-from llama3.data.mapreduce import FAN, CurationJob, CurationStage, Runner, run_serial
+from llama3.data.mapreduce import FAN, CurationJob, CurationStage, Runner, read_table, run_serial, write_table
 from llama3.data.readers.files import File, ReadErrors, source_files
 from llama3.data.readers.records import UNREAD
 from llama3.data.readers.sources import INSTALLED, read_source
@@ -98,30 +99,35 @@ def curate_sample(recipe: Recipe, count: int, folder: Path) -> None:
     as `collect` and `curate` do.
     """
     sources: dict[Domain, list[Source]] = {}
+    unread: list[tuple[Any, ...]] = []
     for domain, given in recipe.sources.items():
         sources[domain] = []
         for number, source in enumerate(given):
             path = folder / "sample" / f"{domain}-{number}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(b"".join(_lines(source, domain, recipe, count)))
+            errors = ReadErrors(recipe.curate.on_error == "fail")
+            path.write_bytes(b"".join(_lines(source, domain, recipe, count, errors)))
+            unread += errors.rows(domain, path.stem)
             local = {"uri": str(path), "format": "jsonl", "text": "text", "contents": None, "limit": None}
             sources[domain].append(source.model_copy(update=local))
     sampled = recipe.model_copy(update={"sources": sources})
     for step in ("collected", "annotated", "scratch", "curated"):
         (folder / step).mkdir()
     collect(sampled, folder / "collected")
+    skipped = f"{folder}/collected/skipped.parquet"
+    write_table(pa.concat_tables([read_table(skipped), skipped_table(unread)]), skipped)
     annotate(sampled, folder / "collected", folder / "annotated", run_serial)
     curate(sampled, folder / "collected", folder / "annotated", folder / "curated", folder / "scratch")
 
 
-def _lines(source: Source, domain: Domain, recipe: Recipe, count: int) -> Iterator[bytes]:
+def _lines(source: Source, domain: Domain, recipe: Recipe, count: int, errors: ReadErrors) -> Iterator[bytes]:
     """Yield the first documents of `source` as JSON lines."""
     files: Sequence[File | None] = [None]
     if source.uri != INSTALLED:
         readable = [file for file in source_files(source) if file.kind not in UNREAD]
         files = readable[:: max(1, len(readable) // SAMPLED_FILES)][:SAMPLED_FILES]
     for file in files:
-        left, errors = -(-count // len(files)), ReadErrors(recipe.curate.on_error == "fail")
+        left = -(-count // len(files))
         batches = read_source(source, domain, recipe.documents_seed, errors, file and [file], most=count * 100)
         documents = chain.from_iterable(batch.documents("") for batch in batches)
         for text, url, language, license, _, form, date in islice(documents, left):

@@ -55,6 +55,15 @@ def test_each_rule_is_shown_with_what_it_drops(room: Path) -> None:
     assert not (room / "herd-data").exists(), "nothing is left"
 
 
+def test_what_cannot_be_read_is_counted(room: Path) -> None:
+    with (room / "general/a.jsonl").open("a") as file:
+        file.write("not JSON\n" * 3)
+    found = ask("sampled.yaml", "--sample", 100, "--set", "curate.on_error=skip", "--set", "curate.max_lost=50%")
+    assert found.exit_code == 0, found.output
+    (line,) = [line for line in found.stdout.splitlines() if " bad_json " in line]
+    assert line.split()[0] == "3"
+
+
 def test_an_outcome_of_several_sources_has_one_line(room: Path) -> None:
     small = "sources.general=[{uri: general}, {uri: code.jsonl}]"
     found = ask("sampled.yaml", "--set", small, "--set", "curate.validation_fraction=40%", "--examples", 0)
