@@ -57,10 +57,10 @@ SCALE = 64
 CONSTANTS = {
     "llama3.data.write_shards": {"SHARD_BYTES": SCALE},
     "llama3.data.collect": {"ITEM_BYTES": SCALE, "MOST_TEXT": SCALE},
-    "llama3.data.curate": {"PART_DOCUMENTS": SCALE, "FAN": 16},
+    "llama3.data.curate": {"PART_DOCUMENTS": SCALE, "FAN": 21},
 }
 """Module -> its constants that say how much text or how many documents one work item has, and how many files it reads
--> how often smaller they are here. With the usual FAN these corpora would need no merging."""
+-> how often smaller they are here. FAN is 6, so that the largest corpus is merged twice as 60 TB are."""
 MEMORY, WHOLE_MEMORY = "256MiB", "1GiB"
 """Of DuckDB in one work item, small and whole."""
 FILE_BYTES = 900_000
