@@ -115,7 +115,7 @@ def test_the_watchdog_of_a_killed_process_settles_its_run_and_leaves(root: Root,
     assert Runs(root).find(run.name).state == "interrupted"
 
 
-@pytest.mark.parametrize("word", ["end", "fail", "pause"])
+@pytest.mark.parametrize("word", [pytest.param("end", marks=pytest.mark.slow), "fail", "pause"])
 def test_the_watchdog_of_a_process_that_ends_by_itself_says_nothing(word: str, root: Root, run: RunRecord) -> None:
     """Also of one that waits for a person, who may answer before the watchdog would look."""
     process, watchdog = works(root, f"runs/{run.name}")

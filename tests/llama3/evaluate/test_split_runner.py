@@ -69,7 +69,13 @@ def split(model: Transformer, folder: Path, layout: Layout) -> Iterator[tuple[Sp
             process.kill()
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2), Layout(pp=4)], ids=["tp2 pp2", "ends without layers"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout(tp=2, pp=2), id="tp2 pp2"),
+        pytest.param(Layout(pp=4), id="ends without layers", marks=pytest.mark.slow),
+    ],
+)
 def test_texts_that_come_and_go_are_those_of_one_process(layout: Layout, tmp_path: Path) -> None:
     """Sampled, penalized, stopped and canceled ones, and one that exceeds the window."""
     model, dice = made(SPEC), Random(1)

@@ -197,7 +197,10 @@ def test_evaluation_data_is_looked_at_in_full_once_and_wherever_it_lies(
 
 def test_sources_are_looked_at_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    recipe = load_recipe(QUICKSTART, [f"sources.code=[{{uri: {tmp_path}/empty}}]"])
+    (tmp_path / "page.txt").write_text("A page.")
+    places = {**dict.fromkeys(DOMAINS, "page.txt"), "code": "empty"}
+    words = [f"sources.{domain}=[{{uri: {tmp_path}/{place}}}]" for domain, place in places.items()]
+    recipe = load_recipe(QUICKSTART, words)
     with pytest.raises(RecipeError, match=r"sources\.code\.0\.uri: .* is an empty folder"):
         preflight(recipe, Cluster(), Root.parse(tmp_path / "root"))
 

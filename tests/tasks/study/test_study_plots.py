@@ -22,7 +22,7 @@ def strokes(svg: str, colour: str) -> int:
     return len(re.findall(rf"stroke: {colour}; stroke-width: 1.8", svg))
 
 
-@pytest.mark.parametrize("variants", [1, 3, 40])
+@pytest.mark.parametrize("variants", [1, 40])
 def test_the_forest_has_a_row_for_each_arm_and_a_panel_for_each_score(variants: int) -> None:
     found = findings(variants, scores=6)
     svg = forest(found)
