@@ -57,6 +57,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes one worker longest; begun last, it would end alone."""
+    items.sort(key=lambda item: not item.nodeid.startswith(("tests/e2e/", "tests/test_imports.py")))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep a file on one worker, and all of e2e, which shares one server and one undisturbed run, on another.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +25,7 @@ from tasks.step import Context, tracked_step
 from tasks.study.records import Studies, StudyRecord
 from tasks.tracking.backfill import watch_outages
 from tasks.tracking.mlflow import MLflowTracker
+from tests.dist import Forked
 from tests.tasks.mlflow_server import mlflow_server, use
 from tests.tasks.tracked_run import TrackedRun
 
@@ -81,11 +81,9 @@ def test_a_run_that_is_done_is_finished_in_mlflow_though_that_is_slow(
     assert (status, Runs(context.root).find(context.record.name).mlflow_stale) == ("FINISHED", False)
 
 
-def works(root: Root, work: str) -> tuple[subprocess.Popen[str], psutil.Process]:
+def works(root: Root, work: str) -> tuple[Forked, psutil.Process]:
     """Start a process that is at `work`; return it and its watchdog."""
-    words = [sys.executable, "-c", WORKS, root.uri, work]
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+    process = Forked("-c", WORKS, root.uri, work, environment={**os.environ})
     assert process.stdout.readline() == "works\n"
     (watchdog,) = psutil.Process(process.pid).children()
     return process, watchdog
@@ -119,7 +117,8 @@ def test_the_watchdog_of_a_killed_process_settles_its_run_and_leaves(root: Root,
 def test_the_watchdog_of_a_process_that_ends_by_itself_says_nothing(word: str, root: Root, run: RunRecord) -> None:
     """Also of one that waits for a person, who may answer before the watchdog would look."""
     process, watchdog = works(root, f"runs/{run.name}")
-    process.communicate(f"{word}\n", timeout=60)
+    process.stdin.write(f"{word}\n".encode())
+    process.communicate(timeout=60)
     _, alive = psutil.wait_procs([watchdog], timeout=30)
     assert not alive
     assert Runs(root).find(run.name).state == "running"
