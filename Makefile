@@ -23,7 +23,7 @@ run: .venv/core
 
 # The linters run beside the tests; if either fails, so does this.
 test: .venv/dev
-	@$(MAKE) --no-print-directory --keep-going --jobs 2 check suite
+	@$(MAKE) --no-print-directory --jobs 2 check suite
 
 # Four workers for two cores: tests of servers wait.
 suite: .venv/dev

@@ -37,7 +37,7 @@ PRELOADED = [
     "torch._subclasses.fake_tensor",
     "llama3.parallel.parallelize",
     "llama3.parallel.comm_trace",
-    "llama3.train.checkpoint.dcp",
+    "llama3.parallel.pipeline",
     "llama3.train.main",
     "llama3.train.trainer",
     "llama3.train.checkpoint.dcp",
