@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from itertools import count
@@ -128,14 +128,26 @@ class Counts:
 
     opened: int = 0
     """Files that Python opened; DuckDB and Arrow open theirs without telling it."""
+    written: int = 0
+    """Files that work items wrote, by renaming a temporary one, also those that a later step deleted."""
+    written_bytes: int = 0
+    between_bytes: int = 0
+    """Bytes of those that are no result: shuffles, tables between steps."""
     steps: dict[str, dict[str, float]] = field(default_factory=dict)
     """Step -> items, CPU seconds, peak MB of the process, read calls and MB read."""
 
     def listen(self) -> None:
         """Count files opened from now on, to the end of the process."""
 
-        def heard(event: str, _: tuple[Any, ...]) -> None:
+        def heard(event: str, given: tuple[Any, ...]) -> None:
             self.opened += event == "open"
+            if event == "os.rename":
+                size = os.stat(given[0]).st_size
+                self.written += 1
+                self.written_bytes += size
+                self.between_bytes += (
+                    size if "/work/" in str(given[1]) and "/work/documents/" not in str(given[1]) else 0
+                )
 
         sys.addaudithook(heard)
 
@@ -154,7 +166,7 @@ class Counts:
 
     def runner(self, job: Any, step: str, work: Any, items: Sequence[int]) -> None:
         """Do the items here, one after another."""
-        with self.step(step, len(items)):
+        with self.step(re.sub(r"/\d+-\d+/", "/", step), len(items)):  # a shuffle's folder has its size
             run_serial(job, step, work, items)
 
 
@@ -190,7 +202,7 @@ def work(source: Path, folder: Path, scaled: bool = True) -> dict[str, Any]:
         _counts.listen()
     if scaled:
         scale_down()
-    counts, opened = _counts, _counts.opened
+    counts, before = _counts, replace(_counts)
     counts.steps = {}
     recipe = corpus_recipe(str(source))
     runner: Runner = counts.runner
@@ -206,18 +218,14 @@ def work(source: Path, folder: Path, scaled: bool = True) -> dict[str, Any]:
     facts = curate(recipe, collected, annotated, curated, scratch, runner, memory=memory)
     marks.append(cpu_seconds())
     stages = ("collect_cpu_s", "annotate_cpu_s", "curate_cpu_s")
-    files = {path: path.stat() for path in folder.rglob("*") if path.is_file()}
-    sizes = {stat.st_ino: stat.st_size for stat in files.values()}  # a hard link is no second file
-    final = {stat.st_ino for path, stat in files.items() if "documents" in path.parts}
-    shuffled = sum(stat.st_size for path, stat in files.items() if scratch in path.parents and stat.st_ino not in final)
     return {
         "documents": sum(facts["documents"].values()),
         **{name: round(stop - start, 3) for name, start, stop in zip(stages, marks, marks[1:], strict=False)},
         "items": sum(int(line["items"]) for line in counts.steps.values()),
-        "written": len(sizes),
-        "written_mb": round(sum(sizes.values()) / 1e6, 1),
-        "shuffled_mb": round(shuffled / 1e6, 2),
-        "opened": counts.opened - opened,
+        "written": counts.written - before.written,
+        "written_mb": round((counts.written_bytes - before.written_bytes) / 1e6, 1),
+        "shuffled_mb": round((counts.between_bytes - before.between_bytes) / 1e6, 2),
+        "opened": counts.opened - before.opened,
         "reads": sum(int(line["reads"]) for line in counts.steps.values()),
         "read_mb": round(sum(line["mb"] for line in counts.steps.values()), 1),
         "peak_mb": max(line["peak_mb"] for line in counts.steps.values()),
@@ -434,7 +442,7 @@ def stored_sizes(run: Session) -> list[Stored]:
                 put_bytes(f"{uri}/corpus/{path.relative_to(local)}", path.read_bytes())
             log = place / "moto.log"
             before = log.stat().st_size
-            herd_data(place / f"stored-run-x{growth}", f"{uri}/corpus", uri, Place(bucket=True))
+            herd_data(place / f"stored-run-x{growth}", f"{uri}/corpus", uri, Place("dask", 2, bucket=True))
             with log.open() as lines:
                 lines.seek(before)
                 counted = requests_of(lines.read(), uri)
