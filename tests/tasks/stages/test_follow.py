@@ -53,7 +53,7 @@ def context(tmp_path: Path) -> Context:
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[LocalLauncher]:
     with ForkedAgents(Path("/dev/null")) as agents:
-        yield LocalLauncher(Cluster(), agents)
+        yield LocalLauncher(Cluster(threads=1), agents)
 
 
 def test_a_trainer_that_falls_silent_is_stopped(context: Context, launcher: LocalLauncher, tmp_path: Path) -> None:
