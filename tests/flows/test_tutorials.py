@@ -177,7 +177,7 @@ def test_every_file_is_one_that_is_taken(page: Path, tmp_path: Path) -> None:
             assert text == (STUDIES / f"{data['name']}.yaml").read_text()
         elif {"mix", "ladder", "annealing", "others"} & set(data) and whole:
             check_part(whole, data, tmp_path)
-        elif "launcher" in data:
+        elif {"launcher", "data"} & set(data):
             Cluster.model_validate(data)
         elif "conversations" in data:
             for conversations in data["conversations"]:
