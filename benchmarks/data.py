@@ -43,7 +43,7 @@ MEASURES: dict[str, Callable[[Session, str], Row]] = {
     "mix/documents": streams.mix,
     "stream/rate": streams.stream,
     "memory/peak": streams.memory,
-    "scale/cpu": curation_scale.grows("cpu_s"),
+    "scale/cpu": curation_scale.cpu,
     "scale/memory": curation_scale.memory,
     "scale/written": curation_scale.grows("written"),
     "scale/reads": curation_scale.grows("reads"),

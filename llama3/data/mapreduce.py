@@ -89,9 +89,9 @@ def _temporary_folder(pid: int) -> Path:
 
 ROW_BITS = 32
 """Bits of `row` that number the documents inside a shard."""
-FAN = 128
-"""Maximum number of files that an item reads from a step, and of ranges that it writes for the next one. The smallest
-number of its kind with which 60 TB, a million shards, are merged twice: more costs requests, less another merge."""
+FAN = 32
+"""Maximum number of files that an item reads from a step, and of ranges that it writes for the next one. A level of
+merging costs a few percent of the processor time; with more files a level, requests of a store cost more than that."""
 DROP_SCHEMA = pa.schema({"row": pa.int64(), "outcome": pa.string(), "kept": pa.string()})
 """What a stage drops; `kept`: id of the document kept instead, if any."""
 FATE_SCHEMA = pa.schema({"row": pa.int64(), "step": pa.string(), "outcome": pa.string(), "kept": pa.string()})
@@ -279,7 +279,7 @@ def sql_literal(text: str) -> str:
 # A file is cut into ranges of parts, with an index in front, and a reader fetches its range of each file. Files times
 # readers would be quadratic in the corpus. So a file has at most `fan` ranges and a reader at most `fan` files, and
 # where there are more items or parts, merging items between them read one range of `fan` files and cut it again, as in
-# a radix sort. 128 items and parts need no merging, 16,384 are merged once, two million twice.
+# a radix sort. 32 items and parts need no merging, 1,024 are merged once, 32,768 twice, a million (60 TB) three times.
 
 _PART = "part"
 
