@@ -16,6 +16,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -415,7 +416,7 @@ def requests_of(log: str, prefix: str) -> dict[str, dict[str, int]]:
 
 @dataclass(frozen=True)
 class Stored:
-    """One corpus in a bucket, and what `herd data` asked of the store."""
+    """One corpus in a bucket, and what its curation asked of the store."""
 
     bytes: int
     files: int
@@ -442,7 +443,8 @@ def stored_sizes(run: Session) -> list[Stored]:
                 put_bytes(f"{uri}/corpus/{path.relative_to(local)}", path.read_bytes())
             log = place / "moto.log"
             before = log.stat().st_size
-            herd_data(place / f"stored-run-x{growth}", f"{uri}/corpus", uri, Place("dask", 2, bucket=True))
+            command = [sys.executable, "-c", f"from {__name__} import curate_in_store as work; work({uri!r})"]
+            subprocess.run(command, check=True, cwd=ROOT)
             with log.open() as lines:
                 lines.seek(before)
                 counted = requests_of(lines.read(), uri)
@@ -454,6 +456,20 @@ def stored_sizes(run: Session) -> list[Stored]:
     return found
 
 
+def curate_in_store(uri: str) -> None:
+    """Curate `uri`/corpus by small work items with all their files below `uri`, as workers of a cluster do."""
+    from llama3.data.annotate import annotate
+    from llama3.data.collect import collect
+    from llama3.data.curate import curate
+
+    scale_down()
+    recipe = corpus_recipe(f"{uri}/corpus")
+    with tempfile.TemporaryDirectory() as folder:
+        collect(recipe, f"{uri}/collected")
+        annotate(recipe, f"{uri}/collected", f"{uri}/annotated", run_serial)
+        curate(recipe, f"{uri}/collected", f"{uri}/annotated", Path(folder), f"{uri}/work", memory=MEMORY)
+
+
 def stored_lines(sizes: Sequence[Stored]) -> list[dict[str, Any]]:
     """Return what is measured of each corpus in a bucket, JSON-ready."""
     return [
@@ -463,7 +479,7 @@ def stored_lines(sizes: Sequence[Stored]) -> list[dict[str, Any]]:
 
 
 def requests(run: Session, name: str) -> Row:
-    """Requests of `herd data` to the store that has its sources and its root, as a power of the bytes."""
+    """Requests of collect, annotate and curate to the store that has all their files, as a power of the bytes."""
     sizes = stored_sizes(run)
     note = (
         f"{', '.join(f'{size.total:,}' for size in sizes)} requests for {', '.join(str(size.files) for size in sizes)}"
