@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from prefect import flow, task
 
@@ -34,15 +35,15 @@ def on_dask(recipe_path: Path, folder: Path) -> None:
     curate_on_dask(recipe_path, folder)
 
 
-def write(folder: Path, item: int) -> None:
+def write(job: SimpleNamespace, item: int) -> None:
     """Write the file of an item, which must not be there."""
-    (folder / str(item)).touch(exist_ok=False)
+    (job.target / str(item)).touch(exist_ok=False)
 
 
 @task
 def on_one_worker(folder: Path, items: range) -> None:
     with data_runner(Cluster(data="dask", data_workers=1)) as runner:
-        runner(folder, "write", write, items)  # type: ignore[arg-type]
+        runner(SimpleNamespace(folder=f"{folder}-job", target=folder), "write", write, items)
 
 
 @flow
