@@ -172,17 +172,7 @@ def _growth(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for name, each in zip(names, rows, strict=True):
         for line in each.get("scale/cpu", {"detail": {}})["detail"].get("sizes", []):
-            figures = (
-                "collect_cpu_s",
-                "annotate_cpu_s",
-                "curate_cpu_s",
-                "items",
-                "written",
-                "reads",
-                "read_mb",
-                "peak_mb",
-            )
-            lines.append([name, number(line["mb"]), str(line["files"]), *(number(line[figure]) for figure in figures)])
+            lines.append([name, number(line["mb"]), str(line["files"]), *(number(line[figure]) for figure in GROWING)])
     return _table("Growth", header, lines)
 
 

@@ -136,12 +136,17 @@ def size_of(uri: str) -> int | None:
 
 def list_children(uri: str) -> dict[str, int]:
     """Return name -> size of the entries in `uri`, sorted; a folder has size 0. Empty if `uri` does not exist."""
+    return {name: int(entry["size"] or 0) for name, entry in _entries(uri)}
+
+
+def _entries(uri: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and fsspec info of the entries in `uri`, sorted. Empty if `uri` does not exist."""
     try:
         entries = filesystem_of(uri).ls(uri, detail=True)
     except FileNotFoundError:
-        return {}
-    sizes = ((str(entry["name"]).rstrip("/").rsplit("/", 1)[-1], int(entry["size"] or 0)) for entry in entries)
-    return dict(sorted(sizes))
+        return []
+    named = [(str(entry["name"]).rstrip("/").rsplit("/", 1)[-1], entry) for entry in entries]
+    return sorted(named, key=lambda pair: pair[0])
 
 
 def list_objects(uri: str) -> dict[str, ObjectInfo]:
@@ -367,13 +372,7 @@ def file_names(uri: str) -> list[str]:
                 return sorted(entry.name for entry in entries if entry.is_file() and not entry.name.startswith("."))
         except FileNotFoundError:
             return []
-    prefix = len(str(filesystem_of(uri)._strip_protocol(uri))) + 1
-    try:
-        entries = filesystem_of(uri).ls(uri, detail=True)
-    except FileNotFoundError:
-        return []
-    names = (str(entry["name"])[prefix:] for entry in entries if entry["type"] == "file")
-    return sorted(name for name in names if name and not name.startswith("."))
+    return [name for name, entry in _entries(uri) if entry["type"] == "file" and not name.startswith(".")]
 
 
 def remove_tree(uri: str) -> None:

@@ -19,7 +19,6 @@ from llama3.data.mapreduce import (
     Runner,
     aggregate,
     documents_of,
-    open_parquet,
     read_table,
     run_step,
     schema_of,
@@ -33,8 +32,8 @@ LARGEST = "near/largest"
 """Step with the largest groups of near duplicates: cluster, documents, rows of the kept document and of the least
 similar copy, and the Jaccard of the copy."""
 _ATTRIBUTES = (
-    *("row", "id", "domain", "source", "language", "url", "license", "date", "topic", "rank", "bytes", "words", "draw"),
-)
+    "row", "id", "domain", "source", "language", "url", "license", "date", "topic", "rank", "bytes", "words", "draw",
+)  # fmt: skip
 _NO_CLUSTERS = schema_of("cluster string, documents int64, kept_row int64, copy_row int64, jaccard float64")
 SCHEMA = schema_of(
     "domain string, source string, step string, outcome string, documents int64, bytes int64, words int64"
@@ -94,8 +93,7 @@ def account_shard(job: CurationJob, index: int) -> None:
             SELECT "row", step, outcome, kept, 0 AS written, 0 AS lines, 0 AS redacted FROM fates
             UNION ALL SELECT "row", 'written', outcome, NULL, bytes, lines, redacted FROM written) AS fates
         USING ("row")"""
-    with open_parquet(job.shards[index].attributes) as file:
-        attributes = file.read(columns=list(_ATTRIBUTES), use_threads=False)
+    attributes = read_table(job.shards[index].attributes, _ATTRIBUTES)
     documents = job.query(query, attributes=attributes, fates=job.fates(index, "end"), written=written)
     ledger = "SELECT *, 1 AS documents FROM documents"
     lengths = "SELECT *, floor(log2(greatest(bytes, 1)))::INTEGER AS log2_bytes, 1 AS documents FROM documents"
