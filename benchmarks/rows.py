@@ -152,6 +152,7 @@ TRAIN_TARGETS: Mapping[str, Target] = {
     "roofline/8b-eager": Target(None, "% MFU, predicted"),
     "roofline/8b-compile": Target(50, "% MFU, predicted"),
     "roofline/8b-fp8": Target(1.3, "x bf16, predicted"),
+    "gpu/attention": Target(1, "% off fp64", "at most"),
     "gpu/values-fp32": Target(0.01, "% off the CPU", "at most"),
     "gpu/values-fp32-documents": Target(0.01, "% off the CPU", "at most"),
     "gpu/values-bf16": Target(1, "% off the CPU", "at most"),

@@ -4,13 +4,13 @@ Utilization is that of the shapes of Llama 3 at 8,192 tokens, in bf16 and float8
 blocks compiled one by one, fused AdamW on fp32 weights, chunked loss, nothing recomputed unless the layers need it. It
 is of the peak that `llama3.train.device` names, by the formula over all scores (what torchtitan and PaLM print) and
 over the causal half. The 8B does not fit beside its optimizer state on one card, so it has fewer layers: the same
-matrices, a larger share of the vocabulary. Executed on the null device, never run on a GPU. `make gpu-day` measures all
-rows, each in a process of its own.
+matrices, a larger share of the vocabulary. `make gpu-day` measures all rows, each in a process of its own.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -27,6 +27,7 @@ from benchmarks.measure import NotMeasured
 from benchmarks.null_cuda import memory_errors, predicted_layer_s, step_cost
 from benchmarks.rows import Row, measured
 from benchmarks.train_session import TrainSession
+from llama3.model.attention import AttentionMask, attend, attention_mask, can_attend
 from llama3.model.flops import flops_per_token
 from llama3.model.init import empty_model
 from llama3.model.linear import check_device, use_float8
@@ -81,16 +82,53 @@ def gpu_row(run: TrainSession, name: str) -> Row:
         return _values(name, *VALUES[row])
     if row == "chain":
         return _chain(run, name)
+    if row == "attention":
+        errors = attention_errors()
+        worst = max(errors, key=errors.__getitem__)
+        return measured(name, 100 * errors[worst], f"{worst} is the worst of {len(errors)}", errors=errors)
     if row == "layer":
         two, four = step_cost("8b", 2), step_cost("8b", 4)
         layer_s, predicted_s = (four.step_s - two.step_s) / 2 / 2, predicted_layer_s()
         note = f"{1e3 * layer_s:.1f} ms a layer and pass, {1e3 * predicted_s:.1f} predicted for an H100"
         return measured(name, 100 * abs(layer_s / predicted_s - 1), note)
     if row == "memory":
-        errors = memory_errors()
-        note = f"{min(errors):+.1f} to {max(errors):+.1f} % of {len(errors)} layouts"
-        return measured(name, max(map(abs, errors)), note)
+        found = memory_errors()
+        note = f"{min(found):+.1f} to {max(found):+.1f} % of {len(found)} layouts"
+        return measured(name, max(map(abs, found)), note)
     return utilization(run, name)
+
+
+def attention_errors() -> dict[str, float]:
+    """Return the relative error of each way of attention, gradients included, against all scores in fp64 on the CPU."""
+    heads, groups, size, random = 8, 2, 64, torch.Generator().manual_seed(1)
+    positions_S = torch.arange(VALUE_SEQ)
+    documents_BS = torch.stack([positions_S // 100, positions_S // 37])
+    order_S = positions_S.view(4, -1)[[3, 0, 2, 1]].flatten()  # as context parallelism gathers keys
+    # way -> documents, queries, keys
+    ways = {
+        "whole": (None, positions_S, positions_S),
+        "documents": (documents_BS, positions_S, positions_S),
+        "other order": (documents_BS, order_S[:256], order_S),
+        "one query": (None, positions_S[-1:], positions_S),
+    }
+    errors = {}
+    for way, dtype in itertools.product(ways, (torch.float32, torch.bfloat16)):
+        documents, queries_Q, keys_T = ways[way]
+        shapes = [(2, len(queries_Q), heads, size), *[(2, len(keys_T), groups, size)] * 2]
+        q, k, v = (torch.randn(shape, generator=random, dtype=torch.float64).requires_grad_() for shape in shapes)
+        outer = torch.randn(shapes[0], generator=random, dtype=torch.float64)
+        exact = attend(q, k, v, AttentionMask(mask=can_attend(documents, queries_Q, keys_T)))
+        expected = [exact.detach(), *torch.autograd.grad(exact, (q, k, v), outer)]
+        queries = queries_Q.cuda()
+        keys = queries if keys_T is queries_Q else keys_T.cuda()
+        visible = AttentionMask() if way == "one query" else attention_mask(documents, queries, keys, dtype)
+        q, k, v = (x.detach().to("cuda", dtype).requires_grad_() for x in (q, k, v))
+        out = attend(q, k, v, visible)
+        found = [out.detach(), *torch.autograd.grad(out, (q, k, v), outer.to("cuda", dtype))]
+        pairs = zip(found, expected, strict=True)
+        off = [float((one.double().cpu() - two).norm() / two.norm()) for one, two in pairs]
+        errors[f"{way}, {str(dtype).removeprefix('torch.')}"] = max(off)
+    return errors
 
 
 def _values(name: str, precision: Literal["fp32", "bf16", "fp8"], documents: bool, layout: dict[str, Any]) -> Row:

@@ -133,7 +133,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 # Dynamic scaling (Micikevicius et al., arXiv 2209.05433): operands are divided by their largest value and rounded to 8
 # bits, e4m3 forward and e5m2 for gradients. `tensor` has one scale per operand (the faster product), `row` one per row,
 # which isolates outliers. Weights, residual stream, attention, norms, embedding and output keep their dtype. A product
-# has 3 to 4 % relative error (bf16: 0.3 %). Computed on the CPU, executed on a null device.
+# has 3 to 4 % relative error (bf16: 0.3 %), its gradients 6 %.
 
 
 def check_device(device: torch.device) -> None:

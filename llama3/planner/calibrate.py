@@ -233,7 +233,6 @@ def time_calls(call: Call, times: int, device: torch.device) -> float:
         for _ in range(times):
             call()
         return (time.perf_counter() - began) / times
-    # torch's documented events; executed on a null device (tests/cuda), never on a GPU
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     for _ in range(times):

@@ -7,6 +7,7 @@ Shapes: B sequences, S sequence length (this process's part of it), D domains.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,23 +28,42 @@ from llama3.train.profiler import record_function
 from llama3.train.state import TrainState
 
 
+class DeviceTime:
+    """The moment at which a device reaches this point of its work; on a GPU that is later than the host does."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = None
+        self._host_s = time.perf_counter()
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> None:
+        """Wait until the device is there; not for what is enqueued later."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: DeviceTime) -> float:
+        """Return the seconds from `earlier` to here; call `wait` before."""
+        if self._event is None:
+            return self._host_s - earlier._host_s
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
 class PendingTensor:
-    """A copy of `tensor` to pinned memory, followed by an event: `read` does not wait for what is enqueued later."""
+    """A copy of `tensor` to pinned memory, `done` when the device has made it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._event: Any = None
-        if not tensor.is_cuda:
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor.detach(), non_blocking=True)
+        else:
             self._host = tensor.detach().clone()
-            return
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self._host.copy_(tensor.detach(), non_blocking=True)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()
+        self.done = DeviceTime(tensor.device)
 
     def read(self) -> list[float]:
         """Wait for the copy; return the values of a vector."""
-        if self._event is not None:
-            self._event.synchronize()
+        self.done.wait()
         values: list[float] = self._host.tolist()
         return values
 

@@ -41,7 +41,7 @@ from llama3.train.metrics_log import DataShares, Recorder
 from llama3.train.profiler import HangStacks, Profiler
 from llama3.train.state import Precision, TrainState
 from llama3.train.stragglers import Stragglers
-from llama3.train.train_step import Engine, Pending
+from llama3.train.train_step import DeviceTime, Engine, Pending
 from llama3.train.validation import ValidationRows, Validator
 from storage.filesystem import sync_folder, write_atomic
 from storage.page_cache import ensure_local, lazy_folder_of
@@ -121,7 +121,7 @@ class Trainer:
         due = SaveSchedule(self.recipe.checkpoint.every, self.state.position)
         in_flight: tuple[Pending, float] | None = None  # the step on the device, and the seconds waited for its data
         blocked_s: float | None = None
-        step_began = data_began = time.perf_counter()
+        step_began, data_began = DeviceTime(self.world.device), time.perf_counter()
 
         def finish_step() -> list[StepResult]:
             """Read the step in flight, if any, and show it to the callbacks, which may raise to end the loop."""
@@ -129,13 +129,13 @@ class Trainer:
             if in_flight is None:
                 return []
             (pending, data_wait_s), in_flight = in_flight, None
-            result, now = pending.read(), time.perf_counter()
+            result, done = pending.read(), pending.numbers.done
             decision = spike_detector.judge(pending.step, result)
-            timing = StepTiming(now - step_began, data_wait_s, blocked_s)
+            timing = StepTiming(done.seconds_since(step_began), data_wait_s, blocked_s)
             result = replace(result, decision=decision, timing=timing)
             self._end_step(pending.step, result)
             blocked_s = None
-            step_began = time.perf_counter() if metrics.HELD_OUT_S in result.metrics else now
+            step_began = DeviceTime(self.world.device) if metrics.HELD_OUT_S in result.metrics else done
             return [result]
 
         for step, batch in read_ahead(Batches(self.stream), steps_from(self.span, self.state.position), self.world):
@@ -166,7 +166,7 @@ class Trainer:
                     callback.on_save_start()
                 blocked_s = self.checkpoints.begin(self.state, self.span.name)
                 due.saved(self.state.position)
-                step_began = time.perf_counter()  # saving is not part of the next step's time
+                step_began = DeviceTime(self.world.device)  # saving is not part of the next step's time
                 if stop:
                     return False
             data_began = time.perf_counter()

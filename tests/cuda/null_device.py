@@ -1,25 +1,38 @@
-"""torch's CUDA build on a device that counts kernels and computes nothing (`make test-cuda`).
+"""torch's CUDA build on a device that counts kernels and computes nothing (`make test-cuda`), or on real GPUs.
 
-Everything on the host is real: dispatch, the allocator, streams, FSDP2, NCCL's host side, Triton. What the host reads
-back from the device means nothing, so `fix_host_values` replaces it where the trainer decides by it.
+On the null device everything on the host is real: dispatch, the allocator, streams, FSDP2, NCCL's host side, Triton.
+What the host reads back means nothing, so `fix_host_values` replaces it where the trainer decides by it. On GPUs
+(`pytest tests/cuda`) nothing is replaced, and what was computed is compared too.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from typing import Any
 
 import pytest
 
+NULL = "NULLCUDA" in os.environ
 
-def require() -> None:
-    """Skip the module unless this process runs on the null device."""
-    if "NULLCUDA" not in os.environ:
+
+def require(processes: int = 1, null: bool = False) -> None:
+    """Skip the test or module unless there are as many GPUs, or the null device (`null`: nothing else will do)."""
+    if NULL:
+        return
+    if null or not shutil.which("nvidia-smi"):
         pytest.skip("no null CUDA device; run make test-cuda", allow_module_level=True)
+    # not torch.cuda: a process that has asked it cannot fork ranks
+    count = len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines())
+    if count < processes:
+        pytest.skip(f"{count} GPUs; needs {processes}", allow_module_level=True)
 
 
 def fix_host_values() -> None:
-    """Let every step be sound, and pipelines use the shapes that they are given."""
+    """On the null device, let every step be sound, and pipelines use the shapes that they are given."""
+    if not NULL:
+        return
     import torch.distributed.pipelining.schedules as schedules
     from torch.distributed.pipelining.stage import InferenceMode
 

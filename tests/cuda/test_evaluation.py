@@ -1,8 +1,10 @@
-"""Scoring, generation and calibration on a CUDA device: every request gets an answer, whose value means nothing."""
+"""Scoring, generation and calibration on a CUDA device: every request gets an answer, on a real GPU the CPU's."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import pytest
 
 from tests.cuda import null_device
 
@@ -13,8 +15,8 @@ from tests.dist import run  # noqa: E402
 TEXT = "The sun rises. The sun sets. Pi is 3.14159; the rest is silence. " * 3
 
 
-def answers(dtype: str) -> tuple[int, int, int]:
-    """Return how many requests were scored, the tokens of a text that was generated, and of a batch of them."""
+def answers(dtype: str, device: str) -> tuple[list[float], str, list[str]]:
+    """Return nats of each request, a text that was generated, and a batch of them."""
     import torch
 
     from llama3.evaluate.generate import Sampler, generate, generate_batch
@@ -24,24 +26,30 @@ def answers(dtype: str) -> tuple[int, int, int]:
     from llama3.recipe.sections import Model
     from llama3.tokens.tokenizer import train_tokenizer
 
-    pick = Sampler.pick  # what it reads from the device is no token
-    Sampler.pick = lambda *words: [number % 256 for number in pick(*words)]  # type: ignore[method-assign]
+    if null_device.NULL:
+        pick = Sampler.pick  # what it reads from the device is no token
+        Sampler.pick = lambda *words: [number % 256 for number in pick(*words)]  # type: ignore[method-assign]
     tokenizer = train_tokenizer([TEXT], 280)
     config = Model(layers=2, dim=64, ffn=128, heads=4, kv_heads=2, max_seq_len=128)
-    model = build_model(config, tokenizer.rows, 3, getattr(torch, dtype), torch.device("cuda")).eval()
+    model = build_model(config, tokenizer.rows, 3, torch.float32, torch.device("cpu")).eval()
+    model = model.to(device, getattr(torch, dtype))
     requests = [Request("eval/x", "id", number, TEXT[:number], " rises.", 0) for number in range(20)]
-    scored = score_requests(model, tokenizer, requests, config.max_seq_len, device="cuda")
+    scored = score_requests(model, tokenizer, requests, config.max_seq_len, device=device, greedy={"eval/x"})
     one = generate(model, tokenizer, "The sun", 8)
     prompts = [Prompt("x", str(number), TEXT[: 10 * number], ()) for number in range(1, 4)]
     batch = generate_batch(model, tokenizer, prompts, GenerationSettings(max_tokens=8), 0)
-    return len(scored), len(one), len(batch)
+    return [score.nll for score in scored], one, ["".join(texts) for texts in batch]
 
 
 def test_requests_are_scored_and_answers_written() -> None:
     for dtype in ("float32", "bfloat16"):
-        ((scored, one, batch),) = run(1, answers, dtype)
-        assert (scored, batch) == (20, 3), dtype
-        assert one >= 0
+        ((scored, one, batch),) = run(1, answers, dtype, "cuda")
+        assert (len(scored), len(batch)) == (20, 3), dtype
+        if not null_device.NULL:
+            ((expected, one_there, batch_there),) = run(1, answers, dtype, "cpu")
+            assert scored == pytest.approx(expected, rel=1e-5 if dtype == "float32" else 0.02)
+            if dtype == "float32":
+                assert (one, batch) == (one_there, batch_there)
 
 
 def split(folder: Path, dtype: str) -> tuple[int, int]:
@@ -70,6 +78,7 @@ def split(folder: Path, dtype: str) -> tuple[int, int]:
 
 
 def test_a_split_model_is_scored_and_writes(tmp_path: Path) -> None:
+    null_device.require(4)
     import torch
 
     from llama3.model.files import save_model

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.cuda import null_device
 
-null_device.require()
+null_device.require(null=True)
 
 from tests.dist import run  # noqa: E402
 
