@@ -2,7 +2,8 @@
 
     python -m benchmarks.curation_15t BEFORE.json [AFTER.json]
 
-prints the tables of docs/benchmarks from the output of `herd bench data --only scale --json`, of one engine or of two.
+prints the tables of docs/benchmarks from the output of `python -m benchmarks data --only scale --json`, of one engine
+or of two.
 """
 
 from __future__ import annotations
