@@ -414,7 +414,10 @@ class BeatLease:
         record = self.watch.record(self.fence)
         if record is None or record.token != self.record.token:
             return False
-        for fence in self.watch.fences():
+        fences = self.watch.fences()
+        if fences and fences[-1] > self.fence:  # others held the lease while this process was suspended
+            return False
+        for fence in fences:
             if fence < self.fence:
                 with suppress(OSError):
                     self.root.remove(*self.watch.file(fence))

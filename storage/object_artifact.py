@@ -344,8 +344,10 @@ class RemoteStore(Store):
         return winner
 
     def delete(self, label: str) -> None:
+        artifact = self._readable(label)
         remove(self._manifest(check_label(label)))  # first: this makes it invisible
-        remove_all(self.remote.join(label))
+        if artifact is not None:  # other attempts may be on their way to a commit; what stays is cleaned up later
+            remove_all(artifact.uri)
         super().delete(label)
 
     def sign(self, label: str) -> None:

@@ -97,15 +97,19 @@ def create_bytes(uri: str, data: bytes) -> bool:
         return True
     filesystem = filesystem_of(uri)
     for _ in range(CONFLICTS):
+        created = True
         try:
             filesystem.pipe_file(uri, data, mode="create")
         except OSError as error:
             if not _exists_already(error):
                 raise
+            created = False
         try:
             return _holds(uri, data)
-        except FileNotFoundError:  # a conflict with a writer that failed, or deleted in the meantime
-            time.sleep(0.5)
+        except FileNotFoundError:
+            if created:  # deleted since, with what it names perhaps: it must not come back
+                return True
+            time.sleep(0.5)  # a conflict with a writer that failed
     raise OSError(f"{uri}: refused as existing {CONFLICTS} times, but absent when read; try again")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 import uuid
 from collections.abc import Sequence
 from typing import Literal
@@ -20,6 +21,7 @@ from rich.table import Table
 from llama3.evaluate.gate import Decision, Evidence, GateRow
 from llama3.recipe.units import tokens
 from storage.digests import READERS, digest_json, parallel_map
+from storage.lease import LeaseTiming
 from storage.root import Root
 from storage.signing import sign, signature_error
 
@@ -233,6 +235,8 @@ def decided(record: Promotion, shown: bool) -> str:
 FOLDER, KIND = "promotions", "promotion"
 _DOCUMENT = re.compile(r"(\d{8})\.json")
 _REMEDY = "restore the folder of the log from a copy"
+TRIES = 3
+"""Reads of a log before it counts as damaged."""
 
 
 class HeadMoved(RuntimeError):
@@ -251,13 +255,7 @@ class PromotionLog:
         self.records: list[Promotion] = []
         self.head, self._text = "", b""
         """SHA-256 of the newest document, empty before the first; and the document."""
-        names = root.names(FOLDER, family)
-        listed = max((int(match[1]) for name in names if (match := _DOCUMENT.fullmatch(name))), default=0)
-        for number, text in enumerate(parallel_map(self._read, range(1, listed + 1), READERS), start=1):
-            if text is None:
-                raise ValueError(f"{self._path(number)}: is missing from the promotion log; {_REMEDY}")
-            self._take(text)
-        self.refresh()  # listings may lag
+        self.refresh()
 
     def append(self, record: Promotion, expected_head: str) -> Promotion:
         """Append `record`, decided when the log's head was `expected_head`; return it numbered, chained and signed.
@@ -272,6 +270,8 @@ class PromotionLog:
         text = record.model_copy(update={"signature": signature}).model_dump_json(indent=1).encode()
         if not self.root.create(text, FOLDER, self.family, f"{number:08}.json"):
             raise HeadMoved(f"{self._path(number)}: was appended by another process; decide again")
+        if not self.root.is_local:
+            time.sleep(LeaseTiming.grace_s)  # some servers let two writers win: by then the last one shows
         if self._read(number) != text:
             raise OSError(f"{self._path(number)}: holds other bytes than were written; {_REMEDY}")
         self._take(text)
@@ -279,10 +279,31 @@ class PromotionLog:
 
     def refresh(self) -> None:
         """Read the records that were added since. Raises ValueError as `__init__` does."""
-        while text := self._read(len(self.records) + 1):
-            self._take(text)
+        for tries_left in range(TRIES)[::-1]:
+            try:
+                self._read_on()
+                break
+            except ValueError:
+                if not tries_left:
+                    raise
+                self.records, self.head, self._text = [], "", b""  # bits flip in transit too: read all of it again
         if self.trusted and self.records and (why := self.distrusted()):
             raise ValueError(f"{self._path(len(self.records))}: {why}")
+
+    def _read_on(self) -> None:
+        """Read the records after those known. Raises ValueError if one is damaged or missing."""
+        known = len(self.records)
+        names = self.root.names(FOLDER, self.family) if not known else []
+        listed = max((int(match[1]) for name in names if (match := _DOCUMENT.fullmatch(name))), default=known)
+        for number, text in enumerate(parallel_map(self._read, range(known + 1, listed + 1), READERS), start=known + 1):
+            if text is None:
+                raise ValueError(f"{self._path(number)}: is missing from the promotion log; {_REMEDY}")
+            self._take(text)
+        while text := self._read(len(self.records) + 1):  # listings may lag
+            self._take(text)
+        # Nothing follows the newest that would show a flipped bit; a record appended to it would break the chain.
+        if self.records and self._read(len(self.records)) != self._text:
+            raise ValueError(f"{self._path(len(self.records))}: two reads differ; {_REMEDY}")
 
     def sign(self) -> None:
         """Sign the newest record, in a file beside it: records themselves are never changed."""
