@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,24 @@ def fix_import_path() -> None:
     installed = ours.name in ("site-packages", "dist-packages")  # on the path already, after the standard library
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, ["" if installed else str(ours), *given]))
+
+
+def memory_kills(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return how many processes of this one's control groups the kernel has ended because memory ran out.
+
+    0 where control groups do not count them.
+    """
+    kills = 0
+    with suppress(OSError):
+        for line in groups.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            name = "memory.oom_control" if controllers else "memory.events"
+            with suppress(OSError):
+                events = (mount / controllers / path.lstrip("/") / name).read_text().splitlines()
+                kills += sum(int(event.split()[1]) for event in events if event.startswith("oom_kill "))
+    return kills
 
 
 def boot_id() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,8 @@ from llama3.recipe.schema import Recipe
 from llama3.train.profiler import Profile
 
 TERMINATED = 128 + signal.SIGTERM
+HUNG = 124
+"""Status of an attempt that its supervisor stopped because it did nothing."""
 SETTLE_S = 1.0
 """From the first failure to SIGKILL: time for the other ranks to print their errors. A hanging rank never would."""
 LAST_LINES = 12
@@ -25,6 +28,27 @@ GRACE_S = 15.0
 SLACK = 3.0
 """A save may take this many times as long as the longest before it: a disk is slower when others write too."""
 PACE = "pace.json"
+
+
+Cause = Literal[
+    "", "out of memory", "disk full", "preemption", "bad node", "network", "hang", "stopped", "killed", "bug"
+]
+OUT_OF_MEMORY = "the kernel ended a process because memory ran out"
+"""Line of a launch agent whose control group counted one more kill."""
+SIGNS: tuple[tuple[Cause, re.Pattern[str]], ...] = (
+    ("out of memory", re.compile(rf"{OUT_OF_MEMORY}|OutOfMemory|OUT_OF_ME|MemoryError|OOMKilled|n.t allocate memory")),
+    ("disk full", re.compile("No space left on device|Disk quota exceeded")),
+    ("preemption", re.compile("PREEMPT|Preempt(ed|ion)|Evict(ed|ion)")),
+    ("bad node", re.compile("NODE_FAIL|uncorrectable|Xid|ECC error|hardware error|fallen off the bus|SIGBUS|NodeLost")),
+    (
+        "network",
+        re.compile(
+            "Nccl|NCCL error|Connection (reset|refused|closed)|Broken pipe|No route to host|Network is unreachable|"
+            "Name or service not known|name resolution|StoreTimeout|Timed out waiting"
+        ),
+    ),
+)
+"""What the messages of torch, NCCL, the kernel, Slurm and Kubernetes say of a cause; the first that matches counts."""
 
 
 class PredictedStepTimes(BaseModel):
@@ -141,6 +165,16 @@ class AttemptResult(BaseModel):
     """Error message: which rank failed first, and the end of its log."""
     time: float = 0.0
     """When the first rank failed, in seconds since 1970."""
+
+    @property
+    def cause(self) -> Cause:
+        """What ended the attempt, in the words of docs/explanations/operating.md; empty if it is complete."""
+        if self.status in (0, HUNG):
+            return "hang" if self.status else ""
+        for cause, pattern in SIGNS:
+            if pattern.search(self.message):
+                return cause
+        return {TERMINATED: "stopped", -signal.SIGKILL: "killed"}.get(self.status, "bug")  # type: ignore[return-value]
 
 
 class StopEstimate(BaseModel):

@@ -25,10 +25,10 @@ import traceback
 import warnings
 from pathlib import Path
 
-from llama3.train.job import SETTLE_S, TERMINATED, Attempt, AttemptResult, ending, last_lines, program_of
+from llama3.train.job import OUT_OF_MEMORY, SETTLE_S, TERMINATED, Attempt, AttemptResult, ending, last_lines, program_of
 from llama3.train.main import exit_process
 from storage.filesystem import write_atomic
-from storage.processes import die_with_parent, free_port
+from storage.processes import die_with_parent, free_port, memory_kills
 
 PRELOADED = (
     "llama3.train.main",
@@ -50,6 +50,7 @@ def run_attempt(attempt: Attempt) -> AttemptResult:
     attempt.outcome.unlink(missing_ok=True)
     # Signals are blocked, so that they are waited for and never interrupt.
     mask = {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)}
+    ended_before = memory_kills()
     try:
         port = attempt.port or free_port()
         sys.stdout.flush()
@@ -58,6 +59,8 @@ def run_attempt(attempt: Attempt) -> AttemptResult:
         result = _watch(attempt, pids)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if result.status and memory_kills() > ended_before:
+        result = result.model_copy(update={"message": f"{OUT_OF_MEMORY}; {result.message}"})
     write_atomic(attempt.outcome, result.model_dump_json())
     return result
 

@@ -173,27 +173,27 @@ def _steps(store: Store, run: RunProgress) -> FittedTable:
 
 def _attempts(root: Root, run: RunProgress) -> FittedTable:
     """Return how each attempt of a trainer ended, by the local logs; a single successful one is left out."""
-    table = FittedTable("trainers", ("stage", "attempt", "ended", "why"))
+    table = FittedTable("trainers", ("stage", "attempt", "ended", "cause", "why"))
     logs = root.file("runs", run.record.name, "logs")
     for stage in sorted((path for path in logs.glob("*") if path.is_dir()), key=lambda path: path.stat().st_ctime):
         attempts = sorted(stage.glob("attempt-*"), key=lambda path: int(path.name.rpartition("-")[2]))
         endings = [_ending(read_outcomes(attempt)) for attempt in attempts]
-        if len(endings) > 1 or any(how != "complete" for how, _ in endings):
-            for number, (how, why) in enumerate(endings, start=1):
-                table.add_row(stage.name, str(number), how, escape(why))
+        if len(endings) > 1 or any(how != "complete" for how, _, _ in endings):
+            for number, (how, cause, why) in enumerate(endings, start=1):
+                table.add_row(stage.name, str(number), how, cause, escape(why))
     return table
 
 
-def _ending(outcomes: list[AttemptResult]) -> tuple[str, str]:
-    """Return how an attempt ended, and the first line of the reason."""
+def _ending(outcomes: list[AttemptResult]) -> tuple[str, str, str]:
+    """Return how an attempt ended, its cause, and the first line of the reason."""
     worst = max(outcomes, key=lambda outcome: abs(outcome.status), default=None)
     if worst is None:
-        return "", "it did not say"
+        return "", "", "it did not say"
     why = (worst.message.splitlines() or [""])[0]
     how = {0: "complete", TERMINATED: "stopped"}.get(worst.status, f"status {worst.status}")
     if worst.status < 0:
         how = signal.Signals(-worst.status).name
-    return how, "" if worst.status == 0 else why[:70]
+    return how, worst.cause, "" if worst.status == 0 else why[:70]
 
 
 def _colored(text: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llama3.train import metrics
-from llama3.train.job import AttemptResult
+from llama3.train.job import HUNG, AttemptResult
 from llama3.train.journal import Rewind, Tail, valid_records
 from storage.filesystem import write_atomic
 from tasks.console import ProgressLine
@@ -30,7 +30,6 @@ from tasks.tracking.tracker import MetricPoint
 POLL_S = 0.5
 IDLE = 0.01
 """Processor seconds per second up to which a starting trainer counts as idle: its threads wake now and then."""
-HUNG = 124
 """Status of an attempt that was stopped because it hung."""
 SEND_INTERVAL_S = 5.0
 SMOOTHED = 32

@@ -236,10 +236,10 @@ class StageAttempts:
         self.fruitless = 0 if progress else self.fruitless + 1
         if outcome.status == REFUSED or self.fruitless >= self.context.cluster.attempts:
             raise TrainingFailed(
-                f"stage {self.span.name}: the trainer ended with status {outcome.status} and no new step, "
-                f"{self.fruitless} time(s) in a row ({self.folder}):\n{outcome.message}"
+                f"stage {self.span.name}: {outcome.cause}: the trainer ended with status {outcome.status} and no new "
+                f"step, {self.fruitless} time(s) in a row ({self.folder}):\n{outcome.message}"
             )
-        how = "was stopped" if outcome.status == TERMINATED else f"died (status {outcome.status})"
+        how = "was stopped" if outcome.status == TERMINATED else f"died ({outcome.cause}, status {outcome.status})"
         self._say(f"the trainer {how}; starting it again")
         for line in outcome.message.splitlines()[:1]:
             self._say(line.removesuffix(":"))

@@ -134,7 +134,7 @@ def test_kill_one_trainer(herd: Herd, undisturbed: dict[str, str], new_herd: New
     trainer.kill()
     printed, _ = process.communicate(timeout=500)
     assert process.returncode == 0, printed
-    assert "main: the trainer died (status -9); starting it again" in printed
+    assert "main: the trainer died (killed, status -9); starting it again" in printed
     assert "main: rank 0 was killed by SIGKILL" in printed
     logs = again.root / "runs" / "tiny-1" / "logs" / "main"
     assert [path.name for path in sorted(logs.glob("attempt-*/rank-*"))] == ["rank-0.log", "rank-0.log"]

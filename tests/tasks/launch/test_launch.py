@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
 import textwrap
@@ -20,8 +21,9 @@ from hypothesis import strategies as st
 
 from benchmarks.restart import measure_restart
 from llama3.recipe.schedule import Schedule
-from llama3.train.job import GRACE_S, AttemptResult, StopEstimate, first_failure
+from llama3.train.job import GRACE_S, OUT_OF_MEMORY, AttemptResult, StopEstimate, first_failure
 from llama3.train.main import REFUSED
+from storage.processes import memory_kills
 from tasks.cluster import Cluster, load_cluster
 from tasks.errors import TrainingFailed
 from tasks.launch.base import LAUNCHERS, fitting, launch_key, launcher_of
@@ -258,6 +260,56 @@ def test_words_of_a_rank_that_fails(launcher: LocalLauncher, tmp_path: Path) -> 
     ended = outcome(launcher, path, 2)
     assert ended.status == 2
     assert "trainer: stage: 'middle' is not in the recipe" in ended.message
+
+
+def test_a_rank_without_memory_is_named(launcher: LocalLauncher, tmp_path: Path) -> None:
+    large = {"layers": 2, "dim": 4096, "ffn": 16384, "heads": 8, "kv_heads": 4, "max_seq_len": 64}
+    launch = launcher.start(job(tmp_path, recipe(model=large)), 1, tmp_path / "logs" / "1")
+    rank = started_rank(0)
+    resource.prlimit(rank.pid, resource.RLIMIT_AS, (rank.memory_info().vms + 2**26,) * 2)
+    wait_for(lambda: launch.poll() is not None)
+    ended = launch.poll()
+    assert ended is not None
+    assert ended.status > 0
+    assert ended.cause == "out of memory", ended.message
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "cause"),
+    [
+        (0, "", ""),
+        (143, "", "stopped"),
+        (143, "slurmstepd: error: *** JOB 7 ON n1 CANCELLED DUE TO PREEMPTION ***", "preemption"),
+        (124, "no step for 240 s; it was stopped", "hang"),
+        (1, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "out of memory"),
+        (1, "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", "out of memory"),
+        (-9, f"{OUT_OF_MEMORY}; rank 1 was killed by SIGKILL", "out of memory"),
+        (-9, "Slurm job 7 ended (OUT_OF_MEMORY) and not every node said how", "out of memory"),
+        (1, "OSError: [Errno 28] No space left on device: 'x'", "disk full"),
+        (-9, "Slurm job 7 ended (NODE_FAIL) and not every node said how", "bad node"),
+        (1, "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384", "network"),
+        (1, "RuntimeError: [gloo] Connection closed by peer [10.0.0.2]:3456", "network"),
+        (-9, "rank 1 was killed by SIGKILL", "killed"),
+        (-11, "rank 0 was killed by SIGSEGV", "bug"),
+        (2, "trainer: stage: 'middle' is not in the recipe", "bug"),
+    ],
+)
+def test_each_ending_has_a_cause(status: int, message: str, cause: str) -> None:
+    assert AttemptResult(status=status, message=message).cause == cause
+
+
+def test_an_agent_counts_the_kernels_kills(tmp_path: Path) -> None:
+    """Of version 2 of control groups, and of 1; without either it counts none."""
+    groups = tmp_path / "cgroup"
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "memory.events").write_text("low 0\noom 3\noom_kill 2\noom_group_kill 1\n")
+    groups.write_text("0::/job\n")
+    assert memory_kills(groups, tmp_path) == 2
+    (tmp_path / "memory" / "job").mkdir(parents=True)
+    (tmp_path / "memory" / "job" / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 4\n")
+    groups.write_text("9:memory:/job\n4:cpu,cpuacct:/job\n")
+    assert memory_kills(groups, tmp_path) == 4
+    assert memory_kills(tmp_path / "none", tmp_path) == 0
 
 
 @pytest.mark.slow

@@ -167,7 +167,7 @@ def test_attempts_end_when_none_gets_further(
     attempts.ended(killed, progress=False)
     printed = capsys.readouterr().out
     assert "main: starts on 1 processes instead of 2; the data stay the same" in printed
-    assert "main: the trainer died (status -9); starting it again" in printed
+    assert "main: the trainer died (killed, status -9); starting it again" in printed
     assert "main: rank 1 was killed by SIGKILL; see [x].log\n" in printed
     with pytest.raises(TrainingFailed, match=r"2 time\(s\) in a row .*attempt-3\):\nrank 1 was (.|\n)*last"):
         attempts.ended(killed, progress=False)
