@@ -198,6 +198,7 @@ def refused(herd: Herd, faults: dict[str, str]) -> None:
     assert len(Runs(Root.parse(herd.root)).all()) == before
 
 
+@pytest.mark.fault("F17")
 def test_a_mistake_is_refused_before_any_work(herd: Herd) -> None:
     faults = {
         "run|none.yaml": "none.yaml: cannot be read",

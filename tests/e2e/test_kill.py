@@ -125,6 +125,7 @@ def test_kill_everything_again_and_again(undisturbed: dict[str, str], new_herd: 
 
 
 @pytest.mark.slow
+@pytest.mark.fault("F1")
 def test_kill_one_trainer(herd: Herd, undisturbed: dict[str, str], new_herd: NewHerd, tmp_path: Path) -> None:
     again = new_herd(tmp_path / "root")
     copy_artifacts(herd, again.root, "checkpoint/tiny-ramp-*")
@@ -156,6 +157,7 @@ def test_no_trainer_outlives_its_supervisor(herd: Herd, new_herd: NewHerd, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.fault("F11")
 def test_stop_is_recorded_and_continued(herd: Herd, new_herd: NewHerd, tmp_path: Path) -> None:
     again = new_herd(tmp_path / "root")
     copy_artifacts(herd, again.root, "checkpoint/tiny-ramp-*")
@@ -169,6 +171,7 @@ def test_stop_is_recorded_and_continued(herd: Herd, new_herd: NewHerd, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.fault("F6")
 def test_a_full_disk_loses_nothing(new_herd: NewHerd, tmp_path: Path) -> None:
     root = tmp_path / "small"
     root.mkdir()

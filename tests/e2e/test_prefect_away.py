@@ -16,6 +16,7 @@ from tests.e2e.conftest import Herd, NewHerd, bytes_made, copy_artifacts, record
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+@pytest.mark.fault("F16")
 def test_a_run_is_made_to_its_end_without_its_prefect_server(
     herd: Herd, undisturbed: dict[str, str], new_herd: NewHerd, tmp_path: Path
 ) -> None:

@@ -101,6 +101,7 @@ def surrounded(new_herd: NewHerd, tmp_path_factory: pytest.TempPathFactory) -> S
 
 
 @pytest.mark.slow
+@pytest.mark.fault("F20")
 def test_a_run_writes_no_secret_of_its_environment_anywhere(surrounded: Surrounded) -> None:
     assert f"{surrounded.mlflow}/#/experiments/" in surrounded.printed
     assert f"{surrounded.mlflow}/runs/flow-run/" in surrounded.printed
@@ -128,6 +129,7 @@ def test_an_empty_entry_of_the_import_path_is_dropped(monkeypatch: pytest.Monkey
     assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.fault("F20")
 def test_a_password_in_an_address_is_refused_before_anything_is_written(new_herd: NewHerd, tmp_path: Path) -> None:
     made = new_herd(tmp_path / "root")
     made.home = tmp_path / "home"
@@ -201,6 +203,7 @@ OUTSIDE = ["../outside", "a/../../outside", "/etc/passwd", "..", "a\\..\\b", "",
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.fault("F19")
 def test_no_name_leads_out_of_the_root(tmp_path: Path, name: str) -> None:
     (tmp_path / "outside").write_text("not yours")
     for root in (Root.parse(tmp_path / "root"), Root.parse("s3://bucket/herd", scratch=str(tmp_path / "root"))):

@@ -32,6 +32,7 @@ def root(world: World, tmp_path: Path) -> Root:
 
 
 @pytest.mark.parametrize("fault", [*(pytest.param(fault, marks=SLOW) for fault in BURSTS), "flip-sent"])
+@pytest.mark.fault("F4")
 def test_a_commit_outlasts_a_burst(world: World, root: Root, fault: Fault, tmp_path: Path) -> None:
     method = "PUT" if fault == "flip-sent" else ""
     (rule,) = world.proxy.use(Rule(fault, method, skip=1, times=4))
@@ -59,6 +60,7 @@ def test_a_commit_to_a_broken_server_ends_and_can_be_done_again(
 
 
 @pytest.mark.slow
+@pytest.mark.fault("F5")
 def test_a_commit_is_ours_when_the_reply_to_its_manifest_is_lost(world: World, root: Root) -> None:
     (rule,) = world.proxy.use(Rule("drop-reply", "PUT", path=r"\.json$", skip=0))
     with world.faulty():
@@ -71,6 +73,7 @@ def test_a_commit_is_ours_when_the_reply_to_its_manifest_is_lost(world: World, r
 
 
 @pytest.mark.slow
+@pytest.mark.fault("F14")
 def test_writers_who_race_through_faults_leave_one_whole_artifact(world: World, root: Root, tmp_path: Path) -> None:
     rules = world.proxy.use(
         Rule("slow-down", times=3, skip=5), Rule("drop-reply", "PUT", path=r"\.json$", times=2), Rule("reset", skip=9)

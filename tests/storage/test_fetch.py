@@ -387,6 +387,7 @@ def test_a_copy_that_is_lost_is_named_and_comes_again(hub: Hub, tmp_path: Path) 
             assert contents(DATA)["hf://datasets/people/words/data/b.jsonl"] == FILES["data/b.jsonl"]
 
 
+@pytest.mark.fault("F6")
 def test_a_full_disk_is_named_before_and_survived_in_the_middle(hub: Hub, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -142,6 +142,7 @@ def test_a_copy_that_changed_here_is_brought_again(root: Root, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["large.bin", "a.txt", r"\.json"])
+@pytest.mark.fault("F3")
 def test_bits_that_flip_on_the_way_are_asked_for_again(root: Root, proxy: FaultProxy, name: str) -> None:
     build(root, design())
     (rule,) = proxy.use(Rule("flip", "GET", rf"{name}$"))
@@ -202,6 +203,7 @@ def test_names_that_leave_the_root_are_refused(root: Root, label: str) -> None:
         open_store(root).find(ArtifactSpec("curated", "../web", 1, {}, {}))
 
 
+@pytest.mark.fault("F19")
 def test_a_manifest_cannot_name_files_outside(root: Root) -> None:
     made = build(root, design())
     for name in ("../../evil", "/etc/evil", "documents/../../evil"):
@@ -237,6 +239,7 @@ def test_a_half_brought_copy_is_gone_on_with(root: Root, proxy: FaultProxy) -> N
     assert (found.folder / MANIFEST).exists()
 
 
+@pytest.mark.fault("F14")
 def test_of_writers_in_processes_one_wins_and_all_get_it(root: Root, proxy: FaultProxy) -> None:
     for number in range(2):
         writers = [
@@ -251,6 +254,7 @@ def test_of_writers_in_processes_one_wins_and_all_get_it(root: Root, proxy: Faul
 
 
 @pytest.mark.slow
+@pytest.mark.fault("F2")
 def test_a_commit_killed_at_any_request_is_whole_or_nothing(root: Root, proxy: FaultProxy) -> None:
     whole, k, ended, left = 0, 0, False, [0]
     two_pages = LARGE[: PAGE + 1]

@@ -24,6 +24,7 @@ def uri(world: World) -> str:
 
 
 @pytest.mark.parametrize("fault", ["slow-down", "reset", *IN_BODIES])
+@pytest.mark.fault("F4")
 def test_a_read_outlasts_a_burst(world: World, uri: str, fault: Fault) -> None:
     with world.faulty():
         put_bytes(f"{uri}/data", DATA)
@@ -33,6 +34,7 @@ def test_a_read_outlasts_a_burst(world: World, uri: str, fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("fault", [*BURSTS, "error-in-200", "flip-sent"])
+@pytest.mark.fault("F4")
 def test_a_write_outlasts_a_burst(world: World, uri: str, fault: Fault) -> None:
     (rule,) = world.proxy.use(Rule(fault, "PUT", times=3))
     with world.faulty():
@@ -69,6 +71,7 @@ def test_a_slow_server_is_waited_for(world: World, uri: str) -> None:
     assert rule.done == 1
 
 
+@pytest.mark.fault("F5")
 def test_our_own_exclusive_create_is_recognized_when_its_reply_is_lost(world: World, uri: str) -> None:
     (rule,) = world.proxy.use(Rule("drop-reply", "PUT"))
     with world.faulty():

@@ -145,6 +145,7 @@ def follow_() -> Iterator[Start]:
         followed.thread.join(60)
 
 
+@pytest.mark.fault("F15")
 def test_a_killed_server_that_comes_back_has_every_point_once(
     server: MlflowServer, follow_: Callable[[Root], Followed], tmp_path: Path
 ) -> None:
@@ -163,6 +164,7 @@ def test_a_killed_server_that_comes_back_has_every_point_once(
     assert not Runs(Root.parse(tmp_path)).find(record.name).mlflow_stale
 
 
+@pytest.mark.fault("F15")
 def test_a_server_that_hangs_holds_nobody_up(
     server: MlflowServer, follow_: Callable[[Root], Followed], tmp_path: Path
 ) -> None:
@@ -187,6 +189,7 @@ def test_a_server_that_hangs_holds_nobody_up(
     assert tracker.tags(followed.runs[0])["later"] == "yes", "tags of a run are written down before they are sent"
 
 
+@pytest.mark.fault("F15")
 def test_a_run_that_begins_without_a_server_is_there_when_it_starts(server: MlflowServer, tmp_path: Path) -> None:
     server.kill()
     run = TrackedRun(Root.parse(tmp_path), name="late")

@@ -88,6 +88,7 @@ def test_the_log_says_what_is_new_or_reused(root: Root, tracker: MLflowTracker) 
     assert second.record.steps["thing"].outcome == "reused"
 
 
+@pytest.mark.fault("F13")
 def test_a_second_run_waits_and_reuses(root: Root, tracker: MLflowTracker) -> None:
     maker, waiter = context(root, tracker), context(root, tracker)
     began, go_on, found = threading.Event(), threading.Event(), []
@@ -189,6 +190,7 @@ def make_and_report(pipe: Connection, root: Root) -> None:
     pipe.send(found.label)
 
 
+@pytest.mark.fault("F13")
 def test_racing_processes_make_one(root: Root) -> None:
     """The order of `ensure_artifact` (find, lease, find again, make) with four processes at once."""
     racers = [started(make_and_report, root) for _ in range(4)]

@@ -218,6 +218,7 @@ def test_a_disk_that_fills_in_the_middle_is_named_and_nothing_comes_twice(
 
 
 @pytest.mark.parametrize("number", FULL)
+@pytest.mark.fault("F6")
 def test_a_full_disk_quota_or_file_is_a_line_that_names_it(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended, mistakes():
         raise OSError(number, os.strerror(number), "/data/fetched/x")

@@ -155,6 +155,7 @@ def test_a_program_that_ends_before_its_tests_has_not_passed() -> None:
     assert [verdict.passed for verdict in verdicts] == [False] * 4
 
 
+@pytest.mark.fault("F21")
 def test_an_endless_program_is_stopped() -> None:
     began = time.monotonic()
     verdicts = run_programs([ENDLESS, "import time; time.sleep(600)"], 0.5)
@@ -203,6 +204,7 @@ def test_memory_is_limited() -> None:
     assert one(MEMORY) == SandboxResult(False, "MemoryError")
 
 
+@pytest.mark.fault("F21")
 def test_there_is_no_network() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -223,6 +225,7 @@ def test_threads_are_limited_and_end_with_the_program() -> None:
 
 
 @pytest.mark.parametrize("network", ["none", "allowed"])
+@pytest.mark.fault("F21")
 def test_a_program_is_one_process(network: Literal["none", "allowed"]) -> None:
     """So that nothing is left behind, and the limit on address space is one on memory."""
     starts = [
@@ -237,6 +240,7 @@ def test_a_program_is_one_process(network: Literal["none", "allowed"]) -> None:
         assert "Operation not permitted" in verdict.reason
 
 
+@pytest.mark.fault("F21")
 def test_what_escapes_a_limit_is_refused() -> None:
     calls = [CALL.format(name=name, numbers=numbers, arguments=given) for name, numbers, given in CALLS.values()]
     verdicts = dict(zip(CALLS, run_programs(calls, SECONDS), strict=True))
@@ -251,6 +255,7 @@ def test_sockets_reach_this_program_only() -> None:
     assert run_programs(programs, SECONDS) == [refused] * len(programs)
 
 
+@pytest.mark.fault("F21")
 def test_memory_is_limited_by_whatever_name() -> None:
     assert one(FILLS_SHARED_MEMORY) == SandboxResult(True, "passed")
     shared = "from multiprocessing import shared_memory; shared_memory.SharedMemory(create=True, size=2**20)"
@@ -296,6 +301,7 @@ def test_no_secret_is_in_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert not one("import os; os.listdir('/proc')").passed
 
 
+@pytest.mark.fault("F21")
 def test_nothing_outside_home_can_be_written_and_no_privilege_is_gained() -> None:
     for place in ("/x", "/usr/x", "/bin/x", "/dev/x"):
         assert "Read-only file system" in one(f"open({place!r}, 'w')").reason

@@ -149,6 +149,7 @@ def test_safetensors_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert same(state(MetaModel(tmp_path / "meta")), dict(made.state_dict()))
 
 
+@pytest.mark.fault("F18")
 def test_a_pickle_that_runs_code_is_refused_and_not_run(meta: Path) -> None:
     class Bad:
         def __reduce__(self) -> tuple[Any, ...]:

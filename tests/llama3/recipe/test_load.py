@@ -67,6 +67,7 @@ MISTAKES = [
 ]  # fmt: skip
 
 
+@pytest.mark.fault("F17")
 def test_a_mistake_names_field_value_and_remedy() -> None:
     for override, fault in MISTAKES:
         with pytest.raises(RecipeError, match=fault):

@@ -56,6 +56,7 @@ def test_every_text_comes_back_and_equals_the_reference(encoder: Encoder, texts:
     assert [ids.tolist() for ids in encoded] == [reference.encode(text) for text in texts]
 
 
+@pytest.mark.fault("F22")
 def test_a_spelt_special_token_is_text(encoder: Encoder) -> None:
     texts = [f"{name} a{name}{name}\n" for name in special_tokens()]
     for text, ids in zip(texts, encoder.encode_batch(texts), strict=True):

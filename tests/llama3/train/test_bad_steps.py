@@ -83,6 +83,7 @@ def skipping(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.fault("F7")
 def test_not_finite_is_skipped_and_the_run_goes_on(skipping: Path) -> None:
     path = skipping
     assert skipped(path) == [3, 9]
@@ -149,6 +150,7 @@ def rolled_back(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.fault("F8")
 def test_a_rollback_passes_over_the_data_around_the_spike(rolled_back: Path) -> None:
     assert skipped(rolled_back) == [8, 9, 10, 11, 12]
     assert [r.position for r in records(rolled_back)] == [STEP * (number + 1) for number in range(16)]

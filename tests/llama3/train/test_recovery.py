@@ -90,6 +90,7 @@ def test_killed_in_a_step_gives_the_same_bits(undisturbed: Path, interrupted: Pa
         ("llama3.train.trainer:sync_folder", 2, False),  # result is in its place
     ],
 )
+@pytest.mark.fault("F1", "F2")
 def test_killed_anywhere_gives_the_same_bits(
     target: str, calls: int, after: bool, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -154,6 +155,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", ["flip", *(pytest.param(name, marks=pytest.mark.slow) for name in list(DAMAGE)[1:])])
+@pytest.mark.fault("F3")
 def test_damaged_checkpoint_is_passed_over_by_name(
     damage: str, undisturbed: Path, interrupted: Path, tmp_path: Path
 ) -> None:
@@ -200,6 +202,7 @@ def test_damaged_parent_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 1)])
+@pytest.mark.fault("F23")
 def test_resume_on_another_number_of_processes(before: int, after: int, tmp_path: Path) -> None:
     asked = recipe(stages=[stages(8)[0] | {"weight_averaging": 4}])
     plain, path = job(tmp_path, asked, name="plain"), job(tmp_path, asked, name="resharded")
@@ -227,6 +230,7 @@ def test_two_processes_resume_bit_for_bit(tmp_path: Path) -> None:
     assert_same(path, plain)
 
 
+@pytest.mark.fault("F11")
 def test_sigterm_saves_and_leaves(undisturbed: Path, tmp_path: Path) -> None:
     path = job(tmp_path, averaging())
     assert run(1, train_until_signal, path, signal.SIGTERM, "llama3.train.journal:Journal.add", 5, True) == [143]

@@ -105,6 +105,7 @@ def slow_rank(slow: int, layout: Layout) -> tuple[list[float], list[str], list[f
 
 
 @pytest.mark.parametrize("zero", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.fault("F10")
 def test_the_rank_that_sleeps_is_named_and_the_ranks_that_wait_for_it_are_not(zero: Any) -> None:
     """Every rank's step takes as long as the slow one's; waiting is not counted as work."""
     results = run(3, slow_rank, 1, Layout(zero=zero))

@@ -214,6 +214,7 @@ def test_equal_jobs_give_equal_bytes(tmp_path: Path, chain: tuple[Path, Path]) -
 
 
 @pytest.mark.parametrize("harm", ["bit", "cut", "index"])
+@pytest.mark.fault("F3")
 def test_changed_token_shards_are_refused_before_the_first_token(tmp_path: Path, harm: str) -> None:
     """As on a machine that did not look at them yet; the next look of every machine reads them again."""
     store, design = Store(tmp_path), ArtifactSpec("tokens", "tiny", 1, {}, {})

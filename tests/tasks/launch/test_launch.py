@@ -78,6 +78,7 @@ def started_rank(rank: int) -> psutil.Process:
 
 
 @pytest.mark.slow
+@pytest.mark.fault("F1")
 def test_killed_rank_is_named_and_the_next_attempt_ends_in_the_same_bits(
     launcher: LocalLauncher, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -99,6 +100,7 @@ def test_killed_rank_is_named_and_the_next_attempt_ends_in_the_same_bits(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 4])
+@pytest.mark.fault("F9")
 def test_hung_rank_is_noticed_by_the_timeout(
     steps: int, launcher: LocalLauncher, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -119,6 +121,7 @@ def test_hung_rank_is_noticed_by_the_timeout(
 
 
 @pytest.mark.slow
+@pytest.mark.fault("F9")
 def test_a_rank_that_hangs_inside_a_tensor_parallel_group_is_noticed_too(
     launcher: LocalLauncher, tmp_path: Path
 ) -> None:
@@ -262,6 +265,7 @@ def test_words_of_a_rank_that_fails(launcher: LocalLauncher, tmp_path: Path) -> 
     assert "trainer: stage: 'middle' is not in the recipe" in ended.message
 
 
+@pytest.mark.fault("F25")
 def test_a_rank_without_memory_is_named(launcher: LocalLauncher, tmp_path: Path) -> None:
     large = {"layers": 2, "dim": 4096, "ffn": 16384, "heads": 8, "kv_heads": 4, "max_seq_len": 64}
     launch = launcher.start(job(tmp_path, recipe(model=large)), 1, tmp_path / "logs" / "1")
@@ -298,6 +302,7 @@ def test_each_ending_has_a_cause(status: int, message: str, cause: str) -> None:
     assert AttemptResult(status=status, message=message).cause == cause
 
 
+@pytest.mark.fault("F25")
 def test_an_agent_counts_the_kernels_kills(tmp_path: Path) -> None:
     """Of version 2 of control groups, and of 1; without either it counts none."""
     groups = tmp_path / "cgroup"

@@ -150,6 +150,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Root:
     return two_runs(tmp_path_factory.mktemp("runs"))
 
 
+@pytest.mark.fault("F26")
 def test_aliases_and_tags_follow_also_after_a_crash_before_they_did(
     runs: Root, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ def state_of(client: SyncPrefectClient, made: FlowRun) -> str:
     return state.name or ""
 
 
+@pytest.mark.fault("F16")
 def test_a_dead_run_is_settled_everywhere_and_once(
     client: SyncPrefectClient, root: Root, tracker: MLflowTracker, run: RunRecord
 ) -> None:

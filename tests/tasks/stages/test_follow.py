@@ -56,6 +56,7 @@ def launcher() -> Iterator[LocalLauncher]:
         yield LocalLauncher(Cluster(threads=1), agents)
 
 
+@pytest.mark.fault("F9")
 def test_a_trainer_that_falls_silent_is_stopped(context: Context, launcher: LocalLauncher, tmp_path: Path) -> None:
     """One process alone: no peer waits for it."""
     path = job(tmp_path, ASKED, timeout_s=1)
@@ -94,6 +95,7 @@ def test_what_is_shown_is_a_mean_of_the_last_steps_and_the_last_score_on_held_ou
 
 
 @pytest.mark.slow
+@pytest.mark.fault("F9")
 def test_a_trainer_that_hangs_before_its_first_step_is_stopped(
     context: Context, launcher: LocalLauncher, tmp_path: Path
 ) -> None:

@@ -109,6 +109,7 @@ def test_processes_that_plan_differently_cannot_save_half() -> None:
         old.create_global_plan([old.create_local_plan(), new.create_local_plan()])
 
 
+@pytest.mark.fault("F6")
 def test_a_full_disk_keeps_the_checkpoint_before_and_is_told(tmp_path: Path) -> None:
     """One of two processes cannot write (its files may not grow); both learn it, the next save works."""
     told, other = run(2, fail_then_recover, tmp_path)
@@ -138,6 +139,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.fault("F6")
 def test_no_space_left_on_the_device(small_disk: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     state, checkpoints = State(position=1), opened(small_disk / "checkpoints", log=lines.append)

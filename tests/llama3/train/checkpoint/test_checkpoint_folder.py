@@ -141,6 +141,7 @@ def test_what_one_of_four_finds_wrong_all_refuse(tmp_path: Path) -> None:
         assert_holds(arrays, 3)
 
 
+@pytest.mark.fault("F18")
 def test_a_pickle_that_the_manifest_vouches_for_is_still_not_opened(tmp_path: Path) -> None:
     save_state(tmp_path / "state", State(position=4), "main", ALONE)
     manifest = CheckpointManifest.read(tmp_path / "state")

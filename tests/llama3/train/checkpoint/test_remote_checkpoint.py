@@ -115,6 +115,7 @@ DAMAGE: dict[str, tuple[Callable[[str], object], str]] = {
 @pytest.mark.parametrize(
     "damage", ["flip", *(pytest.param(name, marks=pytest.mark.slow) for name in DAMAGE if name != "flip")]
 )
+@pytest.mark.fault("F3")
 def test_damage_is_named_and_marked_and_passed_over(damage: str, uri: str, tmp_path: Path) -> None:
     store(uri, tmp_path, 3, 6)
     do, reason = DAMAGE[damage]
@@ -128,6 +129,7 @@ def test_damage_is_named_and_marked_and_passed_over(damage: str, uri: str, tmp_p
     assert filesystem_of(uri).cat_file(only(uri, 6, "damaged.txt")).decode() == told
 
 
+@pytest.mark.fault("F24")
 def test_without_a_manifest_it_is_no_checkpoint(uri: str, tmp_path: Path) -> None:
     store(uri, tmp_path, 3, 6)
     filesystem_of(uri).rm_file(only(uri, 6, "manifest.json"))

@@ -1,0 +1,69 @@
+"""The list of faults, F1 to F26: what herd promises under each, and the tests that inject it.
+
+A test says `@pytest.mark.fault("F6", ...)`; tests/faults.yaml has the promises, and `python -m tests.faults` writes
+docs/reference/faults.md.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs/reference/faults.md"
+
+
+class Fault(NamedTuple):
+    """A fault and what herd promises under it."""
+
+    id: str
+    fault: str
+    promise: str
+
+
+def load() -> list[Fault]:
+    """Return the list."""
+    return [Fault(**entry) for entry in yaml.safe_load((TESTS / "faults.yaml").read_text())]
+
+
+def marked() -> dict[str, list[str]]:
+    """Return the tests (`path::name`) that inject each fault."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            for decorator in node.decorator_list:
+                if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.fault":
+                    for name in decorator.args:
+                        assert isinstance(name, ast.Constant)
+                        found[str(name.value)].append(f"{path.relative_to(TESTS.parent)}::{node.name}")
+    return dict(found)
+
+
+def page() -> str:
+    """Return the page."""
+    tests = marked()
+    lines = [
+        "# Faults",
+        "",
+        "Each fault is injected by the tests named here, which compare bytes, states or messages with the promise.",
+        "Combinations of F2, F5, F12, F14 and F24 run under thousands of schedules in `tests/storage/simulation.py`.",
+        "Written by `python -m tests.faults`.",
+        "",
+        "| | fault | promise | tests |",
+        "|---|---|---|---|",
+    ]
+    for fault in load():
+        where = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in tests.get(fault.id, []))
+        lines.append(f"| {fault.id} | {fault.fault} | {fault.promise} | {where} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(PAGE)
