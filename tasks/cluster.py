@@ -9,11 +9,10 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from llama3.parallel.layout import Layout
-from llama3.recipe.base import read_plain
+from llama3.recipe.base import read_yaml
 from llama3.recipe.units import Bytes
 from llama3.train.profiler import Profile
 from storage.processes import processors
@@ -249,12 +248,7 @@ class Cluster(BaseModel):
 
 def load_cluster(path: Path, **changes: Any) -> Cluster:
     """Return the cluster of the YAML file `path`, with `changes` to its fields. Raises ValueError."""
-    try:
-        data = read_plain(path.read_text()) or {}
-    except OSError as error:
-        raise ValueError(f"cluster: {path} cannot be read ({error.strerror}); name a YAML file") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"cluster: {path} is not YAML: {error}") from error
+    data = read_yaml(path, f"cluster: {path}") or {}
     if not isinstance(data, dict):
         raise ValueError(f"cluster: {path} is not a mapping; write lines such as processes: 8")
     try:

@@ -39,10 +39,9 @@ from llama3.evaluate.task_yaml import (
     TaskFile,
     file_sha256,
     parse_task,
-    read_yaml,
     validation_errors,
 )
-from llama3.recipe.base import Section
+from llama3.recipe.base import Section, read_yaml
 from llama3.recipe.data_schema import Benchmark
 from llama3.recipe.schema import Recipe
 from storage.filesystem import is_local, list_files

@@ -21,12 +21,11 @@ from typing import Any, Literal, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from llama3.evaluate.answer_extraction import check_generation_settings
 from llama3.evaluate.task import GenerationSettings, Normalize
-from llama3.recipe.base import Section, read_plain
+from llama3.recipe.base import Section
 from storage.filesystem import filesystem_of, is_local, local_path
 
 TASK_NAME = r"[a-z0-9][a-z0-9_.-]*"
@@ -170,18 +169,6 @@ def parse_task(data: object, place: str) -> TaskFile:
         return TaskFile.model_validate(data)
     except ValidationError as error:
         raise ValueError("\n".join(validation_errors(error, place))) from None
-
-
-def read_yaml(path: Path) -> Any:
-    """Return the content of a YAML file. Raises ValueError if it cannot be read or its aliases expand too far."""
-    try:
-        return read_plain(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); name a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: is not YAML: {error}") from None
-    except RecursionError:
-        raise ValueError(f"{path}: is nested too deeply; write it flat") from None
 
 
 def validation_errors(error: ValidationError, place: str) -> list[str]:

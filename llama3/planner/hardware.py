@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from llama3.recipe.base import read_plain
+from llama3.recipe.base import read_yaml
 from llama3.train.device import PEAKS
 
 PRESETS = files("llama3.planner") / "presets"
@@ -125,12 +125,7 @@ def read_description(named: str | dict[str, Any], field: str, mark: str, near: P
             )
         preset: dict[str, Any] = yaml.safe_load(preset_text(named))
         return preset
-    try:
-        data = read_plain(path.read_text())
-    except OSError as error:
-        raise ValueError(f"{field}: {path} cannot be read ({error.strerror}); name a YAML file or a preset") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"{field}: {path} is not YAML: {error}") from error
+    data = read_yaml(path, f"{field}: {path}", "name a YAML file or a preset")
     if not isinstance(data, dict):
         raise ValueError(f"{field}: {path} is not a mapping; see herd plan presets h100 for an example")
     return data

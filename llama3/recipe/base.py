@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -45,6 +46,16 @@ def read_plain(text: str | bytes) -> Any:
         raise yaml.YAMLError("it is nested too deeply; a recipe needs less than ten levels") from None
     finally:
         loader.dispose()
+
+
+def read_yaml(path: Path, place: str = "", remedy: str = "name a YAML file") -> Any:
+    """Return the plain data of a YAML file. Raises ValueError that begins with `place`, by default the path."""
+    try:
+        return read_plain(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{place or path}: cannot be read ({error.strerror}); {remedy}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: other bytes than UTF-8, days that no month has
+        raise ValueError(f"{place or path}: is not YAML: {error}") from error
 
 
 def _expanded_size(node: yaml.Node, sizes: dict[int, float]) -> float:

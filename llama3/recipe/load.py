@@ -11,7 +11,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from llama3.recipe.base import read_plain
+from llama3.recipe.base import read_plain, read_yaml
 from llama3.recipe.schema import Recipe
 from storage.secrets import refuse_secrets
 
@@ -26,11 +26,9 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
     Raises RecipeError.
     """
     try:
-        data = read_plain(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecipeError(f"{path}: cannot be read ({error.strerror}); recipes are YAML files") from error
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path}: is not YAML: {error}") from error
+        data = read_yaml(path, remedy="recipes are YAML files")
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
     return parse_recipe(data, str(path), overrides)
 
 

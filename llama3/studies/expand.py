@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from llama3.model.flops import flops_per_token, parameter_count, trained_flops, vocab_rows
-from llama3.recipe.base import DOMAINS, Domain, read_plain
+from llama3.recipe.base import DOMAINS, Domain, read_yaml
 from llama3.recipe.load import RecipeError, digest, fault_lines, parse_recipe, resolved
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
@@ -211,11 +210,9 @@ def load_study(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = read_plain(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecipeError(f"{path}: cannot be read ({error.strerror}); name a YAML file") from error
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path}: is not YAML: {error}") from error
+        data = read_yaml(path)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
     if not isinstance(data, dict):
         raise RecipeError(f"{path}: must be a mapping, not {type(data).__name__}")
     return data

@@ -82,13 +82,15 @@ def open_pair(stem: Path) -> IndexedDataset:
     Raises ValueError if the .idx is of another format.
     """
     path = ensure_local(stem.with_suffix(".idx"))
+    if (size := path.stat().st_size) < HEADER.size:
+        raise ValueError(f"{path}: {size} bytes are too short for a Megatron index; tokenize again")
     index = np.memmap(path, np.uint8, "r").view(np.ndarray)
-    if len(index) < HEADER.size:
-        raise ValueError(f"{path}: {len(index)} bytes are too short for a Megatron index; tokenize again")
     magic, version, code, sequences, _ = HEADER.unpack(index[: HEADER.size].tobytes())
     names = {value: name for name, value in CODES.items()}
     if (magic, version) != (MAGIC, VERSION) or code not in names:
         raise ValueError(f"{path}: not a Megatron index of version {VERSION} with uint16 or int32 ids; tokenize again")
+    if len(index) < HEADER.size + 12 * sequences:
+        raise ValueError(f"{path}: is shorter than its {sequences:,} documents need; tokenize again")
     dtype = np.dtype(names[code]).newbyteorder("<")
     return IndexedDataset(
         np.memmap(ensure_local(stem.with_suffix(".bin")), dtype, "r").view(np.ndarray),

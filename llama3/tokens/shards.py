@@ -109,8 +109,10 @@ def read_index(folder: Path, datasets: list[str]) -> dict[str, Any]:
     """Return the index of the shards in `folder`. Raises ValueError unless it lists all of `datasets`."""
     try:
         index: dict[str, Any] = json.loads(ensure_local(folder / NAME).read_text())
-    except OSError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{folder}: {NAME} cannot be read ({error}); tokenize first") from error
+    if not isinstance(index, dict) or not isinstance(index.get("leaves"), dict):
+        raise ValueError(f"{folder}: {NAME} has no leaves; tokenize again")
     missing = [name for name in datasets if name not in index["leaves"]]
     if missing:
         known = ", ".join(index["leaves"])

@@ -8,7 +8,7 @@ from pathlib import Path
 from llama3.planner.device_curves import Curves, derate_for_step, prior_curves
 from llama3.planner.projection import StagePlacement
 from llama3.planner.topology import Fabric, fabric_names, load_fabric
-from llama3.recipe.base import read_plain
+from llama3.recipe.base import read_yaml
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from storage.root import Root
@@ -51,7 +51,7 @@ def open_cluster(named: str, sparse: bool = False) -> tuple[Fabric | None, Clust
     """
     if named in fabric_names() or not Path(named).is_file():
         return load_fabric(named, sparse), None
-    data = read_plain(Path(named).read_text())
+    data = read_yaml(Path(named))
     if isinstance(data, dict) and "tiers" in data:
         return load_fabric(named, sparse), None
     cluster = load_cluster(Path(named))

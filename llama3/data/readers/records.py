@@ -76,13 +76,12 @@ def parquet_batches(raw: Any, file: File, source: Source, skips: ReadErrors, mos
     """Yield the rows of `file` in batches of about `most` bytes. Raises SourceError, or Arrow's and OS errors."""
     parquet = pq.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
     fault = _fault_of(parquet.schema_arrow, source.text)
-    metadata, size = parquet.metadata, 0
+    metadata = parquet.metadata
     if fault:
         skips.fault(file.uri, file.uri, fault, file.size, documents=metadata.num_rows)
         return
-    for group in range(metadata.num_row_groups):  # bytes of the text column, from the footer
-        columns = (metadata.row_group(group).column(index) for index in range(metadata.num_columns))
-        size += sum(column.total_uncompressed_size for column in columns if column.path_in_schema == source.text)
+    # bytes of all columns, not of the text: pyarrow 25 aborts the process at a damaged description of one column
+    size = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
     batch_rows = max(1, min(_MOST_ROWS, most * int(metadata.num_rows) // max(size, 1)))
     rows_read = 0
     for batch in parquet.iter_batches(batch_rows, columns=_columns(parquet.schema_arrow, source.text)):

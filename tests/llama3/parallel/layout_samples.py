@@ -125,4 +125,6 @@ def norm_of_replicated_and_sharded() -> float:
             parameter = torch.nn.Parameter(DTensor.from_local(torch.zeros_like(gradient), mesh, [place]))
             parameter.grad = DTensor.from_local(gradient, mesh, [place])
             parameters.append(parameter)
-        return float(squared_norm(parameters))
+        norm = float(squared_norm(parameters))
+        torch.distributed.barrier()  # rank 0 has the store: if it left, rank 1 could not finish its groups
+        return norm

@@ -63,5 +63,5 @@ def test_a_copied_preset_is_a_file_like_any_other(tmp_path: Path) -> None:
     path.write_text(preset_text("h100").replace("memory_gb: 80", "memory_gb: 96"))
     assert load_accelerator(str(path)).memory_gb == 96
     assert load_accelerator("mine.yaml", near=tmp_path).memory_gb == 96
-    with pytest.raises(ValueError, match=r"cluster.accelerator: .*none.yaml cannot be read"):
+    with pytest.raises(ValueError, match=r"cluster.accelerator: .*none.yaml: cannot be read"):
         load_accelerator("none.yaml", near=tmp_path)
