@@ -1,4 +1,4 @@
-"""Peak FLOP/s of devices by the name that the driver reports, and the record of what a process runs on.
+"""Peak FLOP/s of devices by the name that the driver reports, the record of what a process runs on, and its clock.
 
 Dense tensor-core figures of the data sheets, whose headline figures are for 2:4 sparsity and twice these. An H200
 reaches 769 to 798 of its 989 TFLOP/s in an 8,192^3 bf16 product. Names are compared whole: a slice of a device (MIG) or
@@ -12,8 +12,9 @@ import platform
 import shutil
 import socket
 import subprocess
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # the planner reads the table without torch
     import torch
@@ -112,3 +113,27 @@ def _nvidia_smi(*words: str) -> str:
     except subprocess.TimeoutExpired:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+class DeviceTime:
+    """The moment at which a device reaches this point of its work; on a GPU that is later than the host does."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = None
+        self._host_s = time.perf_counter()
+        if device.type == "cuda":
+            import torch
+
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> None:
+        """Wait until the device is there; not for what is enqueued later."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: DeviceTime) -> float:
+        """Return the seconds from `earlier` to here; call `wait` before."""
+        if self._event is None:
+            return self._host_s - earlier._host_s
+        return float(earlier._event.elapsed_time(self._event)) / 1e3

@@ -174,7 +174,9 @@ class AttemptResult(BaseModel):
         for cause, pattern in SIGNS:
             if pattern.search(self.message):
                 return cause
-        return {TERMINATED: "stopped", -signal.SIGKILL: "killed"}.get(self.status, "bug")  # type: ignore[return-value]
+        if self.status == TERMINATED:
+            return "stopped"
+        return "killed" if self.status == -signal.SIGKILL else "bug"
 
 
 class StopEstimate(BaseModel):

@@ -50,7 +50,7 @@ def run_attempt(attempt: Attempt) -> AttemptResult:
     attempt.outcome.unlink(missing_ok=True)
     # Signals are blocked, so that they are waited for and never interrupt.
     mask = {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)}
-    ended_before = memory_kills()
+    kills_before = memory_kills()
     try:
         port = attempt.port or free_port()
         sys.stdout.flush()
@@ -59,7 +59,7 @@ def run_attempt(attempt: Attempt) -> AttemptResult:
         result = _watch(attempt, pids)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if result.status and memory_kills() > ended_before:
+    if result.status and memory_kills() > kills_before:
         result = result.model_copy(update={"message": f"{OUT_OF_MEMORY}; {result.message}"})
     write_atomic(attempt.outcome, result.model_dump_json())
     return result

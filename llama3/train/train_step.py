@@ -7,7 +7,6 @@ Shapes: B sequences, S sequence length (this process's part of it), D domains.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,32 +21,11 @@ from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.train.callbacks import StepResult
 from llama3.train.data_loader import LocalBatch, Step
+from llama3.train.device import DeviceTime
 from llama3.train.job import TrainJob
 from llama3.train.loss_spikes import SpikeGuard
 from llama3.train.profiler import record_function
 from llama3.train.state import TrainState
-
-
-class DeviceTime:
-    """The moment at which a device reaches this point of its work; on a GPU that is later than the host does."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event: Any = None
-        self._host_s = time.perf_counter()
-        if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._event.record()
-
-    def wait(self) -> None:
-        """Wait until the device is there; not for what is enqueued later."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def seconds_since(self, earlier: DeviceTime) -> float:
-        """Return the seconds from `earlier` to here; call `wait` before."""
-        if self._event is None:
-            return self._host_s - earlier._host_s
-        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class PendingTensor:

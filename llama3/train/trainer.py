@@ -33,7 +33,7 @@ from llama3.train.checkpoint.dcp import save_state
 from llama3.train.checkpoint.manager import Checkpoints, SaveFailed, load_state
 from llama3.train.checkpoint.manifest import CheckpointManifest
 from llama3.train.data_loader import Step, read_ahead, steps_from
-from llama3.train.device import ENVIRONMENT, describe_environment
+from llama3.train.device import ENVIRONMENT, DeviceTime, describe_environment
 from llama3.train.job import StopEstimate, TrainJob
 from llama3.train.journal import SkippedRanges, discard_after, read_journal, to_parquet
 from llama3.train.loss_spikes import Incidents, SpikeDetector, SpikeGuard, SpikeRollback, TrainingStopped
@@ -41,7 +41,7 @@ from llama3.train.metrics_log import DataShares, Recorder
 from llama3.train.profiler import HangStacks, Profiler
 from llama3.train.state import Precision, TrainState
 from llama3.train.stragglers import Stragglers
-from llama3.train.train_step import DeviceTime, Engine, Pending
+from llama3.train.train_step import Engine, Pending
 from llama3.train.validation import ValidationRows, Validator
 from storage.filesystem import sync_folder, write_atomic
 from storage.page_cache import ensure_local, lazy_folder_of

@@ -30,7 +30,6 @@ from tasks.tracking.tracker import MetricPoint
 POLL_S = 0.5
 IDLE = 0.01
 """Processor seconds per second up to which a starting trainer counts as idle: its threads wake now and then."""
-"""Status of an attempt that was stopped because it hung."""
 SEND_INTERVAL_S = 5.0
 SMOOTHED = 32
 """Steps whose mean loss is shown: the loss of one batch depends on its domains."""

@@ -8,8 +8,6 @@ What the host reads back means nothing, so `fix_host_values` replaces it where t
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from typing import Any
 
 import pytest
@@ -21,10 +19,10 @@ def require(processes: int = 1, null: bool = False) -> None:
     """Skip the test or module unless there are as many GPUs, or the null device (`null`: nothing else will do)."""
     if NULL:
         return
-    if null or not shutil.which("nvidia-smi"):
+    from tasks.launch.local import visible_gpus
+
+    if null or not (count := visible_gpus()):
         pytest.skip("no null CUDA device; run make test-cuda", allow_module_level=True)
-    # not torch.cuda: a process that has asked it cannot fork ranks
-    count = len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines())
     if count < processes:
         pytest.skip(f"{count} GPUs; needs {processes}", allow_module_level=True)
 

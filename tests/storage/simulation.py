@@ -9,7 +9,6 @@ and `minimal` finds the fewest faults that still break it.
 from __future__ import annotations
 
 import heapq
-import io
 import re
 import tempfile
 import time
@@ -35,7 +34,7 @@ from storage.root import Root
 from tasks.promotion import log as promotion_log
 from tasks.promotion.log import HeadMoved, Promotion, PromotionLog
 
-ROOT = "s3://sim/root"
+ROOT, PREFIX = "s3://sim/root", "sim/root/"
 START = 1.8e9
 """Seconds since 1970 at which a simulation begins."""
 DISTURBED_S, QUIET_S = 400.0, 900.0
@@ -260,7 +259,7 @@ class SimulatedStore:
         self._guard(key, "overwritten")
         now, before = START + self.simulation.now, self.objects.get(key)
         self.objects[key] = Stored(data, now, before.created if before else now)
-        name = key.removeprefix(f"{self._key(ROOT)}/")
+        name = key.removeprefix(PREFIX)
         if match := MANIFEST.fullmatch(name):
             self._committed(f"{match[1]}/{match[2]}", Manifest.parse(data, name))
 
@@ -281,19 +280,19 @@ class SimulatedStore:
             raise FileNotFoundError(key)
         self._guard(key, "deleted")
         del self.objects[key]
-        name = key.removeprefix(f"{self._key(ROOT)}/")
+        name = key.removeprefix(PREFIX)
         if match := MANIFEST.fullmatch(name):
             self.visible.pop(f"{match[1]}/{match[2]}", None)
 
     def _guard(self, key: str, verb: str) -> None:
         for label, attempt in self.visible.items():
-            if key.startswith(f"{self._key(ROOT)}/{label}/{attempt}/"):
+            if key.startswith(f"{PREFIX}{label}/{attempt}/"):
                 raise Violation(f"{key}: a file of a committed artifact is {verb}")
 
     def _committed(self, label: str, manifest: Manifest) -> None:
         attempt = str(manifest.attempt)
         for name, entry in manifest.files.items():
-            stored = self.objects.get(f"{self._key(ROOT)}/{label}/{attempt}/{name}")
+            stored = self.objects.get(f"{PREFIX}{label}/{attempt}/{name}")
             if stored is None or len(stored.data) != entry.bytes:
                 raise Violation(f"{label}: is committed, and its file {name} is not there")
         self.visible[label] = attempt
@@ -328,9 +327,6 @@ class SimulatedStore:
 
     def get_file(self, uri: str, local: str) -> None:
         Path(local).write_bytes(self.cat_file(uri))
-
-    def open(self, uri: str, mode: str = "rb", **_: Any) -> io.BytesIO:
-        return io.BytesIO(self.cat_file(uri))
 
     def info(self, uri: str) -> dict[str, Any]:
         found: dict[str, Any] = self.request(f"head {self._key(uri)}", lambda: self._info(self._key(uri)))
@@ -472,7 +468,7 @@ def deleter(simulation: Simulation, actor: Actor) -> None:
         simulation.sleep(simulation.random.uniform(10, 60))
         with suppress(OSError):
             for artifact in store.all("artifacts"):
-                manifest = simulation.store.objects.get(f"{SimulatedStore._key(ROOT)}/{artifact.label}.json")
+                manifest = simulation.store.objects.get(f"{PREFIX}{artifact.label}.json")
                 if manifest and START + simulation.now - manifest.created > KEPT_S:
                     store.delete(artifact.label)
 
@@ -545,9 +541,9 @@ def _judge(simulation: Simulation) -> None:
             raise Violation(f"the log lost its records {sorted(lost)}")
         simulation.sleep(2 * OLD_S)
         cleanup.clean_up_root(root, OLD_S)
-        store, prefix = simulation.store, SimulatedStore._key(ROOT)
+        store = simulation.store
         for key in store.objects:
-            name = key.removeprefix(f"{prefix}/")
+            name = key.removeprefix(PREFIX)
             if name.startswith("artifacts/") and not MANIFEST.fullmatch(name):
                 label, attempt = "/".join(name.split("/")[:2]), name.split("/")[2]
                 if store.visible.get(label) != attempt:

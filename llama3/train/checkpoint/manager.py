@@ -33,6 +33,7 @@ from llama3.train.checkpoint.storage import (
     RemoteCheckpointStore,
     SupersededError,
 )
+from llama3.train.device import DeviceTime
 from storage.digests import FileDigest
 
 THREADS = 4
@@ -299,8 +300,8 @@ class Snapshot:
         """This process's tensors."""
         self.shapes: dict[str, Tensor] = {}
         """The same names as tensors without data (meta device), sharded as the state is: used for planning."""
-        self._began: Any = None
-        self._copied: Any = None
+        self._began: DeviceTime | None = None
+        self._copied: DeviceTime | None = None
 
     @torch.no_grad()
     def prepare(self, tensors: dict[str, Tensor]) -> bool:
@@ -327,26 +328,19 @@ class Snapshot:
     def take(self, tensors: dict[str, Tensor]) -> bool:
         """Copy `tensors`; return whether their names or shapes have changed. Call `wait` before reading `parts`."""
         changed = self.prepare(tensors)
-        on_device = any(tensor.is_cuda for tensor in tensors.values())
-        self._began, self._copied = (_event(), None) if on_device else (None, None)
+        device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), torch.device("cpu"))
+        self._began = DeviceTime(device)
         for name, tensor in tensors.items():
             self.parts[name].copy_(to_local(tensor), non_blocking=True)
-        if on_device:
-            self._copied = _event()
+        self._copied = DeviceTime(device) if device.type == "cuda" else None
         return changed
 
     def wait(self) -> float:
         """Wait for the copies; return the seconds for which they held up the device (on a CPU 0)."""
-        if self._copied is None:
+        if self._began is None or self._copied is None:
             return 0.0
-        self._copied.synchronize()
-        return float(self._began.elapsed_time(self._copied)) / 1000
-
-
-def _event() -> Any:
-    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
+        self._copied.wait()
+        return self._copied.seconds_since(self._began)
 
 
 def load_state(
