@@ -310,6 +310,30 @@ def study(
 
 
 @bench.command()
+def chaos(
+    minutes: Annotated[
+        float, typer.Option(min=0, help="Time in which faults happen; then all runs come to an end.")
+    ] = 30,
+    seed: Annotated[int, typer.Option(help="Which faults, and when.")] = 1,
+    json_: JsonOption = False,
+    out_: OutOption = None,
+    work: WorkOption = None,
+) -> None:
+    """Runs in an object store under kills, pauses, full disks and lost replies: is anything lost? Needs root."""
+    from benchmarks.chaos import World
+    from benchmarks.chaos_checks import broken_promises, chaos_rows, undisturbed
+    from benchmarks.rows import installed
+
+    with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
+        world = World(_empty(work) if work else Path(temporary), seed, lambda line: problems.print(escape(line)))
+        with _mistakes((ValueError, RuntimeError)), world.running():
+            reference = undisturbed(world)
+            world.inject(minutes)
+            rows = list(chaos_rows(world, reference, *broken_promises(world, reference)))
+        tell({}, rows, installed(("prefect", "mlflow", "torch", "swift")), json_, out_)
+
+
+@bench.command()
 def house(
     json_: JsonOption = False,
     only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: functions,files/cycles")] = "",

@@ -33,8 +33,7 @@ from llama3.planner.topology import load_fabric
 from llama3.recipe.base import DOMAINS
 from llama3.recipe.schema import Recipe
 from llama3.recipe.sections import Model
-from llama3.tokens.batch import TokenBatch
-from llama3.train.data_loader import Step, local_batch
+from llama3.train.data_loader import Step, TokenBatch, local_batch
 from llama3.train.job import TrainJob
 from llama3.train.loss_spikes import SpikeGuard
 from llama3.train.state import Precision, TrainState

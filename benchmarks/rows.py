@@ -247,6 +247,16 @@ STUDY_TARGETS: Mapping[str, Target] = {
 }
 """Every row of `python -m benchmarks study`, in order."""
 
+CHAOS_TARGETS: Mapping[str, Target] = {
+    "chaos/violations": Target(0, "broken promises", "at most"),
+    "chaos/faults": Target(None, "faults"),
+    "chaos/runs": Target(None, "runs"),
+    "chaos/tries": Target(None, "commands a run"),
+    "chaos/true-after": Target(60, "s", "at most"),
+    "chaos/goodput": Target(None, "% of trained tokens"),
+}
+"""Rows of `python -m benchmarks chaos`, before those of the recovery times."""
+
 _BOUNDS = {
     **TARGETS,
     **HOUSE_TARGETS,
@@ -257,6 +267,7 @@ _BOUNDS = {
     **GENERATE_TARGETS,
     **PLAN_TARGETS,
     **STUDY_TARGETS,
+    **CHAOS_TARGETS,
 }
 
 

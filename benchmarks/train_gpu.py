@@ -37,8 +37,7 @@ from llama3.parallel.mesh import init_distributed
 from llama3.recipe.base import DOMAINS, SPECIAL_TOKENS
 from llama3.recipe.schema import Recipe
 from llama3.recipe.sections import Model
-from llama3.tokens.batch import TokenBatch
-from llama3.train.data_loader import Step, local_batch
+from llama3.train.data_loader import Step, TokenBatch, local_batch
 from llama3.train.device import device_name, peak_flops
 from llama3.train.job import TrainJob
 from llama3.train.loss_spikes import SpikeGuard

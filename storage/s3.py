@@ -1,8 +1,9 @@
 """s3fs in which every call ends: few retries, a time limit per request, and one deadline around each call.
 
 A call of plain s3fs may take six minutes when a server hangs (25 tries of 15 s), a burst of 500 or 503 fails it at
-once, and network errors have the classes of the HTTP library. Here a request is tried at most 12 times, and after
-HERD_S3_DEADLINE_S seconds (plus one second per MiB of a file transfer) the call raises StoreTimeout.
+once, and network errors have the classes of the HTTP library. Here a request is tried again for about a minute once the
+store has answered, and after HERD_S3_DEADLINE_S seconds (plus one second per MiB of a file transfer) the call raises
+StoreTimeout.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ SLOWEST = 2**20
 """Minimum speed of a file transfer in bytes per second."""
 CONNECT_S, READ_S = 5, 20
 """Time limits in seconds for a connection, and without a byte from the server."""
-TRIES, ROUNDS = 3, 4
-"""Tries of botocore (0 to 2 s apart), and repetitions of these by s3fs."""
+TRIES = 3
+"""Tries of botocore, 0 to 2 s apart."""
+ROUNDS, LATER_ROUNDS = 4, 12
+"""Repetitions of these by s3fs, 0.1 to 15 s apart, before and after the store's first answer: a wrong address is told
+within seconds, and a store that restarts is waited for."""
 STREAMS = 4
 """Concurrent parts of one file transfer; each takes 50 MiB of memory."""
 BUSY = (429, 500, 502, 503, 504)
@@ -144,6 +148,7 @@ class BoundedS3(S3FileSystem):  # type: ignore[misc]
         try:
             async with asyncio.timeout(seconds) as scope:
                 yield
+            self.retries = LATER_ROUNDS
         except (*S3_RETRYABLE_ERRORS, BotoCoreError) as error:
             if scope.expired():
                 raise StoreTimeout(
@@ -152,6 +157,10 @@ class BoundedS3(S3FileSystem):  # type: ignore[misc]
                     "sets the limit"
                 ) from error
             raise OSError(f"{uri}: {type(error).__name__}: {error}") from error
+        except OSError as error:  # an HTTP status, to which s3fs has given a number and no name
+            if type(error) is not OSError or error.errno is None or uri in str(error):
+                raise
+            raise OSError(error.errno, f"{uri}: {error.strerror}") from error
 
 
 def _is_transient(error: BaseException) -> bool:

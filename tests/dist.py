@@ -8,6 +8,8 @@ status` does.
 from __future__ import annotations
 
 import atexit
+import fcntl
+import json
 import multiprocessing
 import os
 import runpy
@@ -17,15 +19,17 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from multiprocessing import forkserver as server
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from storage.processes import die_with_parent, free_port
+from tests.servers import RUN
 
 PRELOADED = [
     "torch._dynamo",
@@ -104,7 +108,30 @@ def forkserver() -> ForkServerContext:
     """Return what forks from the one server that Python has: whoever asks first decides what it has imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    if RUN in os.environ:
+        with (Path(os.environ[RUN]) / "forkserver.json").open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            _share_server(file)
     return context
+
+
+def _share_server(file: IO[str]) -> None:
+    """Use the server that another worker of the test run started and named in `file`, or start ours and name it there.
+
+    It lives as long as anybody holds the other end of its pipe, so the workers may end in any order.
+    """
+    ours: Any = server._forkserver  # type: ignore[attr-defined]
+    file.seek(0)
+    if text := file.read():
+        address, pid, descriptor = json.loads(text.splitlines()[-1])
+        with suppress(OSError):  # that worker has ended
+            ours._forkserver_alive_fd = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_WRONLY | os.O_CLOEXEC)
+            ours._forkserver_address, ours.ensure_running = address, lambda: None
+            return
+    ours.ensure_running()
+    address = str(Path(file.name).with_name(f"forkserver-{os.getpid()}"))
+    os.link(ours._forkserver_address, address)  # its own name is deleted when this worker ends
+    file.write(json.dumps([address, os.getpid(), ours._forkserver_alive_fd]) + "\n")
 
 
 class Forked:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -190,3 +192,13 @@ def test_damaged_bytes_give_a_result_or_an_error_with_a_name(name: str) -> None:
 @pytest.mark.parametrize("name", PARSERS)
 def test_a_hundred_thousand_damaged_files_give_a_result_or_an_error_with_a_name(name: str) -> None:
     try_cases(name, int(os.environ.get("HERD_FUZZ_CASES", "100000")))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", PARSERS)
+def test_bytes_that_reach_new_branches_give_a_result_or_an_error_with_a_name(name: str) -> None:
+    pytest.importorskip("atheris")
+    runs = str(int(os.environ.get("HERD_FUZZ_CASES", "100000")) // 5)
+    done = subprocess.run([sys.executable, "-m", "tests.fuzz", name, runs], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,7 +1,7 @@
 """Data loading: this process's part of every step, read by a thread one step ahead.
 
 Data-parallel processes read equal, contiguous runs of sequences, context-parallel ones their chunks of each sequence,
-tensor- and pipeline-parallel ones the same.
+tensor- and pipeline-parallel ones the same. All tensors are int64, because torch indexes with int64.
 """
 
 from __future__ import annotations
@@ -10,11 +10,40 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from llama3.parallel.mesh import ParallelContext
 from llama3.recipe.schedule import StageSpan
-from llama3.tokens.batch import Batches, TokenBatch
+from llama3.tokens.conversations import ConversationStream
+from llama3.tokens.stream import TokenStream
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Sequences of one step, int64[B, S] each: B sequences of S tokens."""
+
+    tokens_BS: Tensor
+    targets_BS: Tensor
+    """The next token, or -100 if it belongs to another segment or is not a target (a user's message)."""
+    documents_BS: Tensor
+    """Number of the segment inside its sequence: 0, 1, 2, ...; attention stays inside a segment."""
+    domains_BS: Tensor
+    """Index in DOMAINS; conversations have the index after the last."""
+
+
+class Batches:
+    """The steps of a run."""
+
+    def __init__(self, stream: TokenStream | ConversationStream) -> None:
+        self.stream = stream
+
+    def sequences(self, start: int, seq_len: int, first: int, count: int) -> TokenBatch:
+        """Return sequences [first, first + count) of `seq_len` tokens of the step that starts at position `start`.
+
+        Equal arguments give equal tensors on every machine. Raises ValueError for positions outside the run.
+        """
+        return TokenBatch(*map(torch.from_numpy, self.stream.sequences(start + first * seq_len, seq_len, count)))
 
 
 @dataclass(frozen=True)

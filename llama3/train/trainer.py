@@ -23,7 +23,6 @@ from llama3.recipe.load import RecipeError, load_recipe, to_yaml
 from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe, check_batches
 from llama3.recipe.units import Cadence
-from llama3.tokens.batch import Batches
 from llama3.tokens.conversations import ConversationStream
 from llama3.tokens.stream import TokenStream
 from llama3.train import metrics
@@ -32,7 +31,7 @@ from llama3.train.callbacks import Callback, StepDecision, StepResult, StepTimin
 from llama3.train.checkpoint.dcp import save_state
 from llama3.train.checkpoint.manager import Checkpoints, SaveFailed, load_state
 from llama3.train.checkpoint.manifest import CheckpointManifest
-from llama3.train.data_loader import Step, read_ahead, steps_from
+from llama3.train.data_loader import Batches, Step, read_ahead, steps_from
 from llama3.train.device import ENVIRONMENT, DeviceTime, describe_environment
 from llama3.train.job import StopEstimate, TrainJob
 from llama3.train.journal import SkippedRanges, discard_after, read_journal, to_parquet

@@ -130,8 +130,7 @@ class Validator(Callback):
         import torch
         from torch.nn import functional as F
 
-        from llama3.tokens.batch import TokenBatch
-        from llama3.train.data_loader import local_batch
+        from llama3.train.data_loader import TokenBatch, local_batch
 
         self.held, self.recipe, self.always, self.world, self.nll = held, recipe, always, world, nll
         rows, seq_len = held.columns[COLUMNS[0]].shape

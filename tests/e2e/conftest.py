@@ -117,10 +117,9 @@ def prefect_api(prefect_server: dict[str, str]) -> str:
     return prefect_server["api"]
 
 
-@pytest.fixture(scope="session")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The tiny recipe on files: what it finds on the machine, written out once, because finding it takes seconds."""
-    folder = tmp_path_factory.mktemp("corpus")
+def write_recipe(folder: Path) -> str:
+    """Write the tiny recipe on files, and what it finds on the machine into them, because finding it takes seconds."""
+    folder.mkdir(exist_ok=True)
     data = yaml.safe_load(TINY.read_text())
     for domain, (source,) in load_recipe(TINY).sources.items():
         texts = [{"text": document.text, "url": document.url} for document in open_source(source, domain, seed=1)]
@@ -128,6 +127,12 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
         data["sources"][domain] = [{"uri": str(folder / f"{domain}.jsonl")}]
     (folder / "tiny.yaml").write_text(yaml.safe_dump(data))
     return str(folder / "tiny.yaml")
+
+
+@pytest.fixture(scope="session")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tiny recipe on the session's files."""
+    return write_recipe(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="session")

@@ -308,6 +308,7 @@ with flows.run_lifecycle.acquire_run(config, recipe, runs, TerminalConsole()) as
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_machine", [True, False])
 def test_of_two_processes_of_one_flow_run_the_later_leaves_if_a_machine_began_it(
     client: SyncPrefectClient, tmp_path: Path, by_machine: bool

@@ -65,6 +65,7 @@ class Busy(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
+@pytest.mark.slow
 def test_a_busy_server_is_told_in_a_line_and_asked_again(tmp_path: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

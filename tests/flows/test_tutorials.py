@@ -46,6 +46,7 @@ app({arguments!r})
 """
 
 
+@pytest.mark.slow
 def test_a_system_that_is_not_linux_can_plan_and_is_refused_a_run_in_one_sentence(tmp_path: Path) -> None:
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HERD_ROOT": str(tmp_path / "root")}
     (tmp_path / "text.jsonl").write_text('{"text": "a b"}\n')

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from storage.objects import create_bytes, get_bytes, list_children, put_bytes, put_file
+from storage.s3 import ROUNDS, TRIES
+from tests.storage import s3
 from tests.storage.fault_proxy import Fault, Rule
 from tests.storage.fault_world import BURSTS, IN_BODIES, SHORT, World, fails_in_time
 
@@ -42,6 +44,20 @@ def test_a_write_outlasts_a_burst(world: World, uri: str, fault: Fault) -> None:
     assert rule.done == 3
     with world.direct():
         assert get_bytes(f"{uri}/data") == DATA
+
+
+@pytest.mark.fault("F4")
+def test_a_store_that_answered_is_waited_for_longer_than_one_that_never_did(world: World, uri: str) -> None:
+    with world.faulty():
+        put_bytes(f"{uri}/data", DATA)
+        (rule,) = world.proxy.use(Rule("error", times=TRIES * ROUNDS + 2))
+        assert get_bytes(f"{uri}/data") == DATA
+    assert rule.done == TRIES * ROUNDS + 2
+    with s3.pointed_at(world.variables()):
+        (rule,) = world.proxy.use(Rule("error", times=None))
+        with pytest.raises(OSError, match=f"{uri}/data: injected"):
+            get_bytes(f"{uri}/data")
+    assert rule.done == TRIES * ROUNDS
 
 
 @pytest.mark.parametrize("fault", ["unavailable", "reset", "hang"])

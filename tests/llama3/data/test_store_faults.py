@@ -111,6 +111,7 @@ def proxy(moto_endpoint: str) -> Iterator[FaultProxy]:
         patch.setattr("storage.filesystem.TRIES", 2)
         patch.setattr("storage.s3.TRIES", 1)  # what the clients try again by themselves is tested where they are
         patch.setattr("storage.s3.BoundedS3.retries", 1)
+        patch.setattr("storage.s3.LATER_ROUNDS", 1)
         store = filesystem.filesystem_of(running.uri)
         for name, data in files().items():
             store.pipe_file(f"{running.uri}/data/{name}", data)

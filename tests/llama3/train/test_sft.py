@@ -16,10 +16,10 @@ from llama3.parallel.comms import cp_positions
 from llama3.recipe.base import DOMAINS
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
-from llama3.tokens.batch import Batches
 from llama3.tokens.conversations import ConversationStream, prepare_conversations
 from llama3.tokens.stream import TokenStream
 from llama3.tokens.tokenizer import Tokenizer
+from llama3.train.data_loader import Batches
 from tests.dist import run
 from tests.llama3.train.train_samples import (
     STEP,

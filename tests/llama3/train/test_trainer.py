@@ -13,11 +13,10 @@ from safetensors.torch import load_file
 
 from llama3.model.files import load_model
 from llama3.recipe.schedule import Schedule
-from llama3.tokens.batch import Batches
 from llama3.tokens.stream import TokenStream
 from llama3.train.averaging import average_positions
 from llama3.train.callbacks import Callback, StepResult
-from llama3.train.data_loader import Step
+from llama3.train.data_loader import Batches, Step
 from storage.artifact import ArtifactSpec, Store
 from tests.dist import run
 from tests.llama3.train.train_samples import (

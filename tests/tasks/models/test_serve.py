@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import torch
 import uvicorn
@@ -137,6 +136,8 @@ def test_no_piece_waits_for_the_receipt_of_the_last() -> None:
 
 
 def test_the_official_client_reads_it(served: Served, http: httpx.Client) -> None:
+    import openai  # a CPU second that only one worker needs to spend
+
     client = openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="unused", max_retries=0)
     assert [(model.id, model.owned_by) for model in client.models.list()] == [(NAME, "herd")]
     assert client.models.retrieve(NAME).id == NAME
@@ -302,6 +303,8 @@ def test_a_token_is_wanted_everywhere_but_for_health(served: Served) -> None:
             for given in (f"Bearer {token}", f"Basic {basic}"):
                 assert http.get(path, headers={"Authorization": given}).status_code == 200
         assert http.post("/v1/completions", json=PLAIN).status_code == 401
+        import openai
+
         client = openai.OpenAI(base_url=f"{address}/v1", api_key=token, max_retries=0)
         assert client.completions.create(model=NAME, prompt="a", max_tokens=1).choices
         with pytest.raises(openai.AuthenticationError):

@@ -28,6 +28,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
     return two_runs(tmp_path_factory.mktemp("root"))
 
 
+@pytest.mark.slow
 def test_an_empty_database_shows_the_same_as_the_live_one(
     root: Root, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

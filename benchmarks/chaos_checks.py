@@ -1,0 +1,200 @@
+"""What must hold after chaos: bytes of an undisturbed run, and states that are true everywhere a minute later."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+from benchmarks.chaos import FAULTS, Lane, World
+from benchmarks.rows import Row, measured
+from llama3.train.metrics import LOST_TOKENS
+from storage.root import Root
+from tasks.promotion.log import CHAMPION, PromotionLog, current_label
+from tasks.runs.integrity import verify
+from tasks.runs.records import Runs
+from tasks.tracking.backfill import STATUS
+from tests.e2e.conftest import bytes_made
+from tests.storage.swift import SECRET
+
+TRUE_WITHIN_S = 60.0
+"""After the last process ended; a deployed herd reconciles every few minutes, so it is asked to here."""
+BPB_TOLERANCE = 2e-3
+"""Of a model that was trained on a changing number of processes, which adds in another order (fp32)."""
+RECONCILE = """
+import sys
+from flows.local_server import quiet_prefect
+quiet_prefect()
+from flows.maintenance import reconcile
+from flows.recipe_form import RootParameters
+reconcile(RootParameters(root=sys.argv[1]), full=True, grace_s=0.0)
+"""
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """A run of the same recipe without faults."""
+
+    digests: dict[str, str]
+    losses: list[tuple[int, float]]
+    """Position in tokens and `train/loss` of each point in MLflow."""
+    bpb: float
+    seconds: float
+
+
+def undisturbed(world: World) -> Undisturbed:
+    """Run the recipe once on a disk. Raises RuntimeError if it does not end well."""
+    root, printed, began = world.folder / "undisturbed", list[str](), time.monotonic()
+    words = world.run_words("undisturbed", 1, world.folder / "corpus")
+    process = world.command(*words, root=str(root), scratch=root, printed=printed)
+    process.process.join(900)
+    if process.returncode != 0:
+        raise RuntimeError(f"the undisturbed run ended with status {process.returncode}: {''.join(printed)[-400:]}")
+    seconds, parsed = time.monotonic() - began, Root.parse(root)
+    return Undisturbed(
+        bytes_made(parsed, "undisturbed-1"), *_tracked(world, Runs(parsed).find("undisturbed-1").mlflow_run), seconds
+    )
+
+
+def _tracked(world: World, mlflow_run: str) -> tuple[list[tuple[int, float]], float]:
+    """Return the loss curve and the last `eval/bpb` of a run in MLflow."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(world.mlflow.uri)
+    losses = [(point.step, point.value) for point in client.get_metric_history(mlflow_run, "train/loss")]
+    return sorted(losses), client.get_run(mlflow_run).data.metrics["eval/bpb"]
+
+
+def broken_promises(world: World, reference: Undisturbed) -> tuple[list[str], float]:
+    """Return what does not hold, and after how many seconds of quiet all states were true."""
+    roots = [
+        (lane, family, Root.parse(uri, _scratch(world, family))) for lane in world.lanes for family, uri in lane.ended
+    ]
+    broken, began = [*world.broken], time.monotonic()
+    reconciling = [
+        world.forked("-c", RECONCILE, root.uri, root=root.uri, scratch=root.local, printed=[]) for _, _, root in roots
+    ]
+    for process in reconciling:
+        process.process.join(300)
+    false = ["states were not looked at"]
+    while false and time.monotonic() - began < TRUE_WITHIN_S:
+        false = [why for _, family, root in roots for why in _false_states(world, family, root)]
+    true_after = time.monotonic() - began
+    broken += false
+    for lane, family, root in roots:
+        broken += [f"{family}: {why}" for why in _lost(world, lane, family, root, reference)]
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("HERD_SCRATCH", "").startswith(str(world.folder)):
+                broken.append(f"process {process.pid} ({process.name()}) is left over")
+        except psutil.Error:
+            continue
+    return broken + [f"{path} holds the secret" for path in _with_secret(world.folder)], true_after
+
+
+def _scratch(world: World, family: str) -> str:
+    return str(world.folder / "look" / family)
+
+
+def _false_states(world: World, family: str, root: Root) -> list[str]:
+    """Return where record, MLflow and Prefect do not agree on how a run ended, and whether none ended well."""
+    from mlflow import MlflowClient
+    from prefect import get_client
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    records, false = Runs(root).family(family), []
+    with temporary_settings({PREFECT_API_URL: world.prefect.uri}), get_client(sync_client=True) as client:
+        for record in records:
+            tracked = MlflowClient(world.mlflow.uri).get_run(record.mlflow_run).info.status
+            state = client.read_flow_run(record.prefect_run).state
+            said = f"record {record.state}, MLflow {tracked}, Prefect {state.name if state else 'nothing'}"
+            if (
+                tracked != STATUS[record.state]
+                or state is None
+                or not state.is_final()
+                or (record.state == "finished" and not state.is_completed())
+            ):
+                false.append(f"{record.name}: {said}")
+    if not any((record.state, record.verdict) == ("finished", "promoted") for record in records):
+        false.append(f"{family}: no run was promoted")
+    return false
+
+
+def _lost(world: World, lane: Lane, family: str, root: Root, reference: Undisturbed) -> Iterator[str]:
+    """Yield what differs from the undisturbed run: in each run that ended well, and in the root as a whole."""
+    from mlflow import MlflowClient
+
+    finished = [record for record in Runs(root).family(family) if record.state == "finished"]
+    for record in finished:
+        digests = bytes_made(root, record.name)
+        names = digests.keys() | reference.digests.keys()
+        differing = {name for name in names if digests.get(name) != reference.digests.get(name)}
+        if wrong := {name for name in differing if "/" in name or not lane.elastic}:
+            yield f"{record.name}: other bytes: {sorted(wrong)}"
+        if record.mlflow_stale:
+            words = ("mlflow", "sync", record.name)
+            world.command(*words, root=root.uri, scratch=root.local, printed=[]).process.join(300)
+        losses, bpb = _tracked(world, record.mlflow_run)
+        if [step for step, _ in losses] != [step for step, _ in reference.losses]:
+            yield f"{record.name}: points of the loss in MLflow are missing or doubled"
+        elif losses != reference.losses and not lane.elastic:
+            yield f"{record.name}: other losses in MLflow"
+        if abs(bpb / reference.bpb - 1) > (BPB_TOLERANCE if lane.elastic else 0):
+            yield f"{record.name}: eval/bpb {bpb}, undisturbed {reference.bpb}"
+    champion = current_label(PromotionLog(root, family).records, CHAMPION)
+    if champion not in {record.steps["anneal"].artifact for record in finished}:
+        yield f"the promotion log names {champion!r}"
+    version = MlflowClient(world.mlflow.uri).get_model_version_by_alias(family, CHAMPION)
+    if version.tags.get("herd.artifact") != champion:
+        yield f"MLflow's champion is {version.tags.get('herd.artifact')}"
+    yield from (str(damage) for damage in verify(root).damaged)
+    if left := root.names("in-progress"):
+        yield f"unfinished work is left: {left}"
+
+
+def _trained_again(world: World) -> int:
+    """Return how many tokens all finished runs trained more than once."""
+    from mlflow import MlflowClient
+
+    client, total = MlflowClient(world.mlflow.uri), 0.0
+    for lane in world.lanes:
+        for family, _ in lane.ended:
+            experiment = client.get_experiment_by_name(family)
+            runs = client.search_runs([experiment.experiment_id]) if experiment else []
+            for run in runs:
+                total += sum(point.value for point in client.get_metric_history(run.info.run_id, LOST_TOKENS))
+    return int(total)
+
+
+def _with_secret(folder: Path) -> Iterator[Path]:
+    """Yield the files that hold the store's secret, Swift's own configuration apart."""
+    for path, _, names in os.walk(folder):
+        for name in names:
+            file = Path(path) / name
+            if not name.endswith(".conf") and file.is_file() and SECRET.encode() in file.read_bytes():
+                yield file
+
+
+def chaos_rows(world: World, reference: Undisturbed, broken: list[str], true_after: float) -> Iterator[Row]:
+    """Yield the totals, and for each kind of fault how often it happened and how long the run took to get further."""
+    happened = Counter(injection.kind for injection in world.injections)
+    exits = sum((lane.exits for lane in world.lanes), Counter[int]())
+    ended = sum(len(lane.ended) for lane in world.lanes)
+    yield measured("chaos/violations", len(broken), "; ".join(broken)[:600], broken=broken)
+    yield measured("chaos/faults", sum(happened.values()), f"{len(happened)} of {len(FAULTS)} kinds")
+    yield measured("chaos/runs", ended, f"undisturbed and alone a run takes {reference.seconds:.0f} s")
+    statuses = ", ".join(f"{status}: {count}" for status, count in sorted(exits.items()))
+    yield measured("chaos/tries", sum(exits.values()) / max(1, ended), f"exit statuses {statuses}")
+    yield measured("chaos/true-after", true_after)
+    kept, lost = ended * reference.losses[-1][0], _trained_again(world)
+    yield measured("chaos/goodput", 100 * kept / max(1, kept + lost), f"{lost:,} tokens were trained again")
+    for kind in FAULTS:
+        times = sorted(t for i in world.injections if i.kind == kind for t in i.recovered.values())
+        note = f"{happened[kind]} times" + (f", longest {times[-1]:.0f} s" if times else "")
+        yield Row(f"recovery/{kind}", median(times) if times else None, "s", "", None, note)
