@@ -119,7 +119,7 @@ def write_access(root: Root, server: str, variables: dict[str, str]) -> Path:
 
 
 class NoServer(RuntimeError):
-    """A child server does not answer."""
+    """A server that herd needs does not answer, or refuses."""
 
 
 def prefect_command(port: int, host: str = LOOPBACK) -> list[str]:

@@ -40,7 +40,7 @@ from storage.root import Root
 from storage.secrets import split_login
 from tasks.cluster import Cluster
 from tasks.console import Console, current_console
-from tasks.errors import EvaluationFailed, StudyIncomplete, TrainingFailed
+from tasks.errors import EvaluationFailed, SchedulerRefused, StudyIncomplete, TrainingFailed
 from tasks.launch.local import slow_precision
 from tasks.models.lookup import label_of_alias
 from tasks.pipeline_steps import step_names
@@ -57,7 +57,10 @@ from tasks.tracking.prefect_artifacts import run_done
 
 PATIENCE_S = 60.0
 """Seconds that a finished run waits for an MLflow that is away; afterwards the reconciler sends the rest."""
-MISTAKES = (ValueError, TrainingFailed, EvaluationFailed, StudyIncomplete, CheckUnfinished, LeaseHeld, TooManyCrashes)
+MISTAKES = (
+    *(ValueError, TrainingFailed, EvaluationFailed, StudyIncomplete, CheckUnfinished, LeaseHeld, TooManyCrashes),
+    SchedulerRefused,
+)
 """Errors whose message is enough for the user; any other error is a bug in herd and keeps its traceback."""
 BEGUN = threading.Event()
 """Set once a flow of this process has begun its work: an earlier failure may be retried."""

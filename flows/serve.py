@@ -38,6 +38,7 @@ from flows.local_server import (
     LOOPBACK,
     PASSWORD,
     POOL,
+    NoServer,
     await_answer,
     child,
     server_command,
@@ -110,11 +111,11 @@ def setup(root: Root, api: str = "") -> list[str]:
 
 
 def deploy(environment: dict[str, str]) -> None:
-    """Register every deployment of prefect.yaml. Raises RuntimeError with Prefect's message."""
+    """Register every deployment of prefect.yaml. Raises NoServer with Prefect's message."""
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
     result = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
-        raise RuntimeError(f"prefect deploy --all failed:\n{result.stdout}{result.stderr}")
+        raise NoServer(f"prefect deploy --all failed:\n{result.stdout}{result.stderr}")
 
 
 def crash_zombies() -> AutomationCore:

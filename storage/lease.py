@@ -134,6 +134,17 @@ def lease_holders(root: Root, names: list[str], timing: LeaseTiming = LeaseTimin
     return held
 
 
+def lease_holder(root: Root, name: str) -> LeaseRecord | None:
+    """Return the record of the live holder of a lease, None if it is free; takes as long as `lease_holders`."""
+    if not lease_holders(root, [name]):
+        return None
+    if root.is_local:
+        return LeaseRecord.parse(_lease_file(root, name).read_text())
+    observation = LeaseObservation(root, name, LeaseTiming())
+    observation.look()
+    return observation.holder
+
+
 # The record of a lease.
 
 

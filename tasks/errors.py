@@ -17,5 +17,9 @@ class GateFailed(ValueError):
     """A gate between two sequence lengths failed; the text holds the numbers and the remedies."""
 
 
+class SchedulerRefused(RuntimeError):
+    """Slurm or Kubernetes refused a command, or does not answer; the text is its message."""
+
+
 class StudyIncomplete(RuntimeError):
     """Runs of a study did not come to their end; the text names them."""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import math
+import os
+import select
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +22,7 @@ from storage.root import Root
 RootOption = Annotated[
     str, typer.Option("--root", envvar="HERD_ROOT", help="Folder or s3://bucket/prefix for artifacts and runs.")
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON; all other lines go to standard error.")]
 FAILED, USAGE, REFUSED, INTERRUPTED = 1, 2, 3, 130
 """Exit statuses other than 0: failure, wrong input, the gate refused the model, Ctrl-C."""
 BUSY = (408, 429, 502, 503)
@@ -31,24 +37,41 @@ class DefaultGroup(TyperGroup):
     """A group whose first command is the default: `herd plan RECIPE`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
+        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
             args = [next(iter(self.commands)), *args]
         return super().parse_args(ctx, args)
 
 
 @contextmanager
 def mistakes() -> Iterator[None]:
-    """Turn wrong input, a full disk, a server that is away and Ctrl-C into plain lines and an exit status."""
+    """Turn what people, disks, schedulers and servers cause into plain lines and an exit status.
+
+    Only a bug in herd keeps its traceback; with HERD_TRACEBACK everything does.
+    """
     try:
         yield
     except KeyboardInterrupt:
         problems.print("[yellow]stopped[/]; the same command continues where it stopped")
         raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
-        status = _print_error(error)
+        status = None if os.environ.get("HERD_TRACEBACK") else _print_error(error)
         if status is None:
             raise
         raise typer.Exit(status) from None
+
+
+def print_json(document: Any) -> None:
+    """Print a document as JSON; numbers that JSON lacks (NaN) are null."""
+    import json
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(key): plain(part) for key, part in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(part) for part in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    print(json.dumps(plain(document), indent=1, ensure_ascii=False))
 
 
 def exit_as_judged(root: Root, run: str) -> None:
@@ -67,13 +90,17 @@ def _print_error(error: Exception) -> int | None:
     from llama3.evaluate.gate import CheckUnfinished
     from storage.filesystem import StoreError
     from storage.lease import LeaseHeld, LeaseLost
-    from tasks.errors import EvaluationFailed, InferenceFailed, StudyIncomplete, TrainingFailed
+    from tasks.errors import EvaluationFailed, InferenceFailed, SchedulerRefused, StudyIncomplete, TrainingFailed
 
-    failures = (TrainingFailed, EvaluationFailed, InferenceFailed, StudyIncomplete, CheckUnfinished, StoreError)
+    failures: tuple[type[Exception], ...] = (TrainingFailed, EvaluationFailed, InferenceFailed, StudyIncomplete)
+    failures += (CheckUnfinished, StoreError, SchedulerRefused)
     if isinstance(error, (ValueError, *failures, LeaseHeld, LeaseLost, NoServer)):
         for line in str(error).splitlines():
             problems.print(f"[red]error[/]  {escape(line)}")
         return _status(error)
+
+    if isinstance(error, (OSError, MemoryError)):
+        return _print_system_error(error)
 
     from httpx import HTTPStatusError, TransportError
 
@@ -90,13 +117,46 @@ def _print_error(error: Exception) -> int | None:
         problems.print(f"[red]error[/]  the Prefect server does not answer as it should ({escape(message)})")
         problems.print("nothing is lost; the same command continues where it stopped")
         return FAILED
+    return None
+
+
+def _print_system_error(error: OSError | MemoryError) -> int | None:
+    """Print what the system refused, and what to do; return the exit status, or None if the reader of a pipe left."""
     from storage.fetch import FULL
 
-    if isinstance(error, OSError) and error.errno in FULL:
+    if isinstance(error, MemoryError):
+        problems.print(f"[red]error[/]  memory: none is left ({escape(str(error) or 'out of memory')})")
+        problems.print("end other processes, or lower cluster.processes or --threads; the same command continues")
+    elif isinstance(error, BrokenPipeError) and _reader_left():
+        return None  # click ends it with status 1, as other programs do
+    elif error.errno in FULL:
         problems.print(f"[red]error[/]  root: no space left on the disk ({escape(str(error))})")
         problems.print("free some space and run the same command again; nothing is lost")
-        return FAILED
-    return None
+    else:
+        place = f"{error.filename}: " if error.filename else ""
+        problems.print(f"[red]error[/]  {escape(place + (error.strerror or str(error) or type(error).__name__))}")
+        remedy = "the same command continues; HERD_TRACEBACK=1 shows where it was"
+        problems.print(_REMEDIES.get(error.errno or 0, remedy))
+    return FAILED
+
+
+_REMEDIES = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "ask the owner for the permission, or choose another folder (--root)"),
+    errno.EROFS: "the file system is mounted read-only: choose another folder (--root)",
+    errno.EMFILE: "too many files are open: raise the limit with ulimit -n 65536",
+    errno.ENOLCK: "the file system has no locks (flock): choose another folder (--root), or mount it with locks",
+}
+"""Number of a system error -> what to do."""
+
+
+def _reader_left() -> bool:
+    """Return whether the reader of standard output is gone, as in `herd status | head`."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):
+        return False
+    return bool(poll.poll(0))
 
 
 def _status(error: Exception) -> int:

@@ -1,4 +1,4 @@
-"""The command line: `herd run | rerun | rehearse | report | inspect | schema`, and the commands of the other files.
+"""The command line: `herd run | rerun | fetch | rehearse | report | inspect | schema`, and the other files' commands.
 
 Commands import what they need when they run, so that `herd plan` answers in a second. Wrong input ends with plain lines
 and exit status 2, never with a traceback; docs/reference/commands.md lists every status.
@@ -17,20 +17,53 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from flows.cli import models, ops
-from flows.cli.errors import FAILED, DefaultGroup, RootOption, exit_as_judged, mistakes, out, problems, with_retries
+from flows.cli.errors import (
+    FAILED,
+    DefaultGroup,
+    JsonOption,
+    RootOption,
+    exit_as_judged,
+    mistakes,
+    out,
+    print_json,
+    problems,
+    with_retries,
+)
 from flows.cli.plan import planner
 from flows.cli.study import study
 from storage.processes import fix_import_path
 from storage.root import DEFAULT_ROOT, Root
 from storage.secrets import move_logins
 
+PANELS = {
+    "Start here": ("run", "plan", "status", "rerun", "up"),
+    "Runs and studies": ("logs", "stop", "report", "compare", "inspect", "study", "rehearse"),
+    "Recipes and data": ("fetch", "data", "schema"),
+    "Models": ("generate", "serve", "eval", "export", "promote", "approve", "reject", "rollback", "promotion-log"),
+    "Operation": ("doctor", "setup", "verify", "gc", "mlflow"),
+}
+"""Title -> commands, in the order of `herd --help`."""
+
+
+class Panels(TyperGroup):
+    """The commands in PANELS; one that is in none comes last."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        titles = {name: title for title, names in PANELS.items() for name in names}
+        for name, one in self.commands.items():
+            one.rich_help_panel = titles.get(name, "Other")  # type: ignore[attr-defined]
+        return [*(name for name in titles if name in self.commands), *(set(self.commands) - set(titles))]
+
+
 app = typer.Typer(
+    cls=Panels,
     help="Pretrain Llama 3 class models from raw text to a promoted checkpoint.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -53,6 +86,8 @@ def options(
 
 app.add_typer(planner, name="plan")
 app.add_typer(study, name="study")
+RecipeArgument = Annotated[Path, typer.Argument(help="YAML file of a recipe, such as recipes/quickstart.yaml.")]
+RunArgument = Annotated[str, typer.Argument(help="A run, such as quickstart-7.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a recipe field: stages.main.until=3M")]
 ProcessesOption = Annotated[int, typer.Option(help="Trainer processes; 0: the number in the cluster file, or 1.")]
 ClusterOption = Annotated[Path | None, typer.Option("--cluster", help="YAML file: processes, layout, launcher, hosts.")]
@@ -66,7 +101,7 @@ ThreadsOption = Annotated[int, typer.Option(envvar="HERD_THREADS", help="Process
 
 @app.command()
 def run(
-    recipe: Path,
+    recipe: RecipeArgument,
     set_: SetOption = None,
     root: RootOption = DEFAULT_ROOT,
     processes: ProcessesOption = 0,
@@ -77,15 +112,16 @@ def run(
         bool, typer.Option("--fresh", help="Start a new run even if the last one did not finish.")
     ] = False,
     restart_damaged: RestartOption = False,
+    json_: JsonOption = False,
 ) -> None:
     """Run the whole chain on this machine: raw text to a promoted model. An interrupted run is continued."""
     fields = {"recipe": str(recipe), "fresh": fresh, "until": until, "restart_damaged": restart_damaged}
-    _run(cluster, processes, threads, root=root, overrides=set_ or [], **fields)
+    _run(cluster, processes, threads, json_, root=root, overrides=set_ or [], **fields)
 
 
 @app.command()
 def rerun(
-    run: str,
+    run: RunArgument,
     from_: Annotated[
         str, typer.Option("--from", help="First step to redo; artifacts of earlier steps are reused.")
     ] = "",
@@ -96,15 +132,16 @@ def rerun(
     cluster: ClusterOption = None,
     until: UntilOption = "",
     restart_damaged: RestartOption = False,
+    json_: JsonOption = False,
 ) -> None:
     """Run the recipe of an earlier run again: reuse the artifacts before a step, redo the steps from it on."""
     fields = {"rerun_of": run, "from_step": from_, "until": until, "restart_damaged": restart_damaged}
-    _run(cluster, processes, threads, root=root, overrides=set_ or [], **fields)
+    _run(cluster, processes, threads, json_, root=root, overrides=set_ or [], **fields)
 
 
 @app.command()
 def fetch(
-    recipe: Path,
+    recipe: RecipeArgument,
     set_: SetOption = None,
     root: RootOption = DEFAULT_ROOT,
     jobs: Annotated[int, typer.Option(min=1, help="Files to download at the same time.")] = 8,
@@ -163,7 +200,7 @@ def fetch(
 
 @app.command()
 def rehearse(
-    recipe: Path,
+    recipe: RecipeArgument,
     set_: SetOption = None,
     root: RootOption = DEFAULT_ROOT,
     cluster: ClusterOption = None,
@@ -198,7 +235,7 @@ def rehearse(
 
 
 @app.command()
-def report(run: str, root: RootOption = DEFAULT_ROOT) -> None:
+def report(run: RunArgument, root: RootOption = DEFAULT_ROOT) -> None:
     """Write the report of a run again from its tracked values."""
     from tasks.report.run import make_report
 
@@ -208,16 +245,20 @@ def report(run: str, root: RootOption = DEFAULT_ROOT) -> None:
 
 @app.command()
 def inspect(
-    run: str,
+    run: RunArgument,
     tokens: Annotated[str, typer.Option(help="Positions from:to, such as 120M:121M.")],
     limit: Annotated[int, typer.Option(min=0, help="Maximum number of documents to list.")] = 20,
     root: RootOption = DEFAULT_ROOT,
+    json_: JsonOption = False,
 ) -> None:
     """Show the documents, sources and licenses of a run's tokens."""
     from tasks.models.lookup import inspect_run, inspection_tables
 
     with mistakes():
         inspection = inspect_run(Root.parse(root), run, tokens, limit)
+        if json_:
+            print_json({"run": run, **inspection.as_dict()})
+            return
         for table in inspection_tables(inspection):
             out.print(table)
             out.print()
@@ -230,19 +271,20 @@ data = typer.Typer(cls=DefaultGroup, help="The data alone, without training: `he
 
 @data.command("make")
 def make_data(
-    recipe: Path,
+    recipe: RecipeArgument,
     set_: SetOption = None,
     root: RootOption = DEFAULT_ROOT,
     threads: ThreadsOption = 0,
     cluster: ClusterOption = None,
 ) -> None:
     """Collect, curate and tokenize; the report has the data page. A later `herd run` reuses all of it."""
-    _run(cluster, 0, threads, root=root, overrides=set_ or [], recipe=str(recipe), fresh=False, until="tokenize")
+    fields = {"recipe": str(recipe), "fresh": False, "until": "tokenize"}
+    _run(cluster, 0, threads, False, root=root, overrides=set_ or [], **fields)
 
 
 @data.command("try")
 def try_data(
-    recipe: Path,
+    recipe: RecipeArgument,
     set_: SetOption = None,
     sample: Annotated[int, typer.Option(min=1, help="Documents of each source.")] = 1000,
     examples: Annotated[int, typer.Option(min=0, help="Documents to show of each outcome, at most 8.")] = 1,
@@ -274,7 +316,8 @@ def try_data(
 
 
 for command in (
-    *(models.generate, models.serve, models.export, ops.up, ops.setup, ops.status, ops.compare, ops.gc, ops.verify),
+    *(models.generate, models.serve, models.export, ops.up, ops.setup, ops.status, ops.logs, ops.stop, ops.compare),
+    *(ops.gc, ops.verify),
     *(ops.promote, ops.approve, ops.reject, ops.rollback, ops.promotion_log),
 ):
     app.command()(command)
@@ -294,12 +337,16 @@ def schema(
     print(study_reference() if study else recipe_reference(), end="")
 
 
-def _run(cluster_file: Path | None, processes: int, threads: int, **fields: Any) -> None:
-    """Run the pipeline with the parameters `fields` on the cluster of a file, or on this machine."""
+def _run(cluster_file: Path | None, processes: int, threads: int, json_: bool, **fields: Any) -> None:
+    """Run the pipeline with the parameters `fields` on the cluster of a file, or on this machine.
+
+    With `json_` standard output is the document of `herd status RUN --json`; all other lines go to standard error.
+    """
     from flows.local_server import quiet_prefect, start_temporary_server
     from flows.recipe_form import PipelineParameters
     from llama3.recipe.load import load_recipe
     from tasks.cluster import Cluster, load_cluster
+    from tasks.console import TerminalConsole, console_as
     from tasks.runs.preflight import check_place
     from tasks.runs.records import Runs, now
 
@@ -311,7 +358,8 @@ def _run(cluster_file: Path | None, processes: int, threads: int, **fields: Any)
         # find wrong input within a second, before Prefect starts
         recipe = runs.recipe(config.rerun_of) if config.rerun_of else load_recipe(Path(config.recipe), config.overrides)
         check_place(recipe, cluster, root)
-        out.print("[dim]starting Prefect[/]")
+        shown = problems if json_ else out
+        shown.print("[dim]starting Prefect[/]")
         quiet_prefect()
         ready = start_temporary_server(root)
         from httpx import HTTPError, HTTPStatusError, TransportError
@@ -319,14 +367,15 @@ def _run(cluster_file: Path | None, processes: int, threads: int, **fields: Any)
 
         from flows.pipeline import pipeline
         from tasks.runs.recovery import reconcile_record
-        from tasks.runs.status import summary_lines
+        from tasks.runs.status import run_document, summary_lines
         from tasks.tracking.mlflow_store import preload
 
         preload()  # while the server starts
         ready()
         began = now()
         try:
-            name = with_retries(lambda: pipeline(config))
+            with console_as(TerminalConsole(shown)):
+                name = with_retries(lambda: pipeline(config))
         except (TransportError, HTTPStatusError):  # the server went away; the run itself may be complete
             finished = [record.name for record in runs.all() if record.state == "finished" and record.ended > began]
             if not finished:
@@ -338,7 +387,9 @@ def _run(cluster_file: Path | None, processes: int, threads: int, **fields: Any)
         options = {"--cluster": cluster_file, "--processes": processes, "--threads": threads}
         arguments = [word for option, value in options.items() if value for word in (option, str(value))]
         for line in summary_lines(root, name, arguments):  # the summary proposes commands with the same options
-            out.print(line)
+            shown.print(line)
+        if json_:
+            print_json(run_document(root, name))
         exit_as_judged(root, name)
 
 

@@ -1,16 +1,31 @@
-"""Commands to operate herd: `herd up | setup | status | compare | gc | verify`, `herd mlflow`, and promotion."""
+"""Commands to operate herd: `herd up | setup | doctor | gc | verify`, `herd mlflow`, runs, and promotion."""
 
 from __future__ import annotations
 
 import os
+import time
 import webbrowser
+from contextlib import suppress
+from datetime import datetime
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 
-from flows.cli.errors import RootOption, exit_as_judged, mistakes, out, with_retries
+from flows.cli.errors import (
+    JsonOption,
+    RootOption,
+    exit_as_judged,
+    mistakes,
+    out,
+    print_json,
+    problems,
+    with_retries,
+)
 from storage.root import DEFAULT_ROOT, Root
+
+WATCH_S = 2.0
+"""Between two refreshes of `herd status --watch`."""
 
 mlflow = typer.Typer(help="Runs in MLflow.", no_args_is_help=True)
 
@@ -46,29 +61,92 @@ def setup(
 def status(
     run: Annotated[str, typer.Argument(help="A run; empty: all runs.")] = "",
     root: RootOption = DEFAULT_ROOT,
+    json_: JsonOption = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh in place until Ctrl-C.")] = False,
 ) -> None:
     """Show the state of runs: stage, position, loss, speed, goodput, last checkpoint, restarts, time left."""
+    from tasks.runs.status import run_document, runs_document, status_tables
+
+    place = Root.parse(root)
+    with mistakes():
+        if json_ and watch:
+            raise ValueError("--watch: refreshes a terminal, and --json is for programs; leave one out")
+        if json_:
+            print_json(run_document(place, run) if run else runs_document(place))
+        elif watch:
+            _watch(place, run)
+        else:
+            for table in status_tables(place, run or None):
+                out.print(table)
+                out.print()
+
+
+def _watch(root: Root, run: str) -> None:
+    """Show the tables again every WATCH_S until Ctrl-C; without a terminal, one after the other."""
+    from rich.console import Group
+    from rich.live import Live
+
     from tasks.runs.status import status_tables
 
+    with suppress(KeyboardInterrupt), Live(console=out, auto_refresh=False, vertical_overflow="crop") as live:
+        while True:
+            live.update(Group(*status_tables(root, run or None), f"[dim]{datetime.now():%H:%M:%S}, Ctrl-C leaves[/]"))
+            live.refresh()
+            time.sleep(WATCH_S)
+
+
+def logs(
+    run: Annotated[str, typer.Argument(help="A run, such as quickstart-7.")],
+    stage: Annotated[str, typer.Option(help="A stage; empty: the last one with logs.")] = "",
+    rank: Annotated[int, typer.Option(min=0, help="Rank of a trainer process.")] = 0,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print what is added until the run ends.")] = False,
+    root: RootOption = DEFAULT_ROOT,
+) -> None:
+    """Print the log of a trainer process: of the newest attempt, of rank 0 unless --rank says otherwise."""
+    from flows.run_control import find_log, follow_log
+
     with mistakes():
-        for table in status_tables(Root.parse(root), run or None):
-            out.print(table)
-            out.print()
+        if not follow:
+            path = find_log(Root.parse(root), run, stage, rank)
+            problems.print(f"[dim]{escape(str(path))}[/]")
+            out.file.write(path.read_text(errors="replace"))
+            return
+        with suppress(KeyboardInterrupt):
+            for text in follow_log(Root.parse(root), run, stage, rank):
+                out.file.write(text)
+                out.file.flush()
+
+
+def stop(
+    run: Annotated[str, typer.Argument(help="A run that works, such as quickstart-7.")],
+    wait: Annotated[float, typer.Option(min=0, help="Longest wait in seconds; 0: until it has ended.")] = 0,
+    root: RootOption = DEFAULT_ROOT,
+) -> None:
+    """Stop a run: its trainer saves a checkpoint and ends; the same command, or a Retry, continues there."""
+    from flows.run_control import stop_run
+
+    with mistakes():
+        out.print(escape(stop_run(Root.parse(root), run, lambda text: problems.print(escape(text)), wait)))
 
 
 def compare(
     runs: Annotated[list[str], typer.Argument(help="Two or more runs.")],
     root: RootOption = DEFAULT_ROOT,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+    json_: JsonOption = False,
 ) -> None:
     """Show the differences of runs in recipe and result, and write a page with curves over tokens."""
     from tasks.report.compare import compare_runs, comparison_tables, comparison_url
 
     with mistakes():
         result = compare_runs(Root.parse(root), runs)
-        for table in comparison_tables(result):
-            out.print(table)
+        if not json_:
+            for table in comparison_tables(result):
+                out.print(table)
         url = comparison_url(Root.parse(root), result)
+        if json_:  # for a program, which opens no browser
+            print_json({**result.as_dict(), "page": url})
+            return
         out.print(f"page: {url}")
         if browser:
             webbrowser.open(url)
@@ -192,12 +270,16 @@ def rollback(
 def promotion_log(
     family: Annotated[str, typer.Argument(help="Recipe family, such as quickstart.")],
     root: RootOption = DEFAULT_ROOT,
+    json_: JsonOption = False,
 ) -> None:
     """Show the promotion log of a family, the newest last, and the holder of each alias."""
-    from tasks.promotion.log import promotion_table
+    from tasks.promotion.log import promotion_document, promotion_table
 
     with mistakes():
-        out.print(promotion_table(Root.parse(root), family))
+        if json_:
+            print_json(promotion_document(Root.parse(root), family))
+        else:
+            out.print(promotion_table(Root.parse(root), family))
 
 
 def _decide(root: str, run: str, approved: bool, by: str, comment: str) -> None:

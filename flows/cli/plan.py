@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from flows.cli.errors import DefaultGroup, RootOption, mistakes, out, problems
+from flows.cli.errors import DefaultGroup, JsonOption, RootOption, mistakes, out, print_json, problems
 from storage.root import DEFAULT_ROOT, Root
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ planner = typer.Typer(
     no_args_is_help=True,
 )
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a recipe field: stages.main.until=3M")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 GpusOption = Annotated[
     list[str] | None, typer.Option("--gpus", help="GPUs of all stages, or of one: 8192, main=16384. Repeatable.")
 ]
@@ -29,7 +28,7 @@ GpusOption = Annotated[
 
 @planner.command("recipe")
 def plan_recipe(
-    recipe: Path,
+    recipe: Annotated[Path, typer.Argument(help="YAML file of a recipe, such as recipes/quickstart.yaml.")],
     set_: SetOption = None,
     cluster: Annotated[
         str,
@@ -51,7 +50,7 @@ def plan_recipe(
     from llama3.recipe.load import load_recipe
     from storage.fetch import use_fetched
     from tasks.models.start import known_tokenizer
-    from tasks.plan.recipe import make_plan, memory_lines, survey_chats, survey_evaluation
+    from tasks.plan.recipe import make_plan, memory_lines, plan_document, survey_chats, survey_evaluation
 
     with mistakes():
         loaded = load_recipe(recipe, set_)
@@ -70,12 +69,15 @@ def plan_recipe(
 
             fabric, here = open_cluster(cluster, sparse)
         if fabric is None:
-            options = {"--gpus": gpus, "--html": html, "--write": write, "--json": json_}
+            options = {"--gpus": gpus, "--html": html, "--write": write}
             if given := [name for name, value in options.items() if value]:
                 raise ValueError(
                     f"cluster: {', '.join(given)} need known devices and network; give a preset such as roce-24k "
                     "(herd plan presets) with --cluster, or write fabric: into the file"
                 )
+            if json_:
+                print_json(plan_document(plan))
+                return
             _print_plan(plan)
             if here is not None:  # the devices are unknown: only the memory of the fullest process can be computed
                 here.layout.check(plan.recipe.model, plan.rows, here.processes)
@@ -89,7 +91,7 @@ def plan_recipe(
         prices = {"gpu_hour": price, "pue": pue, **({"gpu_watts": watts} if watts else {})}
         planned = plan_on_cluster(plan, cluster, gpus or [], prices, sparse, Root.parse(root))
         if json_:
-            print(json.dumps(planned.as_json(top), indent=1))
+            print_json({**plan_document(plan), **planned.as_json(top)})
         else:
             _print_plan(plan, warnings=False)
             print_cluster_plan(planned, out, top)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
@@ -48,6 +48,30 @@ class Inspection:
     """Text at the start of each range; empty without a tokenizer."""
     complete: bool
     """Whether `documents` lists all ranges."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain values for JSON."""
+        counts = ("domains", "sources", "languages", "licenses")
+        excerpts = self.excerpts or [""] * len(self.documents)
+        return {
+            "from": self.start,
+            "to": self.stop,
+            **{name: {key: count._asdict() for key, count in getattr(self, name).items()} for name in counts},
+            "documents": [
+                {
+                    "position": use.position,
+                    "tokens": use.last - use.first + 1,
+                    "first_token": use.first,
+                    "epoch": use.epoch,
+                    "dataset": use.dataset,
+                    "source": use.source,
+                    "document": use.document,
+                    "text": text,
+                }
+                for use, text in zip(self.documents, excerpts, strict=True)
+            ],
+            "complete": self.complete,
+        }
 
 
 def stream_position(recipe: Recipe, position: int) -> int:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -163,7 +163,8 @@ def agent_variables(python: str, job: Path, logs: Path) -> dict[str, str]:
 
 
 LAUNCHERS = {"local": "tasks.launch.local", "slurm": "tasks.launch.slurm", "kubernetes": "tasks.launch.kubernetes"}
-"""A new launcher is a module with `launcher(cluster, name, agents)`, a line here, and its settings in `Cluster`."""
+"""A new launcher is a module with `launcher(cluster, name, agents)`, for a scheduler also `running_job(logs)`, a line
+here, and its settings in `Cluster`."""
 
 
 def launcher_of(cluster: Cluster, name: str, agents: Any) -> Launcher:
@@ -173,3 +174,10 @@ def launcher_of(cluster: Cluster, name: str, agents: Any) -> Launcher:
     """
     launcher: Launcher = import_module(LAUNCHERS[cluster.launcher]).launcher(cluster, name, agents)
     return launcher
+
+
+def orphans(attempts: Sequence[Path]) -> Iterator[Launch]:
+    """Yield the jobs of schedulers that run, with or without a supervisor, of attempts with these log folders."""
+    for name in ("slurm", "kubernetes"):
+        find = import_module(LAUNCHERS[name]).running_job
+        yield from (launch for logs in attempts if (launch := find(logs)) is not None)

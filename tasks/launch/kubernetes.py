@@ -19,6 +19,7 @@ import yaml
 from llama3.train.job import AttemptResult, first_failure, read_outcomes
 from storage.filesystem import write_atomic
 from tasks.cluster import Cluster
+from tasks.errors import SchedulerRefused
 from tasks.launch.base import NO_OUTCOME, agent_command, agent_variables, keep_job, same_job, trainer_environment
 from tasks.launch.local import Agents
 
@@ -60,7 +61,7 @@ class KubernetesLauncher:
         return launch
 
     def start(self, job: Path, processes: int, logs: Path) -> KubernetesLaunch:
-        """Create the job of an attempt, in place of one that has ended. Raises RuntimeError with kubectl's message."""
+        """Create the job of an attempt, in place of one that has ended. Raises SchedulerRefused."""
         logs.mkdir(parents=True, exist_ok=True)
         text = manifest_text(self.cluster, self.name, job, processes, logs)
         keep_job(job, logs)
@@ -82,6 +83,21 @@ class KubernetesLauncher:
 
 def launcher(cluster: Cluster, name: str, agents: Agents) -> KubernetesLauncher:
     return KubernetesLauncher(cluster, name)
+
+
+def running_job(logs: Path) -> KubernetesLaunch | None:
+    """Return the job that was created for the attempt with log folder `logs`, if it has not ended."""
+    manifest = logs / "job.yaml"
+    if not manifest.exists() or not shutil.which("kubectl"):
+        return None
+    made = yaml.safe_load(manifest.read_text())
+    settings = {"kind": made["kind"], "namespace": made["metadata"]["namespace"]}
+    launch = KubernetesLaunch(Cluster.model_validate({"kubernetes": settings}), made["metadata"]["name"])
+    resource = launch.read()  # of an earlier attempt, if that has the same name
+    if resource is None or ended(resource) or resource["metadata"]["annotations"]["herd/logs"] != str(logs):
+        return None
+    launch.logs = logs
+    return launch
 
 
 class KubernetesLaunch:
@@ -230,8 +246,8 @@ def ready_nodes(listed: Manifest, resource: str, amount: int) -> int:
 
 
 def kubectl(*arguments: str, stdin: str | None = None) -> str:
-    """Return the output of `kubectl arguments...`. Raises RuntimeError with its error message."""
+    """Return the output of `kubectl arguments...`. Raises SchedulerRefused with its error message."""
     done = subprocess.run(["kubectl", *arguments], capture_output=True, text=True, input=stdin, start_new_session=True)
     if done.returncode:
-        raise RuntimeError(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
+        raise SchedulerRefused(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout

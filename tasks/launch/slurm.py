@@ -18,6 +18,7 @@ from pathlib import Path
 from llama3.train.job import TERMINATED, AttemptResult, first_failure, last_lines, leave_by, read_outcomes
 from storage.filesystem import write_atomic
 from tasks.cluster import Cluster
+from tasks.errors import SchedulerRefused
 from tasks.launch.base import NO_OUTCOME, agent_command, agent_variables, keep_job, same_job, trainer_environment
 from tasks.launch.local import Agents
 
@@ -79,21 +80,17 @@ class SlurmLauncher:
         return launch
 
     def _submitted(self) -> SlurmLaunch | None:
-        listed = _squeue(f"--name={self.name}", "--format=%i %o").splitlines()
-        if not listed:
-            return None
-        job_id, script = listed[0].split(maxsplit=1)
-        return SlurmLaunch(job_id, Path(script).parent, self.cluster.slurm.poll_s)
+        return _job_of(self.name, self.cluster.slurm.poll_s)
 
     def start(self, job: Path, processes: int, logs: Path) -> SlurmLaunch:
-        """Submit `processes` ranks. Raises RuntimeError with sbatch's message if Slurm refuses them."""
+        """Submit `processes` ranks. Raises SchedulerRefused with sbatch's message."""
         logs.mkdir(parents=True, exist_ok=True)
         keep_job(job, logs)
         script = logs / "job.sbatch"
         write_atomic(script, slurm_script(self.cluster, self.name, job, processes, logs))
         try:
             return SlurmLaunch(_ask("sbatch", "--parsable", str(script)).split(";")[0], logs, self.cluster.slurm.poll_s)
-        except RuntimeError:
+        except SchedulerRefused:
             if (launch := self._submitted()) is None:  # a busy controller may take a job and not answer in time
                 raise
             return launch
@@ -104,6 +101,24 @@ class SlurmLauncher:
 
 def launcher(cluster: Cluster, name: str, agents: Agents) -> SlurmLauncher:
     return SlurmLauncher(cluster, name)
+
+
+def running_job(logs: Path) -> SlurmLaunch | None:
+    """Return the job that was submitted for the attempt with log folder `logs`, if it is queued or runs."""
+    script = logs / "job.sbatch"
+    if not script.exists() or not shutil.which("squeue"):
+        return None
+    names = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH --job-name=")]
+    launch = _job_of(names[0].partition("=")[2], poll_s=1.0) if names else None
+    return launch if launch is not None and launch.logs.resolve() == logs.resolve() else None
+
+
+def _job_of(name: str, poll_s: float) -> SlurmLaunch | None:
+    listed = _squeue(f"--name={name}", "--format=%i %o").splitlines()
+    if not listed:
+        return None
+    job_id, script = listed[0].split(maxsplit=1)
+    return SlurmLaunch(job_id, Path(script).parent, poll_s)
 
 
 class SlurmLaunch:
@@ -146,7 +161,7 @@ class SlurmLaunch:
         """Ask the ranks to save and exit, which may take longer than Slurm's grace; then cancel the job."""
         requested = time.time()
         if _state(self.job_id) not in ("", *QUEUED):
-            with suppress(RuntimeError):  # it ended at this moment
+            with suppress(SchedulerRefused):  # it ended at this moment
                 _ask("scancel", "--signal=TERM", self.job_id)
             job = next(path for path in self.logs.glob("*.json") if not path.name.startswith("node-"))  # see keep_job
             while _state(self.job_id) and time.time() < leave_by(job, requested):
@@ -196,12 +211,12 @@ def slurm_script(cluster: Cluster, name: str, job: Path, processes: int, logs: P
 
 
 def _state(job_id: str) -> str:
-    """Return the state of a job, or "" if it has ended. Raises RuntimeError if Slurm does not answer for LOST_S."""
+    """Return the state of a job, or "" if it has ended. Raises SchedulerRefused if Slurm does not answer for LOST_S."""
     return _squeue(f"--jobs={job_id}", "--format=%T")
 
 
 def _squeue(*options: str) -> str:
-    """Return what squeue lists, "" for a job that it forgot. Raises RuntimeError without an answer for LOST_S."""
+    """Return what squeue lists, "" for a job that it forgot. Raises SchedulerRefused without an answer for LOST_S."""
     deadline = time.monotonic() + LOST_S
     while True:
         done = subprocess.run(["squeue", "--noheader", *options], capture_output=True, text=True)
@@ -210,7 +225,7 @@ def _squeue(*options: str) -> str:
         if "Invalid job id" in done.stderr:
             return ""
         if time.monotonic() > deadline:
-            raise RuntimeError(f"squeue: {done.stderr.strip()}")
+            raise SchedulerRefused(f"squeue: {done.stderr.strip()}")
         time.sleep(1.0)
 
 
@@ -218,5 +233,5 @@ def _ask(*command: str) -> str:
     """Return the output of a command; it runs in its own session, so that Ctrl-C does not interrupt it."""
     done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
     if done.returncode:
-        raise RuntimeError(f"{shlex.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
+        raise SchedulerRefused(f"{shlex.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout.strip()

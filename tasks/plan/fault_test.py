@@ -40,6 +40,7 @@ from storage.page_cache import lazy_folder
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.console import Console, TerminalConsole
+from tasks.errors import TrainingFailed
 from tasks.launch.base import WATCH_S, Launch, fitting, launch_key, launcher_of
 from tasks.launch.local import rank_process
 from tasks.runs.progress import newest
@@ -187,11 +188,11 @@ class FaultInjector:
         deadline = time.monotonic() + LONGEST_S
         while not condition():
             if self.over.wait(LOOK_S) or time.monotonic() > deadline:
-                raise RuntimeError(f"the run ended, or did not go on for {LONGEST_S:.0f} s; its logs say why")
+                raise TrainingFailed(f"the run ended, or did not go on for {LONGEST_S:.0f} s; its logs say why")
 
     def _wait_until(self, moment: float) -> None:
         if self.over.wait(max(0.0, moment - time.time())):
-            raise RuntimeError("the run ended before its failures did; its logs say why")
+            raise TrainingFailed("the run ended before its failures did; its logs say why")
 
 
 # What a replay of failures is asked and what it answers: a scaled trace, and prediction beside measurement.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate, groupby
@@ -236,6 +236,38 @@ def _found(recipe: Recipe, found: DomainSurvey) -> str:
     made = f", {found.generated / found.bytes:.0%} of it generated problems" if found.generated else ""
     unread = f"; cannot be read: {found.left_out}" if found.left_out else ""
     return f"{least}{found.bytes / 1e6:.1f} MB in {found.documents:,} documents{made}{unread}"
+
+
+def plan_document(plan: RunPlan) -> dict[str, Any]:
+    """Return what the stage table and the lines below it show, as plain values."""
+    model, (dense, causal), schedule = plan.recipe.model, plan.flops(), plan.schedule
+    fields = ("layers", "dim", "ffn", "heads", "kv_heads")
+    return {
+        "recipe": plan.recipe.name,
+        "model": {"parameters": plan.parameters, "rows": plan.rows, **{name: getattr(model, name) for name in fields}},
+        "tokens": schedule.tokens,
+        "steps": schedule.steps,
+        "flops": {"6n": dense, "6n_causal_attention": causal},
+        "schedule": [
+            {
+                "stage": span.name,
+                "kind": span.stage.kind,
+                "from": span.start,
+                "tokens": span.tokens,
+                "steps": span.steps,
+                "seq_len": list(span.stage.lengths),
+                "batch": span.segments[-1].batch,
+                "lr": [schedule.lr_at(span.start), schedule.lr_at(span.end - span.segments[-1].batch)],
+                "mix": {domain: float(share) for domain, share in span.shares.items()},
+            }
+            for span in schedule.spans
+        ],
+        "sources": [
+            {**asdict(found), "tokens_needed": tokens_needed(plan.recipe, found.domain, found.name)}
+            for found in plan.sources
+        ],
+        "warnings": plan.warnings,
+    }
 
 
 def memory_lines(plan: RunPlan, layout: Layout, processes: int, micro_batch: int) -> list[str]:

@@ -12,7 +12,7 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.markup import escape
@@ -367,6 +367,21 @@ def logged_label(root: Root, family: str, alias: str) -> str:
     return current_aliases(read_log(root, family)).get(alias, "")
 
 
+def promotion_document(root: Root, family: str) -> dict[str, Any]:
+    """Return the log as plain values, oldest first. Raises ValueError as `promotion_table`."""
+    log = _known_log(root, family)
+    records = [{**record.model_dump(exclude={"evidence", "signature"}), "why": record.why} for record in log]
+    return {"family": family, "aliases": current_aliases(log), "records": records}
+
+
+def _known_log(root: Root, family: str) -> Log:
+    log = read_log(root, family)
+    if not log:
+        known = ", ".join(families(root)) or "none yet"
+        raise ValueError(f"family {family!r} has no promotions under {root.uri}; families: {known}")
+    return log
+
+
 COLUMNS = ("n", "time", "what", "model", "holds", "by", "why")
 
 
@@ -375,10 +390,7 @@ def promotion_table(root: Root, family: str) -> Table:
 
     Raises ValueError if the family has no log, or it is damaged.
     """
-    log = read_log(root, family)
-    if not log:
-        known = ", ".join(families(root)) or "none yet"
-        raise ValueError(f"family {family!r} has no promotions under {root.uri}; families: {known}")
+    log = _known_log(root, family)
     aliases: dict[str, list[str]] = {}
     for alias, label in sorted(current_aliases(log).items()):
         aliases.setdefault(label, []).append(alias)

@@ -70,6 +70,8 @@ class ComparedRun:
     record: RunRecord
     series: dict[str, Series]
     scores: dict[str, float]
+    results: dict[str, float]
+    """Tokens trained on, means of the last tenth of SHOWN, and the scores."""
 
 
 class Comparison(NamedTuple):
@@ -81,6 +83,13 @@ class Comparison(NamedTuple):
     """Recipe fields that differ."""
     results: Rows
     """Headline results."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what differs, a text for each run in the order of `runs`, and the results of each run as numbers."""
+        results = [
+            {"state": run.record.state, "verdict": run.record.verdict or None, **run.results} for run in self.runs
+        ]
+        return {"runs": self.names, "recipe": dict(self.differences), "results": results}
 
 
 def compare_runs(root: Root, names: list[str]) -> Comparison:
@@ -97,12 +106,12 @@ def compare_runs(root: Root, names: list[str]) -> Comparison:
             if artifact.manifest.kind in ("evaluation", "gate"):
                 scores |= scores_of(artifact)
         series = read_series(stages, THINNED, keys=[key for _, keys in FIGURES.values() for key in keys], points=POINTS)
-        compared.append(ComparedRun(record, series, scores))
         plain = resolved(runs.recipe(record.name))
         recipes.append(flatten({**plain, "stages": {stage["name"]: stage for stage in plain["stages"]}}))
         positions.append(max((int(stage.metadata["end"]) for stage in stages), default=0))
         tails = {key: series[key][-metrics.window(len(series[key])) :] for key in SHOWN if series.get(key)}
         last.append({**{key: fmean(value for _, value in tail) for key, tail in tails.items()}, **scores})
+        compared.append(ComparedRun(record, series, scores, {"tokens": positions[-1], **last[-1]}))
 
     def text(value: object) -> str:
         return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -110,8 +110,7 @@ def _standing(root: Root, store: Store, record: RunRecord, holder: str) -> RunPr
     losses = tuple(artifact.metadata[key] for artifact in trained for key in ("first_loss", "last_loss"))
     saved = SavedCheckpoint(trained[-1].metadata["end"], trained[-1].created) if trained else None
     # restarts of trainers by their logs on this machine, or else those of the run itself
-    stages = [path for path in root.file("runs", record.name, "logs").glob("*") if path.is_dir()]
-    starts = sum(max(0, len(list(stage.glob("attempt-*"))) - 1) for stage in stages)
+    starts = sum(max(0, len(attempts) - 1) for attempts in log_folders(root, record.name).values())
     restarts = max(starts, record.attempts - 1)
     base = RunProgress(record, recipe, holder, step, position, [], saved, losses, restarts)
     span = next((span for span in Schedule(recipe).trained if span.name == step), None)
@@ -125,6 +124,15 @@ def _standing(root: Root, store: Store, record: RunRecord, holder: str) -> RunPr
     recent = (read_journal(root.file("work", work, "journal.jsonl"), after) or _stored(root, work))[-SMOOTHED:]
     position = max(position, recent[-1].position if recent else 0, saved.position if saved else 0)
     return replace(base, position=position, recent=recent, saved=saved)
+
+
+def log_folders(root: Root, run: str) -> dict[str, list[Path]]:
+    """Return stage -> log folders of its attempts, both oldest first, as far as they are on this machine."""
+    stages = [path for path in root.file("runs", run, "logs").glob("*") if path.is_dir()]
+    return {
+        stage.name: sorted(stage.glob("attempt-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+        for stage in sorted(stages, key=lambda path: path.stat().st_ctime)
+    }
 
 
 def artifact_of(store: Store, record: RunRecord, step: str) -> Artifact | None:

@@ -10,8 +10,10 @@ import math
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
+from itertools import groupby
+from typing import Any
 
 from rich.markup import escape
 
@@ -32,7 +34,7 @@ from tasks.format import (
     format_losses,
 )
 from tasks.promotion.log import CHALLENGER, PENDING_APPROVAL
-from tasks.runs.progress import RunProgress, artifact_of, run_progress
+from tasks.runs.progress import RunProgress, artifact_of, log_folders, run_progress
 from tasks.runs.records import RunRecord, Runs, trained_stages
 from tasks.stages.alerts import read_alerts
 from tasks.tracking.mlflow_store import run_page, server_uri, tracking_uri
@@ -84,6 +86,69 @@ def status_tables(root: Root, run: str | None) -> list[FittedTable | FactTable]:
         alerts,
     ]
     return [table for table in tables if table.rows]
+
+
+def runs_document(root: Root) -> dict[str, Any]:
+    """Return the newest MOST runs of `root` as plain values, newest last: `herd status --json`."""
+    progress = run_progress(root, Runs(root).all()[-MOST:])
+    return {"root": root.uri, "runs": [_document(root, run) for run in progress]}
+
+
+def run_document(root: Root, name: str) -> dict[str, Any]:
+    """Return one run with its steps, trainers, alerts and scores: `herd status RUN --json` and `herd run --json`.
+
+    Raises ValueError if the run does not exist.
+    """
+    (run,) = run_progress(root, [Runs(root).find(name)])
+    record, store = run.record, open_store(root)
+    spans = trained_stages(run.recipe, record)
+    model = artifact_of(store, record, spans[-1].name) if spans else None
+    scored = [step for span in spans if (step := f"evaluate-{span.stage.name}") in record.steps]
+    evaluation = artifact_of(store, record, scored[-1]) if scored else None
+    scores: dict[str, Any] = {}
+    if evaluation is not None:
+        from llama3.evaluate.scores import read_scores  # imports pyarrow
+
+        for key, score in sorted(read_scores(evaluation.path).items()):
+            scores[key] = {"value": score.value, "low": score.low, "high": score.high, "n": score.n}
+    report = root.join("runs", name, "report.html")
+    return {
+        **_document(root, run),
+        "report": report if root.read("runs", name, "report.html") is not None else None,
+        "model": f"{model.uri.removeprefix('file://')}/model" if model else None,
+        "scores": scores,
+        "steps": [{"step": step, **taken.model_dump()} for step, taken in record.steps.items()],
+        "trainers": [
+            {"stage": stage, "attempt": number, "ended": how, "cause": cause, "why": why}
+            for stage, number, how, cause, why in _endings(root, name)
+        ],
+        "alerts": [alert.model_dump() for alert in read_alerts(root, name)],
+    }
+
+
+def _document(root: Root, run: RunProgress) -> dict[str, Any]:
+    """Return what both JSON documents say of a run; absent values are null."""
+    kept = ("family", "started", "ended", "attempts", "code", "recipe_digest", "rerun_of", "until", "verdict", "error")
+    return {
+        "run": run.record.name,
+        "state": run.state,
+        **{name: getattr(run.record, name) or None for name in kept},
+        "process": run.holder or None,
+        "step": run.step or None,
+        "position": run.position,
+        "tokens": run.total,
+        "loss": run.loss,
+        "tokens_per_s": _mean_rate(run),
+        "goodput": run.last(metrics.GOODPUT),
+        "remaining_s": run.remaining_s if run.holder else None,
+        "last_step_time": run.recent[-1].time if run.recent else None,
+        "checkpoint": run.saved._asdict() if run.saved else None,
+        "restarts": run.restarts,
+        "peak_memory_gib": run.record.peak_memory_gib,
+        "mlflow_run": run.record.mlflow_run or None,
+        "prefect_run": run.record.prefect_run or None,
+        "folder": root.join("runs", run.record.name),
+    }
 
 
 def _all(progress: list[RunProgress], now: float) -> FittedTable:
@@ -174,14 +239,19 @@ def _steps(store: Store, run: RunProgress) -> FittedTable:
 def _attempts(root: Root, run: RunProgress) -> FittedTable:
     """Return how each attempt of a trainer ended, by the local logs; a single successful one is left out."""
     table = FittedTable("trainers", ("stage", "attempt", "ended", "cause", "why"))
-    logs = root.file("runs", run.record.name, "logs")
-    for stage in sorted((path for path in logs.glob("*") if path.is_dir()), key=lambda path: path.stat().st_ctime):
-        attempts = sorted(stage.glob("attempt-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-        endings = [_ending(read_outcomes(attempt)) for attempt in attempts]
-        if len(endings) > 1 or any(how != "complete" for how, _, _ in endings):
-            for number, (how, cause, why) in enumerate(endings, start=1):
-                table.add_row(stage.name, str(number), how, cause, escape(why))
+    for stage, endings in groupby(_endings(root, run.record.name), key=lambda ending: ending[0]):
+        ended = list(endings)
+        if len(ended) > 1 or any(how != "complete" for _, _, how, _, _ in ended):
+            for _, number, how, cause, why in ended:
+                table.add_row(stage, str(number), how, cause, escape(why))
     return table
+
+
+def _endings(root: Root, run: str) -> Iterator[tuple[str, int, str, str, str]]:
+    """Yield stage, number, end, cause and reason of each attempt of a trainer, by the logs on this machine."""
+    for stage, attempts in log_folders(root, run).items():
+        for number, attempt in enumerate(attempts, start=1):
+            yield stage, number, *_ending(read_outcomes(attempt))
 
 
 def _ending(outcomes: list[AttemptResult]) -> tuple[str, str, str]:
@@ -210,8 +280,13 @@ def _left(run: RunProgress) -> str:
 
 
 def _rate(run: RunProgress) -> str:
+    return "" if (rate := _mean_rate(run)) is None else tokens(rate)
+
+
+def _mean_rate(run: RunProgress) -> float | None:
+    """Return the tokens per second of the last steps; None if no process works on the run."""
     rates = [record.metrics[metrics.TOKENS_PER_S] for record in run.recent if metrics.TOKENS_PER_S in record.metrics]
-    return tokens(sum(rates) / len(rates)) if rates and run.holder else ""
+    return sum(rates) / len(rates) if rates and run.holder else None
 
 
 def _number(value: float | None) -> str:

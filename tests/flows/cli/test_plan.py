@@ -12,6 +12,7 @@ from flows.cli.main import app
 from llama3.planner.validation import run, step
 from llama3.recipe.load import to_yaml
 from tasks.cluster import load_cluster
+from tests.flows.cli.test_commands import documented
 from tests.llama3.planner.plan_samples import cluster_file, recipe
 
 
@@ -60,6 +61,7 @@ def test_json_is_json_though_files_are_written_too(room: Path) -> None:
     found = ask(*words)
     assert found.exit_code == 0
     told = strict(found.stdout)
+    assert sorted(told) == sorted([*documented("herd plan RECIPE"), *documented("herd plan RECIPE --cluster")])
     assert [part["gpus"] for part in told["stages"]] == [16, 16]
     assert "p.html" in found.stderr
     assert (room / "p.html").read_text().startswith("<!doctype html>")

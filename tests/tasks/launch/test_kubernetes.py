@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from llama3.train import launch
 from llama3.train.job import AttemptResult
 from tasks.cluster import Cluster
+from tasks.launch.base import orphans
 from tasks.launch.kubernetes import KubernetesLauncher, ended, job_name, manifest, manifest_text, ready_nodes
 
 JOB, LOGS = Path("/herd/work/main-1a2b/job.json"), Path("/herd/runs/tiny-1/logs/main/attempt 2")
@@ -217,8 +218,10 @@ def test_a_new_supervisor_finds_the_job(tmp_path: Path, monkeypatch: pytest.Monk
     found = KubernetesLauncher(cluster, "main-1a2b").live(job)
     assert found is not None
     assert (found.logs, found.label) == (first, "JobSet herd-main-1a2b")
+    assert [(one.logs, one.label) for one in orphans([first, second])] == [(first, "JobSet herd-main-1a2b")]
     read = json.loads((tmp_path / "job.json").read_text())
     (tmp_path / "job.json").write_text(json.dumps(read | {"status": {"conditions": [FAILED]}}))
+    assert list(orphans([first])) == []
     over = found.poll()
     assert over is not None
     assert (over.status, over.message) == (1, "JobSet herd-main-1a2b: Failed: FailedJobs a job failed")

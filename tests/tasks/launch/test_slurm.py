@@ -18,7 +18,7 @@ from llama3.parallel.layout import Layout
 from llama3.recipe.schedule import Schedule
 from llama3.train.job import AttemptResult, read_outcomes
 from tasks.cluster import Cluster, EvaluationCluster, load_cluster
-from tasks.launch.base import Launch, fitting
+from tasks.launch.base import Launch, fitting, orphans
 from tasks.launch.slurm import CHECKOUT, SlurmLaunch, SlurmLauncher, slurm_script
 from tasks.stages.evaluate import run_evaluation
 from tests.agents import shared_agents
@@ -133,6 +133,7 @@ def test_killed_rank_and_lost_node(running: None, undisturbed: Path, tmp_path: P
     launcher = SlurmLauncher(cluster, "lost-node")
     assert launcher.capacity() == 2
     launch = launcher.start(path, 2, tmp_path / "logs" / "attempt-1")
+    assert [one.label for one in orphans([launch.logs, tmp_path])] == [launch.label]  # as `herd stop` finds it
     wait_for(lambda: len(records(path)) >= 5, launch)
     rank_of(path, 1).kill()
     wait_for(lambda: launch.poll() is not None)

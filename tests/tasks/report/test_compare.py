@@ -18,6 +18,7 @@ from storage.processes import free_port
 from storage.root import Root
 from tasks.report import compare
 from tasks.report.compare import TAG, chart_view_key, chart_view_tag
+from tests.flows.cli.test_commands import documented
 from tests.tasks.mlflow_server import use
 from tests.tasks.tracked_run import DOMAINS, TrackedRun, two_runs
 
@@ -58,6 +59,14 @@ def test_without_a_server_there_are_tables_and_a_page_of_our_own(root: Root, mon
     assert "http" not in text.replace("http://www.w3.org", ""), "nothing is fetched"
     for title in ("Loss by domain", "Schedule", "Throughput", "Evaluations", "Recipe fields that differ"):
         assert f"<h2>{title}</h2>" in text
+
+
+def test_a_program_gets_numbers(root: Root) -> None:
+    document = compare.compare_runs(root, ["tiny-1", "tiny-2"]).as_dict()
+    assert [*document, "page"] == documented("herd compare")
+    assert document["recipe"]["seed"] == ["3", "4"]
+    assert [(one["verdict"], one["eval/bpb"]) for one in document["results"]] == [("promoted", 1.5), ("promoted", 1.0)]
+    assert document["results"][0]["tokens"] > 0
 
 
 def test_a_mistake_is_named(root: Root) -> None:
