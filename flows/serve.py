@@ -8,6 +8,7 @@ by default and are children of this process: Ctrl-C, SIGTERM or the end of one s
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import socket
@@ -19,17 +20,24 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
+from uuid import UUID
 
+import httpx
 from prefect import get_client
+from prefect.blocks.core import Block
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import StateType
 from prefect.context import refresh_global_settings_context
-from prefect.events.actions import ChangeFlowRunState, DoNothing
+from prefect.events.actions import CallWebhook, ChangeFlowRunState, DoNothing, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
 from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
+from prefect.types import SecretDict
 from prefect.workers.process import ProcessWorker
+from pydantic import SecretStr
 from rich.console import Console
 from rich.markup import escape
 
@@ -60,15 +68,20 @@ WATCHED = "herd"
 """Tag of the deployments whose flow runs have such a heartbeat."""
 RETIRED = "herd: resume crashed runs"
 """Automation of earlier versions; the reconciler (tasks/runs/recovery.py) restarts crashed flow runs now."""
+EXAMPLE, NOTIFY, BLOCK = "herd: alerts (example)", "herd: notify", "herd-notify"
+EVENTS = {"herd.run.ended", "herd.alert.*"}
+"""What NOTIFY sends."""
+HELLO_S = 20.0
+"""Time limit of the first message."""
 RECONCILE_S = 30.0
 """Seconds between two passes of the reconciler while `herd up` runs."""
 
 
-def setup(root: Root, api: str = "") -> list[str]:
+def setup(root: Root, api: str = "", notify: str = "") -> list[str]:
     """Create what is missing on the Prefect server `api` (or the configured one); return one line for each object.
 
-    Existing objects are kept, also changed ones. Raises ValueError if no server is configured: a temporary one would
-    lose them.
+    Existing objects are kept, also changed ones; only the address `notify` (see `send_events`) replaces an earlier one.
+    Raises ValueError if no server is configured: a temporary one would lose them.
     """
     with temporary_settings({PREFECT_API_URL: api} if api else {}):
         if not PREFECT_API_URL.value():
@@ -102,7 +115,11 @@ def setup(root: Root, api: str = "") -> list[str]:
                 created[slug] = True
             for retired in client.read_automations_by_name(RETIRED):
                 client.delete_automation(retired.id)
-            for automation in (crash_zombies(), example_alert()):
+            if notify:
+                send_events(client, notify)
+                created[f"automation {NOTIFY!r}"] = True
+            told = bool(client.read_automations_by_name(NOTIFY))
+            for automation in (crash_zombies(), *([] if told else [example_alert()])):
                 missing = not client.read_automations_by_name(automation.name)
                 if missing:
                     client.create_automation(automation)
@@ -144,18 +161,83 @@ def crash_zombies() -> AutomationCore:
 def example_alert() -> AutomationCore:
     """Automation to edit into a notification: its action does nothing until a notification block replaces it."""
     return AutomationCore(
-        name="herd: alerts (example)",
+        name=EXAMPLE,
         description="Fires at every herd.alert.* event (loss spike, no progress, straggler, disk, failed gate). "
-        "Replace the action by 'Send a notification'; the payload has run, stage, text and position.",
+        "`herd setup --notify URL` replaces it by one that tells people. The payload has run, stage, text, position.",
         trigger=EventTrigger(expect={"herd.alert.*"}, posture=Posture.Reactive, threshold=1, within=timedelta(0)),
         actions=[DoNothing()],
+    )
+
+
+# What people are told: how runs end and alerts of runs that work.
+
+TEXT = (
+    "{% set p = event.payload %}{{ p.run }}{% if event.event == 'herd.run.ended' %} {{ p.verdict or p.state }}"
+    "{% if p.error %}: {{ p.error }}{% endif %}{% else %} {{ p.stage }}: {{ event.event.split('.')[-1] }}: {{ p.text }}"
+    "{% endif %}"
+)
+"""Jinja template of a message: `quickstart-7 failed: TrainingFailed: ...`, `quickstart-7 main: disk: 1.2 GB free`."""
+PAYLOAD = (
+    "{% set text %}" + TEXT + "{% endset %}"
+    '{"text": {{ text|string|tojson }}, "event": {{ event.event|tojson }}, "time": {{ event.occurred|string|tojson }}, '
+    '"payload": {{ event.payload|tojson }}}'
+)
+"""Of a webhook, as JSON: `text` is what chat services show."""
+
+
+def send_events(client: SyncPrefectClient, url: str) -> None:
+    """Send a first message to `url`, and let an automation send the events of runs there.
+
+    An address that Apprise knows (slack://, mailto://, https://hooks.slack.com/...) gets a text, any other http(s)
+    address a POST of JSON. It is kept as a secret of a Prefect block. Raises ValueError if it is neither, or if the
+    message does not arrive.
+    """
+    from apprise import Apprise
+    from prefect.blocks.notifications import SlackWebhook
+    from prefect.blocks.webhook import Webhook
+
+    hello, text = "herd", "herd sends failed, refused and finished runs here, and alerts: stalled, spike, disk"
+    scheme = url.partition("://")[0]
+    logging.getLogger("apprise").disabled = True  # it prints an address that it does not know
+    if Apprise.instantiate(url, suppress_exceptions=True):
+        # Of Prefect's blocks this one passes any address of Apprise on.
+        block: Block = SlackWebhook(url=SecretStr(url))
+        arrived = Apprise([url]).notify(text, title=hello)
+    elif scheme in ("http", "https"):
+        block = Webhook(url=SecretStr(url), headers=SecretDict({"Content-Type": "application/json"}))
+        try:
+            arrived = httpx.post(url, json={"text": text, "event": "herd.hello"}, timeout=HELLO_S).is_success
+        except (httpx.HTTPError, httpx.InvalidURL):
+            arrived = False
+    else:
+        raise ValueError(
+            f"--notify: {scheme!r} is no scheme of a webhook (https://) or of Apprise (slack://, mailto://)"
+        )
+    if not arrived:
+        raise ValueError("--notify: the address does not take messages; check it, and that this machine reaches it")
+    identifier = cast("UUID", block.save(BLOCK, overwrite=True))
+    action: CallWebhook | SendNotification
+    if isinstance(block, Webhook):
+        action = CallWebhook(block_document_id=identifier, payload=PAYLOAD)
+    else:
+        action = SendNotification(block_document_id=identifier, subject="herd: {{ event.payload.run }}", body=TEXT)
+    for name in (NOTIFY, EXAMPLE):
+        for earlier in client.read_automations_by_name(name):
+            client.delete_automation(earlier.id)
+    client.create_automation(
+        AutomationCore(
+            name=NOTIFY,
+            description="Sends how runs end, and their alerts, to the address of `herd setup --notify`.",
+            trigger=EventTrigger(expect=EVENTS, posture=Posture.Reactive, threshold=1, within=timedelta(0)),
+            actions=[action],
+        )
     )
 
 
 console = Console(highlight=False, soft_wrap=True)
 
 
-def serve(root: Root, prefect_port: int, mlflow_port: int, host: str = LOOPBACK) -> None:
+def serve(root: Root, prefect_port: int, mlflow_port: int, host: str = LOOPBACK, notify: str = "") -> None:
     """Start the missing servers, print the two addresses, and reconcile runs until a signal or a server ends it.
 
     Raises ValueError if a port is taken or the code is not in a checkout.
@@ -180,7 +262,7 @@ def serve(root: Root, prefect_port: int, mlflow_port: int, host: str = LOOPBACK)
         }
         for health, process in started.items():
             await_answer(health, process)
-        for line in setup(root):
+        for line in setup(root, notify=notify):
             console.print(f"[dim]{line}[/]")
         deploy(environment)
         worker = children.enter_context(child("worker", worker_command(), root.local, environment))

@@ -28,6 +28,15 @@ WATCH_S = 2.0
 """Between two refreshes of `herd status --watch`."""
 
 mlflow = typer.Typer(help="Runs in MLflow.", no_args_is_help=True)
+NotifyOption = Annotated[
+    str,
+    typer.Option(
+        envvar="HERD_NOTIFY",
+        show_envvar=True,
+        show_default=False,
+        help="Webhook or Apprise address to tell of failed, refused, stalled and finished runs, spikes, full disks.",
+    ),
+]
 
 
 def up(
@@ -35,23 +44,25 @@ def up(
     prefect_port: Annotated[int, typer.Option(help="Port of the Prefect server.")] = 4200,
     mlflow_port: Annotated[int, typer.Option(help="Port of the MLflow server.")] = 5000,
     host: Annotated[str, typer.Option(help="Address to bind to; MLflow has no password there.")] = "127.0.0.1",
+    notify: NotifyOption = "",
 ) -> None:
     """Start a Prefect server, an MLflow server and a worker on this machine, and register the deployments."""
     from flows.serve import serve
 
     with mistakes():
-        serve(Root.parse(root), prefect_port, mlflow_port, host)
+        serve(Root.parse(root), prefect_port, mlflow_port, host, notify)
 
 
 def setup(
     root: RootOption = DEFAULT_ROOT,
     deploy: Annotated[bool, typer.Option(help="Also register the deployments of prefect.yaml.")] = True,
+    notify: NotifyOption = "",
 ) -> None:
     """Create work pool, queues, result storage and automations on the server of PREFECT_API_URL; safe to repeat."""
     from flows import serve
 
     with mistakes():
-        for line in serve.setup(Root.parse(root)):
+        for line in serve.setup(Root.parse(root), notify=notify):
             out.print(line)
         if deploy:
             serve.deploy(dict(os.environ))

@@ -34,6 +34,7 @@ from tasks.promotion.log import PromotionLog, families
 from tasks.runs.records import OPEN, DamagedRecord, Runs, State, now
 from tasks.study.records import FOLDER, Studies
 from tasks.tracking.backfill import STATUS, backfill_run
+from tasks.tracking.events import run_ended
 from tasks.tracking.mlflow import AWAY, MLflowTracker
 from tasks.tracking.registry import Registry
 
@@ -135,6 +136,8 @@ def reconcile_record(
                 record.state, record.ended = state, now()
                 record.error = record.error or (GONE if state == "interrupted" else state)
                 records.save(record)
+                if is_run:
+                    run_ended(record, root.uri)
     except (LeaseHeld, DamagedRecord):  # `herd verify` reports a damaged record
         return []
     except ValueError:  # the record was deleted

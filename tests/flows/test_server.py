@@ -5,10 +5,15 @@ The tests are in this order because each part changes what the next finds on the
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
@@ -23,12 +28,15 @@ from prefect.states import AwaitingRetry, Cancelled, Crashed, Running
 
 from flows.crash_recovery import steps_back, thin_out, was_resumed
 from flows.local_server import POOL
-from flows.serve import QUEUES, RESULTS, RETIRED, crash_zombies, setup
+from flows.serve import EXAMPLE, NOTIFY, QUEUES, RESULTS, RETIRED, crash_zombies, setup
 from llama3.recipe.load import load_recipe
 from storage.lease import lease
 from storage.root import Root
+from tasks.console import TerminalConsole
 from tasks.runs.records import Runs, mark_open
 from tasks.runs.recovery import AUTO_RESUME, FIRST_REPORT, FRUITLESS, RESUMED, reconcile, restart
+from tasks.stages.alerts import Alert, emit_alert
+from tasks.tracking.events import run_ended
 from tests.dist import Forked
 
 QUEUE = "training"
@@ -330,3 +338,85 @@ def test_of_two_processes_of_one_flow_run_the_later_leaves_if_a_machine_began_it
     assert ("an earlier process of this flow run: this one leaves" in said) == by_machine
     assert (f"works on {record.name}" in said) != by_machine
     assert Runs(root).find(record.name).attempts == (1 if by_machine else 2)
+
+
+class Inbox(BaseHTTPRequestHandler):
+    """A webhook; what it gets is in `server.got`, by path."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.got.setdefault(self.path, []).append(body)  # type: ignore[attr-defined]
+        self.send_response(404 if "nowhere" in self.path else 200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def inbox() -> Iterator[ThreadingHTTPServer]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Inbox) as server:
+        server.got = {}  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.mark.slow
+def test_a_webhook_and_an_apprise_address_are_told_how_runs_go(
+    client: SyncPrefectClient,
+    api: str,
+    prefect_server: dict[str, str],
+    inbox: ThreadingHTTPServer,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    root, port, got = Root.parse(tmp_path), inbox.server_port, inbox.got  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"--notify: 'foo' is no scheme of a webhook"):
+        setup(root, api, "foo://canary")
+    with pytest.raises(ValueError, match=r"--notify: the address does not take messages; check it") as refused:
+        setup(root, api, f"http://127.0.0.1:{port}/nowhere/canary")
+    assert "canary" not in str(refused.value)
+    hook = f"/canary-{uuid4().hex}"
+    lines = [*setup(root, api, f"http://127.0.0.1:{port}/old"), *setup(root, api, f"http://127.0.0.1:{port}{hook}")]
+    assert [message["event"] for message in got[hook]] == ["herd.hello"]
+    record = Runs(root).begin(load_recipe(Path("recipes/quickstart.yaml")), "code")
+
+    def told(path: str, send: Callable[[], object], text: str) -> dict[str, Any]:
+        """Return the message with `text`. A server that has just got an automation may miss an event: repeat it."""
+        for _ in range(20):
+            send()
+            for _ in range(10):
+                for message in got.get(path, []):
+                    if text == message.get("text", message.get("message")):
+                        return message
+                time.sleep(0.1)
+        pytest.fail(f"{text!r} did not come: {got}")
+
+    try:
+        record.state, record.error = "failed", 'TrainingFailed: rank 1 said "no"'
+        text = 'quickstart-1 failed: TrainingFailed: rank 1 said "no"'
+        message = told(hook, lambda: run_ended(record, root.uri), text)
+        assert (message["event"], message["payload"]["run"]) == ("herd.run.ended", "quickstart-1")
+        alert = Alert(time=0.0, kind="disk", run="quickstart-1", stage="main", text="1.2 GB free", position=5)
+        told(hook, lambda: emit_alert(root, TerminalConsole(), alert), "quickstart-1 main: disk: 1.2 GB free")
+
+        assert not client.read_automations_by_name(EXAMPLE)
+        lines += setup(root, api, f"json://127.0.0.1:{port}{hook}-2")
+        record.state, record.error, record.verdict = "finished", "", "rejected"
+        message = told(f"{hook}-2", lambda: run_ended(record, root.uri), "quickstart-1 rejected")
+        assert message["title"] == "herd: quickstart-1"
+        assert len(client.read_automations_by_name(NOTIFY)) == 1
+        assert setup(root, api)[-1] == "automation 'herd: crash zombie runs': exists"
+        assert not client.read_automations_by_name(EXAMPLE), "an address is known"
+    finally:
+        for each in client.read_automations_by_name(NOTIFY):
+            client.delete_automation(each.id)
+    assert set(got) == {"/nowhere/canary", "/old", hook, f"{hook}-2"}
+    assert len(got["/old"]) == 1, "it was replaced"
+    assert "canary" not in "".join(capfd.readouterr())
+    shown = json.dumps([each.model_dump(mode="json") for each in client.read_automations()]) + str(lines)
+    shown += client.request("POST", "/block_documents/filter", json={}).text
+    assert hook not in shown
+    files = [path for path in Path(prefect_server["home"]).rglob("*") if path.is_file()]
+    assert any(path.name == "prefect.db" for path in files)
+    assert not [path for path in files if hook.encode() in path.read_bytes()], "it is encrypted, and in no log"
