@@ -54,6 +54,7 @@ from tasks.tracking.backfill import catch_up, watch_outages
 from tasks.tracking.events import run_ended
 from tasks.tracking.factory import mlflow_of, open_tracker
 from tasks.tracking.prefect_artifacts import run_done
+from tasks.tracking.prometheus import remove_gauges
 
 PATIENCE_S = 60.0
 """Seconds that a finished run waits for an MLflow that is away; afterwards the reconciler sends the rest."""
@@ -215,6 +216,7 @@ def _close(context: Context, state: State, status: str, error: str) -> None:
     if mlflow_of(context.tracker).stale and status == "FINISHED":  # a killed run has no time to wait
         mlflow_of(context.tracker).reach.wait(PATIENCE_S, context.console.log)
     catch_up(context)
+    remove_gauges(context.root, record.name)
     run_done(context)
     run_ended(context.record, context.root.uri)
 

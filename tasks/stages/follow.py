@@ -24,6 +24,7 @@ from tasks.step import Context
 from tasks.tracking.backfill import FOLLOWED, Sender, catch_up, watch_outages
 from tasks.tracking.factory import mlflow_of
 from tasks.tracking.prefect_artifacts import StagePage
+from tasks.tracking.prometheus import Gauges
 from tasks.tracking.steps import Thinning
 from tasks.tracking.tracker import MetricPoint
 
@@ -51,10 +52,11 @@ class JournalTailer:
         alerts: Alerts | None = None,
         page: StagePage | None = None,
         offers: CheckpointOffers | None = None,
+        gauges: Gauges | None = None,
     ) -> None:
         """`runs` are the MLflow runs, that of the stage last; `steps` and `end` are the stage's."""
         watch_outages(context)
-        self.alerts, self.page, self.offers = alerts, page, offers
+        self.alerts, self.page, self.offers, self.gauges = alerts, page, offers, gauges
         self.context, self.runs, self.tail, self.line = context, runs, Tail(journal), line
         self.thinning = Thinning(steps, end)
         self.sender = Sender(context.tracker, runs, lambda: catch_up(context))
@@ -162,6 +164,8 @@ class JournalTailer:
             )
             if self.page:
                 self.page.update(replace(records[-1], metrics=values))
+            if self.gauges:
+                self.gauges.update(records, mean.get(metrics.LOSS))
         if time.monotonic() - self.last_sent > SEND_INTERVAL_S:
             self.send()
 

@@ -47,6 +47,7 @@ from tasks.stages.evaluate import CheckpointOffers, validation_folder, write_val
 from tasks.stages.follow import JournalTailer
 from tasks.step import Context, WorkInProgress, ensure_artifact, link_files
 from tasks.tracking.prefect_artifacts import StagePage, stage_done
+from tasks.tracking.prometheus import Gauges
 
 VERSION = 1
 SILENCE = 2
@@ -188,9 +189,10 @@ def _train(context: Context, span: StageSpan, job: Path, runs: list[str], offers
     page = StagePage(name, span.name, span.start, span.tokens)
     alerts = Alerts(context.root, name, span.name, context.console, context.recipe.spikes, job.parent)
     launcher = launcher_of(context.cluster, launch_key(job), context.agents)
+    gauges = Gauges(context.root, name, span.name)
     with context.console.progress(span.name, span.tokens) as line:
         follower = JournalTailer(
-            context, runs, job.parent / "journal.jsonl", span.steps, line, span.end, alerts, page, offers
+            context, runs, job.parent / "journal.jsonl", span.steps, line, span.end, alerts, page, offers, gauges
         )
         attempts, timeout_s = StageAttempts(context, span, launcher), context.cluster.timeout_s
         while True:

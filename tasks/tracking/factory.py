@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from llama3.recipe.sections import Tracking
 from storage.root import Root
 from tasks.tracking.mlflow import MLflowTracker
+from tasks.tracking.prometheus import folder_faults
 from tasks.tracking.tracker import Tracker, TrackerGroup
 
 
@@ -24,7 +25,9 @@ def open_tracker(root: Root, family: str, tracking: Tracking | None = None) -> T
 
 
 def tracking_faults(tracking: Tracking) -> list[str]:
-    """Return an error for each sink whose package is missing."""
+    """Return an error for each sink whose package or folder is missing."""
+    if faults := folder_faults():
+        return faults
     if tracking.tensorboard and find_spec("tensorboard") is None:
         return ["tracking.tensorboard: true needs the package tensorboard; pip install 'herd[tensorboard]'"]
     return []

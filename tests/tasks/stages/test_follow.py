@@ -9,7 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from flows.run_lifecycle import _close
 from llama3.recipe.schedule import Schedule
 from llama3.train import job as jobs
 from llama3.train import metrics
@@ -27,6 +29,7 @@ from tasks.stages.follow import HUNG, JournalTailer
 from tasks.stages.train import StageAttempts, _resumes
 from tasks.step import Context
 from tasks.tracking.mlflow import MLflowTracker
+from tasks.tracking.prometheus import Gauges, folder_faults
 from tests.agents import ForkedAgents
 from tests.llama3.train.train_samples import STEP, job, recipe, records, stages, work
 
@@ -92,6 +95,49 @@ def test_what_is_shown_is_a_mean_of_the_last_steps_and_the_last_score_on_held_ou
     follower = JournalTailer(context, [context.record.mlflow_run], tmp_path / "journal.jsonl", len(losses), Line())
     follower._take(0)
     assert shown == [(80 * STEP, pytest.approx(5.0), None, pytest.approx(2.3))]
+
+
+def test_prometheus_reads_the_newest_values_until_the_run_ends(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, run = tmp_path / "textfiles", context.record.name
+    monkeypatch.setenv("HERD_PROMETHEUS_DIR", str(folder))
+    assert folder_faults() == [
+        f"HERD_PROMETHEUS_DIR: {folder} cannot be written (No such file or directory); name the folder of "
+        "node_exporter's --collector.textfile.directory, or unset it"
+    ]
+    folder.mkdir()
+    assert folder_faults() == []
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        for number in (1, 2, 3):
+            saved = {metrics.CHECKPOINT_WRITE_S: 0.5, metrics.RESTARTS: 2.0} if number == 2 else {}
+            speed = {metrics.TOKENS_PER_S: 9000.0 + number, metrics.MFU: 0.41, metrics.GOODPUT: 0.9}
+            journal.add(Record(100.0 + number, number * STEP, {metrics.LOSS: 4.0 + number, **speed, **saved}))
+    gauges = Gauges(context.root, run, 'a "stage"')
+    follower = JournalTailer(context, [context.record.mlflow_run], tmp_path / "journal.jsonl", 3, Unseen())
+    follower.gauges = gauges
+    follower._take(0)
+    (file,) = folder.iterdir()  # nothing temporary is left
+    assert file.suffix == ".prom"
+    assert file.stat().st_mode & 0o444 == 0o444  # node_exporter is another user
+    samples = [sample for family in text_string_to_metric_families(file.read_text()) for sample in family.samples]
+    assert {frozenset(sample.labels.items()) for sample in samples} == {
+        frozenset({"run": run, "stage": 'a "stage"', "root": str(tmp_path)}.items())
+    }
+    assert {sample.name: sample.value for sample in samples} == {
+        "herd_position_tokens": 3.0 * STEP,
+        "herd_last_step_timestamp_seconds": 103.0,
+        "herd_last_checkpoint_timestamp_seconds": 102.0,
+        "herd_loss": 6.0,
+        "herd_tokens_per_second": 9003.0,
+        "herd_mfu_ratio": 0.41,
+        "herd_goodput_ratio": 0.9,
+        "herd_restarts": 2.0,
+    }
+    folder_of_another_root = Gauges(Root.parse(tmp_path / "other"), run, "main").path
+    assert folder_of_another_root != file
+    _close(context, "finished", "FINISHED", "")
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.slow
