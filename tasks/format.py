@@ -71,7 +71,7 @@ def format_bytes(count: float) -> str:
 
 
 UNBOUNDED = 10_000
-WRAPPED = ("why", "what")
+WRAPPED = ("why", "what", "what to do")
 """Columns of sentences: their text is wrapped."""
 LEAST_WRAPPED = 30
 """Minimum width of such a column, in characters."""

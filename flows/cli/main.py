@@ -317,7 +317,7 @@ def try_data(
 
 for command in (
     *(models.generate, models.serve, models.export, ops.up, ops.setup, ops.status, ops.logs, ops.stop, ops.compare),
-    *(ops.gc, ops.verify),
+    *(ops.doctor, ops.gc, ops.verify),
     *(ops.promote, ops.approve, ops.reject, ops.rollback, ops.promotion_log),
 ):
     app.command()(command)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import webbrowser
 from contextlib import suppress
 from datetime import datetime
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 
 from flows.cli.errors import (
+    FAILED,
     JsonOption,
     RootOption,
     exit_as_judged,
@@ -67,6 +70,42 @@ def setup(
         if deploy:
             serve.deploy(dict(os.environ))
             out.print("deployments of prefect.yaml registered")
+
+
+def doctor(
+    recipe: Annotated[Path | None, typer.Argument(help="A recipe: also check what it needs of the Hub.")] = None,
+    cluster: Annotated[
+        Path | None, typer.Option("--cluster", help="The file of `herd run`: check its nodes too.")
+    ] = None,
+    root: RootOption = DEFAULT_ROOT,
+    json_: JsonOption = False,
+    node: Annotated[Path | None, typer.Option("--node", hidden=True)] = None,
+) -> None:
+    """Check this machine, the root, and with --cluster every node: what is there, what is wrong, what to do."""
+    from tasks.cluster import Cluster, load_cluster
+    from tasks.doctor import diagnose, diagnose_as_node, diagnose_nodes, findings_table
+
+    with mistakes():
+        if node is not None:  # started by `herd doctor --cluster` on a node: one line
+            print(json.dumps(diagnose_as_node(node)))
+            return
+        from llama3.recipe.load import load_recipe
+
+        place = load_cluster(cluster) if cluster else Cluster()
+        loaded = load_recipe(recipe) if recipe else None
+        starts = Cluster() if place.nodes else place  # a machine that starts jobs needs no GPU
+        problems.print("[dim]checking this machine[/]")
+        findings = diagnose(Root.parse(root), starts, loaded)
+        if place.nodes:
+            problems.print(f"[dim]waiting for {place.nodes.nodes(place.processes)} nodes of {place.launcher}[/]")
+            findings += diagnose_nodes(Root.parse(root), place)
+        failed = [finding for finding in findings if finding.state == "fail"]
+        if json_:
+            print_json({"ok": not failed, "findings": [finding._asdict() for finding in findings]})
+        else:
+            out.print(findings_table(findings))
+        if failed:
+            raise typer.Exit(FAILED)
 
 
 def status(
@@ -194,7 +233,7 @@ def verify(
     root: RootOption = DEFAULT_ROOT,
     quarantine: Annotated[bool, typer.Option("--quarantine", help="Move damaged artifacts away.")] = False,
     sign: Annotated[bool, typer.Option("--sign", help="Sign unsigned artifacts with HERD_SIGNING_KEY.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Read artifacts, checkpoints, records and promotion logs and compare them with the committed digests.
 
@@ -203,8 +242,8 @@ def verify(
     from tasks.runs.integrity import verify as read_all
 
     with mistakes():
-        done = read_all(Root.parse(root), run, quarantine, str if json else lambda text: out.print(escape(text)), sign)
-        if json:
+        done = read_all(Root.parse(root), run, quarantine, str if json_ else lambda text: out.print(escape(text)), sign)
+        if json_:
             print(done.model_dump_json(indent=1))
         else:
             out.print(escape(str(done)))

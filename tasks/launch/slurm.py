@@ -172,6 +172,28 @@ class SlurmLaunch:
             time.sleep(min(1.0, self.poll_s))
 
 
+def run_on_nodes(cluster: Cluster, program: list[str]) -> tuple[list[str], str]:
+    """Run `python PROGRAM` once on each node that a job of `cluster` would get; waits for free nodes.
+
+    Return the line that each printed, and the error output. Raises SchedulerRefused if none printed any.
+    """
+    settings, per_node = cluster.slurm, min(cluster.slurm.processes_per_node, cluster.processes)
+    nodes = settings.nodes(cluster.processes)
+    exports = [f"export {key}={shlex.quote(value)}" for key, value in settings.environment.items()]
+    line = "\n".join([*settings.setup, *exports, f"exec {shlex.join([settings.python or sys.executable, *program])}"])
+    command = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--label", "--time=10"]
+    command += [f"--cpus-per-task={settings.cpus_per_process * per_node}", f"--chdir={CHECKOUT}"]
+    command += [f"--gpus-per-node={per_node}"] if settings.gpus else []
+    command += [f"--{name}={value}" for name in ("partition", "account") if (value := getattr(settings, name))]
+    done = subprocess.run(
+        [*command, *settings.lines, *settings.srun, "bash", "-c", line], capture_output=True, text=True
+    )
+    answers = [text.partition(": ")[2] for text in done.stdout.splitlines() if ": [" in text]
+    if not answers:
+        raise SchedulerRefused(f"srun: {done.stderr.strip()[-600:] or f'status {done.returncode}'}")
+    return answers, done.stderr.strip()
+
+
 def slurm_script(cluster: Cluster, name: str, job: Path, processes: int, logs: Path) -> str:
     """Return the batch script of one attempt. Raises ValueError for a line break, which would begin a command."""
     settings = cluster.slurm

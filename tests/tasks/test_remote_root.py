@@ -11,6 +11,7 @@ from llama3.train import metrics
 from storage.object_artifact import open_store
 from storage.objects import put_bytes
 from storage.root import Root
+from tasks import doctor
 from tasks.console import TerminalConsole
 from tasks.runs.gc import COPY, delete_items, plan_gc
 from tasks.runs.progress import IN_PROGRESS, run_progress
@@ -67,3 +68,17 @@ def test_remote_artifacts_and_local_copies_are_deleted_and_what_is_used_stays(bu
         open_store(root).load(lost.label)
     for step in kept.steps.values():
         open_store(root).load(step.artifact).verify()
+
+
+def test_the_doctor_measures_a_store_and_leaves_nothing(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "REMOTE_TRIAL", 1 << 20)
+    root = Root.parse(f"{bucket}/doctor", scratch=str(tmp_path))
+    found = {finding.check: finding for finding in doctor.check_root(root)}
+    assert list(found) == ["root", "clock", "disk"]
+    assert found["root"].what.startswith(f"{root.uri}: writes ")
+    assert (found["clock"].state, found["clock"].what) == ("ok", "0 s from that of the store")
+    assert root.names() == []
+    monkeypatch.setattr(doctor.time, "time", lambda: 1e9)  # of a machine in 2001, whose requests a store refuses
+    assert {finding.check: finding for finding in doctor.check_root(root)}["clock"].state == "fail"

@@ -17,7 +17,10 @@ import yaml
 from llama3.parallel.layout import Layout
 from llama3.recipe.schedule import Schedule
 from llama3.train.job import AttemptResult, read_outcomes
+from storage.root import Root
 from tasks.cluster import Cluster, EvaluationCluster, load_cluster
+from tasks.doctor import diagnose_nodes
+from tasks.errors import SchedulerRefused
 from tasks.launch.base import Launch, fitting, orphans
 from tasks.launch.slurm import CHECKOUT, SlurmLaunch, SlurmLauncher, slurm_script
 from tasks.stages.evaluate import run_evaluation
@@ -295,3 +298,19 @@ def test_a_job_is_complete_when_every_node_says_so(tmp_path: Path, monkeypatch: 
     (tmp_path / "node-0.json").unlink()
     (tmp_path / "node-1.json").write_text(AttemptResult(status=1, message="rank 1").model_dump_json())
     assert launch.poll() == AttemptResult(status=1, message="rank 1")
+
+
+@pytest.mark.slow
+def test_the_doctor_looks_at_every_node(running: None, tmp_path: Path) -> None:
+    root, cluster = Root.parse(tmp_path / "a root"), cluster_of(2)
+    findings = diagnose_nodes(root, cluster)
+    assert {finding.node for finding in findings} == {"n1", "n2"}
+    for node in ("n1", "n2"):
+        found = {finding.check: finding.state for finding in findings if finding.node == node}
+        assert {name: found[name] for name in ("shared path", "python", "gpu", "locks")} == {
+            "shared path": "ok", "python": "ok", "gpu": "ok", "locks": "ok"
+        }  # fmt: skip
+    assert list(root.local.iterdir()) == []
+    elsewhere = cluster.model_copy(update={"slurm": cluster.slurm.model_copy(update={"python": "/nowhere/python"})})
+    with pytest.raises(SchedulerRefused, match=r"srun: .*No such file or directory"):
+        diagnose_nodes(root, elsewhere)
