@@ -43,8 +43,7 @@ class Root:
         if not is_object_store(uri):
             schemes = ", ".join(f"{scheme}://" for scheme in OBJECT_STORES)
             raise ValueError(f"root: {uri!r} is neither a folder nor in an object store that herd knows ({schemes})")
-        slug = re.sub(r"[^A-Za-z0-9._-]+", "-", uri)
-        folder = Path(scratch or os.environ.get("HERD_SCRATCH", "") or Path("~/.cache/herd") / slug)
+        folder = Path(scratch or os.environ.get("HERD_SCRATCH", "") or default_scratch(uri))
         return cls(uri, folder.expanduser().absolute())
 
     @property
@@ -93,3 +92,14 @@ class Root:
     def remove(self, *names: str) -> None:
         """Delete a document or a folder of documents; no error if it is absent."""
         remove_all(self.join(*names))
+
+
+def default_scratch(uri: str) -> Path:
+    """Return the working folder of a root in an object store: below XDG_STATE_HOME, because it holds `mlflow.db`.
+
+    Earlier versions worked in ~/.cache/herd; a folder that is there is used.
+    """
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", uri)
+    earlier = Path.home() / ".cache" / "herd" / slug
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return earlier if earlier.is_dir() else state / "herd" / slug

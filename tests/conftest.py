@@ -39,6 +39,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _run = tempfile.TemporaryDirectory(prefix="herd-tests-")  # the workers use it too
     os.environ["HERD_TEST_RUN"], os.environ["XDG_CACHE_HOME"] = _run.name, f"{_run.name}/cache"
+    os.environ["XDG_STATE_HOME"] = f"{_run.name}/state"
 for _name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "HERD_ROOT"):
     os.environ.pop(_name, None)
 

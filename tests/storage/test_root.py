@@ -36,6 +36,14 @@ def test_a_remote_root_has_a_folder_here(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert root.uri == "s3://bucket/team/herd"
     assert root.join("runs", "a-1") == "s3://bucket/team/herd/runs/a-1"
     assert root.local.name == "s3-bucket-team-herd"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    assert Root.parse("s3://bucket/team/herd").local == tmp_path / ".local/state/herd/s3-bucket-team-herd"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert Root.parse("s3://bucket/team/herd").local == tmp_path / "state/herd/s3-bucket-team-herd"
+    earlier = tmp_path / ".cache/herd/s3-bucket-team-herd"  # with unfinished work and mlflow.db
+    earlier.mkdir(parents=True)
+    assert Root.parse("s3://bucket/team/herd").local == earlier
     monkeypatch.setenv("HERD_SCRATCH", str(tmp_path))
     assert Root.parse("s3://bucket/team/herd").local == tmp_path
     assert not root.is_local

@@ -134,6 +134,15 @@ def test_an_inspection_is_json() -> None:
     assert ["run", *found.as_dict()] == documented("herd inspect")
 
 
+def test_every_variable_is_on_the_page_of_variables() -> None:
+    folders = ("flows", "tasks", "llama3", "storage", "deploy", "benchmarks")
+    files = [CHECKOUT / "Makefile", *(file for folder in folders for file in (CHECKOUT / folder).rglob("*.py"))]
+    read = {name for file in files for name in re.findall(r"\bHERD_[A-Z][A-Z0-9_]*", file.read_text())}
+    page = (CHECKOUT / "docs/reference/environment.md").read_text()
+    assert "HERD_SCRATCH" in read
+    assert set(re.findall(r"`(HERD_[A-Z0-9_]+)`", page)) == read
+
+
 # What a person, a disk, a scheduler or a pipe causes is a line with a status, never a traceback.
 
 
