@@ -39,7 +39,7 @@ from storage.processes import peak_memory
 from storage.root import Root
 from storage.secrets import split_login
 from tasks.cluster import Cluster
-from tasks.console import Console, current_console
+from tasks.console import Console, current_console, working
 from tasks.errors import EvaluationFailed, SchedulerRefused, StudyIncomplete, TrainingFailed
 from tasks.launch.local import slow_precision
 from tasks.models.lookup import label_of_alias
@@ -83,7 +83,8 @@ def open_run(config: PipelineParameters, recipe: Recipe) -> Iterator[Context]:
         if step and step not in steps:
             raise RecipeError(f"{field}: {step!r} is not a step of {recipe.name}; steps: {', '.join(steps)}")
     console, root = current_console(), config.root_at
-    checked = preflight(recipe, config.cluster, root)
+    with working(console, "sources"):
+        checked = preflight(recipe, config.cluster, root)
     store, runs = open_store(root), Runs(root)
     store.clear_staging()
     with acquire_run(config, recipe, runs, console) as (record, fence):

@@ -56,6 +56,7 @@ from flows.local_server import (
     write_access,
 )
 from storage.root import Root
+from tasks.console import TerminalConsole, working
 from tasks.tracking.mlflow_store import environment_uri, prepare_database
 
 QUEUES = {"default": None, "training": 1, "evaluation": 1}
@@ -260,11 +261,13 @@ def serve(root: Root, prefect_port: int, mlflow_port: int, host: str = LOOPBACK,
             health: children.enter_context(child(name, command, root.local, environment))
             for name, command, health in servers.commands(root)
         }
-        for health, process in started.items():
-            await_answer(health, process)
+        with working(TerminalConsole(console), "servers"):
+            for health, process in started.items():
+                await_answer(health, process)
         for line in setup(root, notify=notify):
             console.print(f"[dim]{line}[/]")
-        deploy(environment)
+        with working(TerminalConsole(console), "deployments"):
+            deploy(environment)
         worker = children.enter_context(child("worker", worker_command(), root.local, environment))
         children.callback(_introduce(servers, root, environment, chosen).unlink, missing_ok=True)
         _run([*started.values(), worker], root)

@@ -7,21 +7,27 @@ on a Prefect worker it goes to the flow run's log. The command line sets HERD_CO
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from llama3.recipe.units import tokens
+from storage.processes import in_background
+from tasks.format import format_duration
 
 PLAIN_INTERVAL_S = 10.0
+QUIET_S = 5.0
+"""Without a terminal: from the begin of silent work to its first line."""
 
 
 class ProgressLine(Protocol):
@@ -146,6 +152,71 @@ class _BarProgress(_Progress):
 
     def update(self, position: int, *values: float | None, **more: float | None) -> None:
         self.bar.update(self.task, completed=position, facts=self.text(position, *values, **more))
+
+
+class Activity:
+    """Work that prints nothing while it lasts: since when, and the items of its present part."""
+
+    def __init__(self) -> None:
+        self.began, self.part, self.done, self.total = time.monotonic(), "", 0, 0
+        self.changed: Callable[[], object] = lambda: None
+
+    def text(self) -> str:
+        """Return `web 12 of 40 after 1:07 min`; without items only the time."""
+        items = f"{self.part} {self.done:,} of {self.total:,} " if self.total else ""
+        return f"{items}after {format_duration(time.monotonic() - self.began)}"
+
+
+_activity: ContextVar[Activity | None] = ContextVar("activity", default=None)
+
+
+@contextmanager
+def working(console: Console, name: str) -> Iterator[None]:
+    """Show that `name` still works until the block ends, with the items that `count_items` counts.
+
+    A terminal gets a bar that disappears; otherwise a line comes after QUIET_S and then every PLAIN_INTERVAL_S.
+    """
+    activity = Activity()
+    token = _activity.set(activity)
+    try:
+        if isinstance(console, TerminalConsole) and console.rich.is_terminal:
+            columns = (TextColumn("  {task.description:<18}"), BarColumn(30), TextColumn("{task.fields[items]}"))
+            with Progress(*columns, TimeElapsedColumn(), console=console.rich, transient=True) as bar:
+                task = bar.add_task(name, total=None, items="")
+
+                def show() -> None:
+                    items = f"{activity.part} {activity.done:,} of {activity.total:,}"
+                    bar.update(task, completed=activity.done, total=activity.total, items=items)
+
+                activity.changed = show
+                yield
+            return
+
+        def speak(stop: threading.Event) -> None:
+            pause_s = QUIET_S
+            while not stop.wait(pause_s):
+                console.log(f"  {name:<17} [dim]{escape(activity.text())}[/]")
+                pause_s = PLAIN_INTERVAL_S
+
+        with in_background(partial(copy_context().run, speak)):
+            yield
+    finally:
+        _activity.reset(token)
+
+
+def count_items(part: str, total: int) -> Callable[[int], None]:
+    """Begin a part of `total` items of the work that is shown; return a function that any thread tells of done ones."""
+    if (activity := _activity.get()) is None:
+        return lambda items: None
+    activity.part, activity.done, activity.total = part, 0, total
+    lock = threading.Lock()
+
+    def count(items: int) -> None:
+        with lock:
+            activity.done += items
+            activity.changed()
+
+    return count
 
 
 _current: ContextVar[Console | None] = ContextVar("console", default=None)

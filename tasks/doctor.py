@@ -54,7 +54,7 @@ PORTS = {"--prefect-port": 4200, "--mlflow-port": 5000}
 CUDA_BUILD = "install torch's CUDA build: make install TORCH=cuda, or pip install --force-reinstall torch"
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """One row."""
 
     check: str
@@ -65,9 +65,9 @@ class Finding(NamedTuple):
     """Empty: this machine."""
 
 
-def diagnose(root: Root, cluster: Cluster, recipe: Recipe | None = None) -> list[Finding]:
+def diagnose(root: Root, cluster: Cluster, recipe: Recipe | None = None) -> list[CheckResult]:
     """Return the findings of this machine; a check that cannot be made is a failure."""
-    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+    checks: list[tuple[str, Callable[[], Iterator[CheckResult]]]] = [
         ("gpu", lambda: check_gpus(visible_gpus(), cluster)),
         ("machine", check_limits),
         ("root", lambda: check_root(root)),
@@ -75,57 +75,59 @@ def diagnose(root: Root, cluster: Cluster, recipe: Recipe | None = None) -> list
     ]
     if recipe is not None:
         checks.append(("hub", lambda: check_hub(recipe)))
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     for name, check in checks:
         try:
             findings += check()
         except Exception as error:
-            findings.append(Finding(name, "fail", f"{type(error).__name__}: {error}", "repair this first"))
+            findings.append(CheckResult(name, "fail", f"{type(error).__name__}: {error}", "repair this first"))
     return findings
 
 
-def check_gpus(gpus: int, cluster: Cluster) -> Iterator[Finding]:
+def check_gpus(gpus: int, cluster: Cluster) -> Iterator[CheckResult]:
     """Compare the GPUs that nvidia-smi lists with torch's build, its driver, NCCL, and what the cluster promises."""
     import torch
 
     build, version = torch.version.cuda or torch.version.hip, torch.__version__
     if not gpus:
         promised = cluster.trainer_device == "cuda"
-        lacking = Finding("gpu", "fail", "none is visible here, and the cluster file promises GPUs",
+        lacking = CheckResult("gpu", "fail", "none is visible here, and the cluster file promises GPUs",
                           "check the driver (nvidia-smi), the GPUs of the job, CUDA_VISIBLE_DEVICES")  # fmt: skip
         yield (
-            lacking if promised else Finding("gpu", "ok", f"none; torch {version} trains on {processors()} processors")
+            lacking
+            if promised
+            else CheckResult("gpu", "ok", f"none; torch {version} trains on {processors()} processors")
         )
         return
     if build is None:
-        yield Finding("gpu", "fail", f"{gpus} here, and torch {version} is a CPU build", CUDA_BUILD)
+        yield CheckResult("gpu", "fail", f"{gpus} here, and torch {version} is a CPU build", CUDA_BUILD)
         return
     if not torch.cuda.is_available():
         todo = "update the NVIDIA driver, or install a torch for an older CUDA"
         what = f"{driver_version()}; torch {version} (CUDA {build}) cannot use the {gpus} GPUs"
-        yield Finding("driver", "fail", what, todo)
+        yield CheckResult("driver", "fail", what, todo)
         return
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     major, minor = torch.cuda.get_device_capability(0)
     known = [arch for arch in torch.cuda.get_arch_list() if arch.startswith(f"sm_{major}")]
     if not known:
-        yield Finding(
+        yield CheckResult(
             "gpu", "fail", f"{names[0]} is sm_{major}{minor}, unknown to torch {version}", "install a newer torch"
         )
     else:
-        yield Finding("gpu", "ok", f"{len(names)} x {names[0]}, torch {version}, CUDA {build}")
-    yield Finding("driver", "ok", driver_version())
+        yield CheckResult("gpu", "ok", f"{len(names)} x {names[0]}, torch {version}, CUDA {build}")
+    yield CheckResult("driver", "ok", driver_version())
     if cluster.launcher == "local" and cluster.processes > len(names):
-        yield Finding("gpu", "warn", f"cluster.processes is {cluster.processes}", "one process per GPU trains")
+        yield CheckResult("gpu", "warn", f"cluster.processes is {cluster.processes}", "one process per GPU trains")
     if torch.distributed.is_nccl_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        yield Finding("nccl", "ok", nccl)
+        yield CheckResult("nccl", "ok", nccl)
     else:
-        yield Finding("nccl", "fail", f"torch {version} has none, so that GPUs cannot communicate", CUDA_BUILD)
+        yield CheckResult("nccl", "fail", f"torch {version} has none, so that GPUs cannot communicate", CUDA_BUILD)
     free, total = torch.cuda.mem_get_info(0)
     if free < 0.9 * total:
         what = f"{format_bytes(free)} of {format_bytes(total)} are free on the first GPU"
-        yield Finding("gpu", "warn", what, "end the other processes on it (nvidia-smi)")
+        yield CheckResult("gpu", "warn", what, "end the other processes on it (nvidia-smi)")
 
 
 def driver_version() -> str:
@@ -135,25 +137,25 @@ def driver_version() -> str:
     return lines[0].strip() if lines else "unknown"
 
 
-def check_limits() -> Iterator[Finding]:
+def check_limits() -> Iterator[CheckResult]:
     """Look at memory, /dev/shm and the limit of open files."""
-    yield Finding(
+    yield CheckResult(
         "machine", "ok", f"{processors()} processors, {format_bytes(psutil.virtual_memory().total)} of memory"
     )
     shared = shutil.disk_usage("/dev/shm").total
-    small = Finding(
+    small = CheckResult(
         "/dev/shm", "warn", f"{format_bytes(shared)}", "docker run --shm-size=8g; on Kubernetes a volume in memory"
     )
-    yield Finding("/dev/shm", "ok", format_bytes(shared)) if shared >= SHM else small
+    yield CheckResult("/dev/shm", "ok", format_bytes(shared)) if shared >= SHM else small
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= FILES or soft == resource.RLIM_INFINITY:
-        yield Finding("open files", "ok", f"{soft:,} per process")
+        yield CheckResult("open files", "ok", f"{soft:,} per process")
     else:
         most = "65536" if hard == resource.RLIM_INFINITY else str(hard)
-        yield Finding("open files", "warn", f"{soft:,} per process", f"ulimit -n {most} in the shell of herd")
+        yield CheckResult("open files", "warn", f"{soft:,} per process", f"ulimit -n {most} in the shell of herd")
 
 
-def check_root(root: Root) -> Iterator[Finding]:
+def check_root(root: Root) -> Iterator[CheckResult]:
     """Write and read below the root: rights, locks, rate, clock, free space."""
     root.local.mkdir(parents=True, exist_ok=True)
     size, payload = (LOCAL_TRIAL if root.is_local else REMOTE_TRIAL), os.urandom(1 << 20)
@@ -165,17 +167,19 @@ def check_root(root: Root) -> Iterator[Finding]:
         rates = f"{root.uri}: writes {format_bytes(write)}/s, reads {format_bytes(read)}/s"
         slow = min(write, read) < SLOW[root.is_local]
         todo = "checkpoints take long there; choose a faster root, or cluster.checkpoints" if slow else ""
-        yield Finding("root", "warn" if slow else "ok", rates, todo)
+        yield CheckResult("root", "warn" if slow else "ok", rates, todo)
         offset = max(began - stored, stored - ended, 0.0)
         state: State = "ok" if offset < CLOCK_S else "warn" if root.is_local or offset < CLOCK_REFUSED_S else "fail"
         clock = f"{offset:.0f} s from that of {'the file system' if root.is_local else 'the store'}"
-        yield Finding("clock", state, clock, "" if state == "ok" else "synchronize it (chrony, ntp)")
+        yield CheckResult("clock", state, clock, "" if state == "ok" else "synchronize it (chrony, ntp)")
         if root.is_local:
             yield _locks(root.file(name))
     disk = shutil.disk_usage(root.local)
     state = "fail" if disk.free < TOO_LITTLE else "warn" if disk.free < LITTLE else "ok"
     todo = "" if state == "ok" else "free some, herd gc --delete, or choose another folder"
-    yield Finding("disk", state, f"{format_bytes(disk.free)} free of {format_bytes(disk.total)} in {root.local}", todo)
+    yield CheckResult(
+        "disk", state, f"{format_bytes(disk.free)} free of {format_bytes(disk.total)} in {root.local}", todo
+    )
 
 
 @contextmanager
@@ -212,7 +216,7 @@ def _rates(root: Root, name: str, payload: bytes, size: int) -> tuple[float, flo
     return written_s, time.perf_counter() - began, stored
 
 
-def _locks(path: Path) -> Finding:
+def _locks(path: Path) -> CheckResult:
     """Check that the file system has flock: leases of runs are made of it."""
     todo = "mount it with locks (NFS version 4, or local_lock=none), or choose another root"
     with path.open("r+b") as first, path.open("r+b") as second:
@@ -220,27 +224,27 @@ def _locks(path: Path) -> Finding:
             fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return Finding("locks", "ok", "flock excludes others")
+            return CheckResult("locks", "ok", "flock excludes others")
         except OSError as error:
-            return Finding("locks", "fail", f"the file system has no flock ({error.strerror})", todo)
-    return Finding("locks", "fail", "the file system lets two holders lock one file", todo)
+            return CheckResult("locks", "fail", f"the file system has no flock ({error.strerror})", todo)
+    return CheckResult("locks", "fail", "the file system lets two holders lock one file", todo)
 
 
-def check_ports(host: str = "127.0.0.1") -> Iterator[Finding]:
+def check_ports(host: str = "127.0.0.1") -> Iterator[CheckResult]:
     """Look whether the ports of `herd up` are free."""
     for option, port in PORTS.items():
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))
-                yield Finding(f"port {port}", "ok", "free")
+                yield CheckResult(f"port {port}", "ok", "free")
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
-                yield Finding(f"port {port}", "warn", "taken by another process", f"herd up {option} {port + 1}")
+                yield CheckResult(f"port {port}", "warn", "taken by another process", f"herd up {option} {port + 1}")
 
 
-def check_hub(recipe: Recipe) -> Iterator[Finding]:
+def check_hub(recipe: Recipe) -> Iterator[CheckResult]:
     """Look at name resolution and token of the Hugging Face Hub, if the recipe names something there."""
     from tasks.plan.recipe import remote_addresses
 
@@ -251,23 +255,23 @@ def check_hub(recipe: Recipe) -> Iterator[Finding]:
     host = urlsplit(endpoint).hostname or endpoint
     try:
         socket.getaddrinfo(host, 443)
-        yield Finding("hub", "ok", f"{host} is known; {len(addresses)} addresses of the recipe are there")
+        yield CheckResult("hub", "ok", f"{host} is known; {len(addresses)} addresses of the recipe are there")
     except OSError as error:
         todo = "check the network and DNS, or fetch on another machine: herd fetch, HERD_FETCHED"
-        yield Finding("hub", "fail", f"{host}: {error.strerror}", todo)
+        yield CheckResult("hub", "fail", f"{host}: {error.strerror}", todo)
     from huggingface_hub import get_token
 
     if get_token():
-        yield Finding("hub token", "ok", "there is one")
+        yield CheckResult("hub token", "ok", "there is one")
     else:
         todo = "export HF_TOKEN=..., or huggingface-cli login"
-        yield Finding("hub token", "warn", "none: gated data are refused, and limits are lower", todo)
+        yield CheckResult("hub token", "warn", "none: gated data are refused, and limits are lower", todo)
 
 
 # On the nodes of a cluster: the launcher starts `herd doctor --node FILE` there, and FILE shows that they share a disk.
 
 
-def diagnose_nodes(root: Root, cluster: Cluster) -> list[Finding]:
+def diagnose_nodes(root: Root, cluster: Cluster) -> list[CheckResult]:
     """Return the findings of every node that a job of `cluster` would get; the launcher waits for free ones.
 
     Raises SchedulerRefused, and ValueError if the launcher's commands are missing.
@@ -276,7 +280,7 @@ def diagnose_nodes(root: Root, cluster: Cluster) -> list[Finding]:
         return []
     if cluster.launcher != "slurm":
         todo = f"herd doctor in a pod of {cluster.kubernetes.image}, with the volume {cluster.kubernetes.claim}"
-        return [Finding("nodes", "warn", "Kubernetes: pods are not looked at from here", todo)]
+        return [CheckResult("nodes", "warn", "Kubernetes: pods are not looked at from here", todo)]
     from tasks.launch.slurm import run_on_nodes
 
     folder = root.file(FOLDER)
@@ -287,31 +291,31 @@ def diagnose_nodes(root: Root, cluster: Cluster) -> list[Finding]:
         answers, errors = run_on_nodes(cluster, ["-m", "flows.cli.main", "doctor", "--node", str(asked)])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    findings = [Finding(*row) for answer in answers for row in json.loads(answer)]
+    findings = [CheckResult(*row) for answer in answers for row in json.loads(answer)]
     silent = cluster.slurm.nodes(cluster.processes) - len(answers)
     if silent:
         todo = "herd and its Python must be at the same path there, or name slurm.python"
-        findings.append(Finding("nodes", "fail", f"{silent} did not answer: {errors[-300:] or 'no message'}", todo))
+        findings.append(CheckResult("nodes", "fail", f"{silent} did not answer: {errors[-300:] or 'no message'}", todo))
     return findings
 
 
-def diagnose_as_node(asked: Path) -> list[Finding]:
+def diagnose_as_node(asked: Path) -> list[CheckResult]:
     """Return the findings of this node, which the file `asked` of the machine that starts jobs must reach."""
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     try:
         settings: dict[str, Any] = json.loads(asked.read_text())
     except OSError as error:
         what = f"{asked.parent.parent} of the machine that starts jobs is not here ({error.strerror})"
-        return [Finding("shared path", "fail", what, "put the root, or HERD_SCRATCH, on a disk of all nodes", node)]
-    shared = Finding("shared path", "ok", f"{asked.parent.parent} is the same disk")
-    python = Finding("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
+        return [CheckResult("shared path", "fail", what, "put the root, or HERD_SCRATCH, on a disk of all nodes", node)]
+    shared = CheckResult("shared path", "ok", f"{asked.parent.parent} is the same disk")
+    python = CheckResult("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
     found = diagnose(Root.parse(settings["root"]), Cluster.model_validate(settings["cluster"]))
     return [
         finding._replace(node=node) for finding in [shared, python, *found] if not finding.check.startswith("port ")
     ]
 
 
-def findings_table(findings: Sequence[Finding]) -> FittedTable:
+def findings_table(findings: Sequence[CheckResult]) -> FittedTable:
     """Return the rows for a terminal."""
     from rich.markup import escape
 

@@ -26,6 +26,7 @@ from llama3.recipe.units import Bytes
 from storage.filesystem import FETCHED
 from storage.objects import atomic_file, read_file
 from tasks.cluster import Cluster
+from tasks.console import count_items
 
 BATCHES_PER_WORKER = 4
 """More would cost Prefect tasks (0.1 s each), fewer would leave workers idle at the end of a step."""
@@ -50,18 +51,27 @@ def item_memory(cluster: Cluster) -> str:
 
 def _threads(count: int) -> Runner:
     """Return a runner on `count` threads: kernels and DuckDB release Python's lock."""
-    if count == 1:
-        return run_serial
 
     def runner(job: Any, step: str, work: Any, items: Sequence[int]) -> None:
-        if len(items) < 2:
-            run_serial(job, step, work, items)
+        done = count_items(_part(step), len(items))
+
+        def counted(job: Any, item: int) -> None:
+            work(job, item)
+            done(1)
+
+        if count == 1 or len(items) < 2:
+            run_serial(job, step, counted, items)
             return
         with ThreadPoolExecutor(count, thread_name_prefix=step) as pool:
-            for future in [pool.submit(work, job, item) for item in items]:
+            for future in [pool.submit(counted, job, item) for item in items]:
                 future.result()
 
     return runner
+
+
+def _part(step: str) -> str:
+    """Return the name of a part for people: `near/bands` of `shuffle/near/bands/4-1/0`."""
+    return "/".join(step.removeprefix("shuffle/").split("/")[:2])
 
 
 @task(name="shards", task_run_name="{step} {first}", cache_policy=NO_CACHE, persist_result=False)
@@ -109,8 +119,10 @@ def _submitting(runner: TaskRunner[Any], workers: int) -> Runner:
                 )
                 for batch in batches
             ]
-        for future in futures:
+        done = count_items(_part(step), len(items))
+        for future, batch in zip(futures, batches, strict=True):
             future.result(raise_on_failure=True)
+            done(len(batch))
 
     return submit
 

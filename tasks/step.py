@@ -14,7 +14,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from storage.lease import Lease, LeaseHeld, lease
 from storage.objects import remove_tree
 from storage.root import Root
 from tasks.cluster import Cluster
-from tasks.console import Console
+from tasks.console import Console, working
 from tasks.launch.local import Agents
 from tasks.runs.progress import IN_PROGRESS
 from tasks.runs.records import RunRecord, Runs, StepRecord
@@ -210,7 +210,9 @@ def _make(
         context.console.log(f"  {step:<17} {outcome if position is not None else f'[dim]new: {escape(why)}[/]'}")
         began = time.monotonic()
         with context.store.staging() as folder:
-            facts = build(folder, mlflow_run)
+            trains = design.kind == "checkpoint"  # and so has a progress line of its own
+            with nullcontext() if trains else working(context.console, step):
+                facts = build(folder, mlflow_run)
             seconds = time.monotonic() - began
             for held_lease in leases:
                 held_lease.check()

@@ -60,6 +60,15 @@ def mistakes() -> Iterator[None]:
         raise typer.Exit(status) from None
 
 
+@contextmanager
+def at_work(name: str) -> Iterator[None]:
+    """Show on standard error that `name` still works, unless the block takes a moment only."""
+    from tasks.console import TerminalConsole, working
+
+    with working(TerminalConsole(problems), name):
+        yield
+
+
 def print_json(document: Any) -> None:
     """Print a document as JSON; numbers that JSON lacks (NaN) are null."""
     import json

@@ -25,6 +25,7 @@ from flows.cli.errors import (
     DefaultGroup,
     JsonOption,
     RootOption,
+    at_work,
     exit_as_judged,
     mistakes,
     out,
@@ -163,7 +164,8 @@ def fetch(
 
     with mistakes():
         speed, loaded = Bytes.parse(rate), load_recipe(recipe, set_)
-        folder, addresses = prepare_fetch(loaded, Root.parse(root), update)
+        with at_work("listing"):
+            folder, addresses = prepare_fetch(loaded, Root.parse(root), update)
         if not addresses:
             out.print("everything that the recipe names is on this machine")
             return
@@ -237,10 +239,12 @@ def rehearse(
 @app.command()
 def report(run: RunArgument, root: RootOption = DEFAULT_ROOT) -> None:
     """Write the report of a run again from its tracked values."""
-    from tasks.report.run import make_report
-
     with mistakes():
-        out.print(f"{make_report(Root.parse(root), run)}")
+        with at_work("report"):
+            from tasks.report.run import make_report  # imports matplotlib and MLflow
+
+            page = make_report(Root.parse(root), run)
+        out.print(f"{page}")
 
 
 @app.command()
@@ -346,7 +350,7 @@ def _run(cluster_file: Path | None, processes: int, threads: int, json_: bool, *
     from flows.recipe_form import PipelineParameters
     from llama3.recipe.load import load_recipe
     from tasks.cluster import Cluster, load_cluster
-    from tasks.console import TerminalConsole, console_as
+    from tasks.console import TerminalConsole, console_as, working
     from tasks.runs.preflight import check_place
     from tasks.runs.records import Runs, now
 
@@ -358,23 +362,24 @@ def _run(cluster_file: Path | None, processes: int, threads: int, json_: bool, *
         # find wrong input within a second, before Prefect starts
         recipe = runs.recipe(config.rerun_of) if config.rerun_of else load_recipe(Path(config.recipe), config.overrides)
         check_place(recipe, cluster, root)
-        shown = problems if json_ else out
+        console = TerminalConsole(shown := problems if json_ else out)
         shown.print("[dim]starting Prefect[/]")
         quiet_prefect()
-        ready = start_temporary_server(root)
-        from httpx import HTTPError, HTTPStatusError, TransportError
-        from prefect import get_client
+        with working(console, "Prefect"):
+            ready = start_temporary_server(root)
+            from httpx import HTTPError, HTTPStatusError, TransportError
+            from prefect import get_client
 
-        from flows.pipeline import pipeline
-        from tasks.runs.recovery import reconcile_record
-        from tasks.runs.status import run_document, summary_lines
-        from tasks.tracking.mlflow_store import preload
+            from flows.pipeline import pipeline
+            from tasks.runs.recovery import reconcile_record
+            from tasks.runs.status import run_document, summary_lines
+            from tasks.tracking.mlflow_store import preload
 
-        preload()  # while the server starts
-        ready()
+            preload()  # while the server starts
+            ready()
         began = now()
         try:
-            with console_as(TerminalConsole(shown)):
+            with console_as(console):
                 name = with_retries(lambda: pipeline(config))
         except (TransportError, HTTPStatusError):  # the server went away; the run itself may be complete
             finished = [record.name for record in runs.all() if record.state == "finished" and record.ended > began]

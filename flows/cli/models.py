@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.markup import escape
 
-from flows.cli.errors import DefaultGroup, RootOption, mistakes, out, problems
+from flows.cli.errors import DefaultGroup, RootOption, at_work, mistakes, out, problems
 from storage.filesystem import write_atomic
 from storage.root import DEFAULT_ROOT, Root
 
@@ -117,6 +117,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does, with a page to try it; Ctrl-C stops it."""
     with mistakes():
+        problems.print("[dim]loading the model[/]")
         from tasks.models import serve as server  # imports torch and FastAPI
 
         if threads:
@@ -148,7 +149,8 @@ def export(
     from tasks.models.export import export_model
 
     with mistakes():
-        export_model(Root.parse(root), model, target, format_, dtype, parts, license)
+        with at_work("export"):
+            export_model(Root.parse(root), model, target, format_, dtype, parts, license)
         out.print(f"wrote {target}, peak memory {peak_rss() / 2**30:.2f} GiB")
 
 
@@ -190,7 +192,8 @@ def evaluate(
             problems.print(f"[yellow]left out[/]  {escape(f'{name}: {reason}')}")
         if not suites.tasks:
             raise ValueError(f"{', '.join(tasks)}: no task is left; give the folder of the files with --data")
-        result = evaluate_folder(folder, suites, tables, threads or os.cpu_count() or 1, device)
+        with at_work("scoring"):
+            result = evaluate_folder(folder, suites, tables, threads or os.cpu_count() or 1, device)
         document = {
             "model": model,
             "suite": result.suite.suite.name or None,

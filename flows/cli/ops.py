@@ -18,6 +18,7 @@ from flows.cli.errors import (
     FAILED,
     JsonOption,
     RootOption,
+    at_work,
     exit_as_judged,
     mistakes,
     out,
@@ -68,7 +69,8 @@ def setup(
         for line in serve.setup(Root.parse(root), notify=notify):
             out.print(line)
         if deploy:
-            serve.deploy(dict(os.environ))
+            with at_work("deployments"):
+                serve.deploy(dict(os.environ))
             out.print("deployments of prefect.yaml registered")
 
 
@@ -94,11 +96,12 @@ def doctor(
         place = load_cluster(cluster) if cluster else Cluster()
         loaded = load_recipe(recipe) if recipe else None
         starts = Cluster() if place.nodes else place  # a machine that starts jobs needs no GPU
-        problems.print("[dim]checking this machine[/]")
-        findings = diagnose(Root.parse(root), starts, loaded)
+        with at_work("this machine"):
+            findings = diagnose(Root.parse(root), starts, loaded)
         if place.nodes:
             problems.print(f"[dim]waiting for {place.nodes.nodes(place.processes)} nodes of {place.launcher}[/]")
-            findings += diagnose_nodes(Root.parse(root), place)
+            with at_work("nodes"):
+                findings += diagnose_nodes(Root.parse(root), place)
         failed = [finding for finding in findings if finding.state == "fail"]
         if json_:
             print_json({"ok": not failed, "findings": [finding._asdict() for finding in findings]})
@@ -186,14 +189,15 @@ def compare(
     json_: JsonOption = False,
 ) -> None:
     """Show the differences of runs in recipe and result, and write a page with curves over tokens."""
-    from tasks.report.compare import compare_runs, comparison_tables, comparison_url
-
     with mistakes():
-        result = compare_runs(Root.parse(root), runs)
+        with at_work("comparison"):
+            from tasks.report.compare import compare_runs, comparison_tables, comparison_url  # matplotlib and MLflow
+
+            result = compare_runs(Root.parse(root), runs)
+            url = comparison_url(Root.parse(root), result)
         if not json_:
             for table in comparison_tables(result):
                 out.print(table)
-        url = comparison_url(Root.parse(root), result)
         if json_:  # for a program, which opens no browser
             print_json({**result.as_dict(), "page": url})
             return

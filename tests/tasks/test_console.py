@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console as RichConsole
 
 from storage.root import Root
-from tasks.console import TerminalConsole
+from tasks import console as consoles
+from tasks.cluster import Cluster
+from tasks.console import TerminalConsole, count_items, working
+from tasks.executors import data_runner
 from tasks.format import command
 
 
@@ -48,3 +52,37 @@ def test_a_printed_command_names_the_root_unless_it_is_the_default(
 
 def test_a_terminal_gets_a_bar() -> None:
     assert "━" in shown(terminal=True)
+
+
+def test_silent_work_says_that_it_lasts_and_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consoles, "QUIET_S", 0.05)
+    monkeypatch.setattr(consoles, "PLAIN_INTERVAL_S", 0.05)
+    file = io.StringIO()
+    console = TerminalConsole(RichConsole(file=file, width=100, highlight=False))
+
+    def await_lines(count: int) -> None:
+        deadline = time.monotonic() + 10
+        while file.getvalue().count("\n") < count and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    with working(console, "collect"):
+        await_lines(1)
+        with data_runner(Cluster(threads=2)) as runner:
+            runner(None, "shuffle/near/bands/4-1/0", lambda job, item: None, range(7))
+        await_lines(file.getvalue().count("\n") + 1)
+    ended = file.getvalue()
+    assert ended.splitlines()[0].split() == ["collect", "after", "0", "s"]
+    assert "collect           near/bands 7 of 7 after 0 s" in ended
+    time.sleep(0.2)
+    assert file.getvalue() == ended
+    count_items("web", 5)(1)  # nothing is shown: no error
+
+
+def test_a_terminal_shows_a_bar_of_the_items_and_clears_it() -> None:
+    file = io.StringIO()
+    console = TerminalConsole(RichConsole(file=file, force_terminal=True, width=100, highlight=False))
+    with working(console, "collect"), console.progress("main", 10) as line:  # one inside another
+        count_items("web", 4)(3)
+        line.update(5, None, None)
+    assert "collect" in file.getvalue()
+    assert "web 3 of 4" in file.getvalue()

@@ -17,7 +17,7 @@ from llama3.recipe.load import load_recipe
 from storage.root import Root
 from tasks import doctor
 from tasks.cluster import Cluster
-from tasks.doctor import Finding, check_gpus, check_hub, check_ports, check_root, diagnose, diagnose_as_node
+from tasks.doctor import CheckResult, check_gpus, check_hub, check_ports, check_root, diagnose, diagnose_as_node
 from tests.flows.cli.test_commands import documented
 
 NODES = Cluster.model_validate({"launcher": "slurm", "processes": 8, "slurm": {"processes_per_node": 8}})
@@ -27,9 +27,9 @@ def herd(*words: object) -> Result:
     return CliRunner().invoke(app, ["doctor", *map(str, words)], env={"COLUMNS": "160"})
 
 
-def one(findings: Any, check: str) -> Finding:
+def one(findings: Any, check: str) -> CheckResult:
     (found,) = [finding for finding in findings if finding.check == check]
-    assert isinstance(found, Finding)
+    assert isinstance(found, CheckResult)
     return found
 
 
@@ -82,7 +82,7 @@ def test_a_root_without_locks_fails(
             raise flock
 
     monkeypatch.setattr(doctor, "LOCAL_TRIAL", 1 << 20)
-    assert one(check_root(Root.parse(tmp_path)), "locks") == Finding("locks", "ok", "flock excludes others")
+    assert one(check_root(Root.parse(tmp_path)), "locks") == CheckResult("locks", "ok", "flock excludes others")
     monkeypatch.setattr(doctor.fcntl, "flock", no_flock)
     found = one(check_root(Root.parse(tmp_path)), "locks")
     assert (found.state, found.what) == ("fail", what)
@@ -96,7 +96,7 @@ def test_slow_full_and_wrong_clocks_are_told(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(doctor, "TOO_LITTLE", float("inf"))
     monkeypatch.setattr(doctor, "_rates", lambda *_: (1.0, 1.0, doctor.time.time() - 100))
     (tmp_path / "x").touch()
-    monkeypatch.setattr(doctor, "_locks", lambda path: Finding("locks", "ok", ""))
+    monkeypatch.setattr(doctor, "_locks", lambda path: CheckResult("locks", "ok", ""))
     found = {finding.check: finding for finding in check_root(root)}
     assert (found["root"].state, found["disk"].state) == ("warn", "fail")
     assert (found["clock"].state, found["clock"].what) == ("warn", "100 s from that of the file system")
