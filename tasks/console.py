@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, copy_context
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -198,7 +197,8 @@ def working(console: Console, name: str) -> Iterator[None]:
                 console.log(f"  {name:<17} [dim]{escape(activity.text())}[/]")
                 pause_s = PLAIN_INTERVAL_S
 
-        with in_background(partial(copy_context().run, speak)):
+        context = copy_context()  # in which the log of a flow run is known
+        with in_background(lambda stop: context.run(speak, stop)):
             yield
     finally:
         _activity.reset(token)

@@ -18,6 +18,7 @@ from flows.crash_recovery import end_flow_run
 from llama3.recipe.load import load_recipe
 from storage.lease import lease
 from storage.root import Root
+from tasks.runs import recovery
 from tasks.runs.records import OPEN, RunRecord, Runs, mark_open, now
 from tasks.runs.recovery import Reconciled, reconcile, reconcile_record
 from tasks.study.records import Studies, StudyRecord
@@ -79,6 +80,15 @@ def state_of(client: SyncPrefectClient, made: FlowRun) -> str:
     state = client.read_flow_run(made.id).state
     assert state is not None
     return state.name or ""
+
+
+def test_people_are_told_of_a_killed_run_and_once(root: Root, run: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own process could not send the event that a notification is made of."""
+    told: list[tuple[str, str]] = []
+    monkeypatch.setattr(recovery, "run_ended", lambda record, uri: told.append((record.name, record.state)))
+    for _ in range(2):
+        reconcile_record(root, None, f"runs/{run.name}")
+    assert told == [(run.name, "interrupted")]
 
 
 @pytest.mark.fault("F16")
