@@ -116,33 +116,6 @@ class FailureModel(SourcedFigures):
         return self.rate(fleet, hangs=True) / self.rate(fleet)
 
 
-@dataclass(frozen=True)
-class RepeatOffenders:
-    """Hosts that fail more often than the others. Such hosts are known to exist; how many is assumed."""
-
-    share: float = 0.02
-    """Of all hosts."""
-    factor: float = 5.0
-    """Their rate over that of the others."""
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.share < 1 and self.factor >= 1):
-            raise ValueError(
-                f"offenders: {self.share:g} of the hosts at {self.factor:g} x; write 0 to 1, and 1 or more"
-            )
-
-    def avoided(self) -> float:
-        """Return the share of failures avoided by replacing them with ordinary hosts."""
-        extra = self.share * (self.factor - 1)
-        return extra / (1 + extra)
-
-    def weights(self, hosts: int, rng: np.random.Generator) -> np.ndarray:
-        """Return the probability that each of `hosts` hosts is the next to fail: float64, shape (hosts,), sum 1."""
-        weights = np.ones(hosts)
-        weights[rng.permutation(hosts)[: round(self.share * hosts)]] = self.factor
-        return np.asarray(weights / weights.sum())
-
-
 @dataclass(frozen=True, order=True)
 class Failure:
     """One interruption."""
@@ -159,17 +132,14 @@ Trace = tuple[Failure, ...]
 """In the order of time."""
 
 
-def make_trace(
-    model: FailureModel, fleet: Fleet, days: float, seed: int, offenders: RepeatOffenders | None = None
-) -> Trace:
+def make_trace(model: FailureModel, fleet: Fleet, days: float, seed: int) -> Trace:
     """Return the interruptions of a job on `fleet` in `days` days: the same for the same arguments."""
     rng = np.random.default_rng(seed)
-    weights = (offenders or RepeatOffenders(share=0.0)).weights(fleet.hosts, rng)
     failures: list[Failure] = []
     for cause in model.causes:
         count = int(rng.poisson(model.per_hour(cause, fleet) * days * HOURS))
         times = rng.uniform(0, days * HOURS * 3600, count)
-        hosts = rng.choice(fleet.hosts, count, p=weights)
+        hosts = rng.integers(fleet.hosts, size=count)
         failures += [
             Failure(float(time), cause.name, int(host), cause.spare, cause.hangs)
             for time, host in zip(times, hosts, strict=True)

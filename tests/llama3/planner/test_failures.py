@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.planner.reliability import (
-    Failure,
     FailureModel,
     Fleet,
-    RepeatOffenders,
     failures_by_cause,
     llama3_failures,
     make_trace,
@@ -46,8 +42,8 @@ def test_rates_grow_with_their_component() -> None:
 @given(seed=st.integers(0, 2**32 - 1), days=st.floats(0.5, 60), gpus=st.integers(8, 40_000))
 def test_traces_are_seeded_and_ordered(seed: int, days: float, gpus: int) -> None:
     fleet = Fleet(gpus)
-    trace = make_trace(MODEL, fleet, days, seed, RepeatOffenders())
-    assert trace == make_trace(MODEL, fleet, days, seed, RepeatOffenders())
+    trace = make_trace(MODEL, fleet, days, seed)
+    assert trace == make_trace(MODEL, fleet, days, seed)
     assert list(trace) == sorted(trace, key=lambda failure: failure.time_s)
     assert all(0 <= failure.time_s < days * 86_400 and 0 <= failure.host < fleet.hosts for failure in trace)
 
@@ -56,31 +52,6 @@ def test_other_seeds_give_other_traces_with_the_same_mean() -> None:
     totals = [len(make_trace(MODEL, FLEET, 54, seed)) for seed in range(60)]
     assert np.mean(totals) == pytest.approx(466, rel=0.02)
     assert np.var(totals) == pytest.approx(466, rel=0.5)  # Poisson: variance = mean
-
-
-def test_offenders_keep_the_total_and_repeat() -> None:
-    offenders = RepeatOffenders(share=0.02, factor=20)
-    plain = [make_trace(MODEL, FLEET, 54, seed) for seed in range(20)]
-    uneven = [make_trace(MODEL, FLEET, 54, seed, offenders) for seed in range(20)]
-    assert np.mean([len(trace) for trace in uneven]) == pytest.approx(466, rel=0.03)
-    thrice = [sum(len(_broken_thrice(trace)) for trace in traces) for traces in (plain, uneven)]
-    assert thrice[1] > 4 * thrice[0]
-
-
-def _broken_thrice(trace: Iterable[Failure]) -> list[int]:
-    broken = Counter(failure.host for failure in trace if failure.spare)
-    return [host for host, count in broken.items() if count >= 3]
-
-
-def test_what_removing_offenders_avoids() -> None:
-    """Against a count: failures on offending hosts above what ordinary ones would have had."""
-    offenders, rng = RepeatOffenders(share=0.1, factor=5), np.random.default_rng(1)
-    weights = offenders.weights(1000, rng)
-    bad = weights > weights.min() * 2
-    struck = bad[rng.choice(1000, 200_000, p=weights)].mean()
-    assert bad.sum() == 100
-    assert struck * (1 - 1 / 5) == pytest.approx(offenders.avoided(), abs=0.01)
-    assert RepeatOffenders(share=0, factor=5).avoided() == 0
 
 
 def test_scaled_traces_keep_order_causes_and_hosts() -> None:
@@ -106,7 +77,6 @@ def test_own_counts_replace_the_published_ones(tmp_path: Path) -> None:
 def test_mistakes_are_named() -> None:
     for call, words in [
         (lambda: Fleet(0), "gpus: 0 is not a number of GPUs; write 1 or more"),
-        (lambda: RepeatOffenders(share=1.5), "1.5 of the hosts"),
         (lambda: FailureModel.load("failures-2030"), "'failures-2030' is unknown"),
         (lambda: FailureModel.load({"name": "x", "days": -1, "fleet_gpus": 8, "causes": []}), "days"),
     ]:
