@@ -104,8 +104,8 @@ lock:
 	@echo 'setuptools>=77' > .venv/lock/build.in
 	@$(COMPILE) pyproject.toml .venv/lock/build.in --output-file .venv/lock/core.txt
 	@$(COMPILE) pyproject.toml .venv/lock/build.in --extra dev --constraint .venv/lock/core.txt --output-file .venv/lock/dev.txt
-	@awk '/^[a-z]/ {keep = !/^(torch|triton|nvidia|cuda)[a-z0-9-]*==/} keep' .venv/lock/core.txt > requirements.txt
-	@awk '/^[a-z]/ {keep = !/^(torch|triton|nvidia|cuda)[a-z0-9-]*==/ && !(FNR != NR && $$1 in core)} \
+	@awk '/^[a-z]/ {keep = /^nvidia-ml-py==/ || !/^(torch|triton|nvidia|cuda)[a-z0-9-]*==/} keep' .venv/lock/core.txt > requirements.txt
+	@awk '/^[a-z]/ {keep = (/^nvidia-ml-py==/ || !/^(torch|triton|nvidia|cuda)[a-z0-9-]*==/) && !(FNR != NR && $$1 in core)} \
 	    FNR == NR {core[$$1]; next} keep' .venv/lock/core.txt .venv/lock/dev.txt > requirements-dev.txt
 
 clean:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, Self
@@ -103,6 +104,10 @@ class TrainJob(BaseModel):
     """What the planner predicts for this stage; None: no prediction."""
     restart_damaged: bool = False
     """Train the stage again from its start if it has checkpoints and all are damaged; otherwise that is an error."""
+    health_s: float = Field(default=0.0, ge=0)
+    """Seconds between two samples of a node's health, by its launch agent; 0: none."""
+    preflight: bool = False
+    """Measure every node before the first step, and fail on one far below the others."""
 
     @property
     def trained_recipe(self) -> Path:
@@ -147,6 +152,11 @@ class Attempt(BaseModel):
         return leave_by(self.job, requested)
 
     @property
+    def health(self) -> Path:
+        """The file with the samples of this node's health."""
+        return self.logs / f"health-{self.node}.jsonl"
+
+    @property
     def outcome(self) -> Path:
         """The file with the AttemptResult of this node's ranks: a file outlives the agent and needs no port."""
         return self.logs / f"node-{self.node}.json"
@@ -165,6 +175,8 @@ class AttemptResult(BaseModel):
     """Error message: which rank failed first, and the end of its log."""
     time: float = 0.0
     """When the first rank failed, in seconds since 1970."""
+    host: str = ""
+    """The node on which it failed; empty if the attempt is complete, or nobody knows."""
 
     @property
     def cause(self) -> Cause:
@@ -209,6 +221,16 @@ def program_of(job: Path) -> str:
     """Return the package whose main module runs the job file `job`: `train`, `evaluate`."""
     program: str = json.loads(job.read_text()).get("program", "train")
     return program
+
+
+def health_interval(job: Path) -> float:
+    """Return the seconds between two samples of a node's health that the job file `job` asks for; 0: none."""
+    return float(json.loads(job.read_text()).get("health_s", 0.0))
+
+
+def host_name() -> str:
+    """Return the name by which the scheduler knows this node."""
+    return os.environ.get("HERD_HOST") or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def leave_by(job: Path, requested: float) -> float:

@@ -21,6 +21,8 @@ from storage.filesystem import write_atomic
 
 FIRST_READ = 2**16
 SKIPS = "skips.json"
+HEALTH = "health.jsonl"
+"""Beside the journal, in its format: the health of the nodes at chosen steps. The supervisor writes it."""
 
 
 @dataclass(frozen=True)
@@ -97,16 +99,20 @@ class Tail:
         self.path = path
         self._offset = 0
 
-    def new(self) -> list[Entry]:
-        """Return the complete lines since the previous call, in file order. Raises ValueError for a broken line."""
+    def read(self) -> bytes:
+        """Return the complete lines since the previous call."""
         if not self.path.exists():
-            return []
+            return b""
         with self.path.open("rb") as file:
             file.seek(self._offset)
             data = file.read()
         data = data[: data.rfind(b"\n") + 1]
         self._offset += len(data)
-        return _parse(self.path, data, whole=True)
+        return data
+
+    def new(self) -> list[Entry]:
+        """Return the entries since the previous call, in file order. Raises ValueError for a broken line."""
+        return _parse(self.path, self.read(), whole=True)
 
 
 class Journal:
@@ -145,11 +151,11 @@ def discard_after(path: Path, position: int) -> None:
 
 
 def to_parquet(journal: Path, path: Path) -> None:
-    """Write the valid records as a table with columns time (s), position (tokens), key, value."""
+    """Write the valid records, and those of the nodes' health, as a table: time (s), position (tokens), key, value."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    records = read_journal(journal)
+    records = [*read_journal(journal), *read_journal(journal.with_name(HEALTH))]
     rows = [(record.time, record.position, key, value) for record in records for key, value in record.metrics.items()]
     types = {"time": pa.float64(), "position": pa.int64(), "key": pa.string(), "value": pa.float64()}
     columns = zip(*rows, strict=True) if rows else [[]] * len(types)

@@ -23,9 +23,23 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from llama3.train.job import OUT_OF_MEMORY, SETTLE_S, TERMINATED, Attempt, AttemptResult, ending, last_lines, program_of
+from llama3.train import health
+from llama3.train.job import (
+    OUT_OF_MEMORY,
+    SETTLE_S,
+    TERMINATED,
+    Attempt,
+    AttemptResult,
+    ending,
+    health_interval,
+    host_name,
+    last_lines,
+    program_of,
+)
 from llama3.train.main import exit_process
 from storage.filesystem import write_atomic
 from storage.processes import die_with_parent, free_port, memory_kills
@@ -42,6 +56,8 @@ PRELOADED = (
 )
 WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 PR_SET_NAME = 15
+REAPS, REAP_EVERY_S = 100, 0.01
+"""How often and when the end of a killed sampler is looked for."""
 
 
 def run_attempt(attempt: Attempt) -> AttemptResult:
@@ -56,11 +72,15 @@ def run_attempt(attempt: Attempt) -> AttemptResult:
         sys.stdout.flush()
         sys.stderr.flush()
         pids = {_fork(attempt, rank, port, mask): rank for rank in attempt.ranks}
-        result = _watch(attempt, pids)
+        with _sampler(attempt, mask):
+            result = _watch(attempt, pids)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if result.status and memory_kills() > kills_before:
-        result = result.model_copy(update={"message": f"{OUT_OF_MEMORY}; {result.message}"})
+    if result.status not in (0, TERMINATED):
+        causes = [f"hardware error: {fault}" for fault in health.new_faults(attempt.health)]
+        if memory_kills() > kills_before:
+            causes = [OUT_OF_MEMORY]
+        result = result.model_copy(update={"host": host_name(), "message": "; ".join([*causes, result.message])})
     write_atomic(attempt.outcome, result.model_dump_json())
     return result
 
@@ -82,6 +102,8 @@ def _watch(attempt: Attempt, pids: dict[int, int]) -> AttemptResult:
             pid, wait_status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 break
+            if pid not in pids:  # the sampler of this attempt or of an earlier one
+                continue
             rank, status = pids.pop(pid), os.waitstatus_to_exitcode(wait_status)
             if status == TERMINATED:
                 stopped = stopped or time.time()  # all ranks agree to stop, so the others are about to
@@ -105,6 +127,34 @@ def _watch(attempt: Attempt, pids: dict[int, int]) -> AttemptResult:
     return AttemptResult(status=status, time=when, message="\n".join(lines))
 
 
+@contextmanager
+def _sampler(attempt: Attempt, mask: set[int]) -> Iterator[None]:
+    """Sample the health of this node in a process of its own meanwhile, if the job asks for that."""
+    every_s = health_interval(attempt.job)
+    if not every_s:
+        yield
+        return
+    agent = os.getpid()
+    if not (pid := os.fork()):
+        try:
+            _begin_child(agent, "herd-health", mask)
+            health.watch(attempt, every_s)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    try:
+        yield
+    finally:
+        with suppress(ChildProcessError):  # it ended before, and `_watch` reaped it
+            if not os.waitpid(pid, os.WNOHANG)[0]:
+                os.kill(pid, signal.SIGKILL)
+            for _ in range(REAPS):  # a driver that hangs keeps it; then `_watch` reaps it during a later attempt
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    break
+                time.sleep(REAP_EVERY_S)
+
+
 def preload() -> None:
     """Import what every rank needs. Nothing here may start a computing thread or touch CUDA: the process will fork."""
     for name in PRELOADED:
@@ -121,11 +171,7 @@ def _fork(attempt: Attempt, rank: int, port: int, mask: set[int]) -> int:
     if pid := os.fork():
         return pid
     try:
-        die_with_parent(signal.SIGKILL)
-        if os.getppid() != agent:  # the agent died before die_with_parent
-            os._exit(1)
-        ctypes.CDLL(None).prctl(PR_SET_NAME, f"herd-rank-{rank}".encode())
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        _begin_child(agent, f"herd-rank-{rank}", mask)
         log = os.open(attempt.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for stream in (1, 2):
             os.dup2(log, stream)
@@ -141,12 +187,22 @@ def _fork(attempt: Attempt, rank: int, port: int, mask: set[int]) -> int:
             "MASTER_PORT": port,
         }
         os.environ.update({name: str(value) for name, value in numbers.items()}, MASTER_ADDR=attempt.address)
+        os.environ[health.LOGS] = str(attempt.logs)
         program = importlib.import_module(f"llama3.{program_of(attempt.job)}.main")
         exit_process(program.main([str(attempt.job)]))
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(1)  # whatever happens, this process must not continue as a second agent
+
+
+def _begin_child(agent: int, name: str, mask: set[int]) -> None:
+    """Let this fork of the process `agent` end with it, and take signals again."""
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != agent:  # the agent died before die_with_parent
+        os._exit(1)
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def agent(arguments: list[str]) -> int:

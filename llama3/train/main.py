@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from llama3.recipe.load import load_recipe
-from llama3.train.job import TERMINATED, TrainJob
+from llama3.train.job import TERMINATED, TrainJob, host_name
 from storage.artifact import verify_folder
 from storage.lease import LeaseHeld, folder_lease
 
@@ -43,6 +43,7 @@ def train(job: TrainJob) -> bool:
 
         from llama3.model.linear import use_reproducible_matmul
         from llama3.parallel.mesh import init_distributed
+        from llama3.train.health import measure_nodes
         from llama3.train.profiler import dump_flight, prepare
         from llama3.train.trainer import Trainer
 
@@ -55,6 +56,10 @@ def train(job: TrainJob) -> bool:
         if job.deterministic:
             torch.use_deterministic_algorithms(True)  # imports torch's compiler, 0.7 s
         with init_distributed(job.device, job.timeout_s, job.layout, meshed=job.deterministic) as world:
+            if job.preflight and (bad := measure_nodes(world, job.work)):
+                if why := bad.get(host_name()):
+                    raise RuntimeError(f"hardware error: {why}")
+                return False  # the attempt fails where the reason is
             try:
                 return Trainer(job, recipe, world, lambda: bool(requests)).run()
             except Exception:

@@ -66,6 +66,29 @@ LOST_TOKENS = "recovery/lost_tokens"  # Tokens that had to be trained again
 REPLAY_MAX_ABS_DIFF = "recovery/replay_max_abs_diff"
 """Largest difference of loss or gradient norm between a replayed step and its first run; 0 is bit for bit."""
 
+# Health of the nodes (`llama3.train.health`), over all of an attempt's nodes and the time since the last point
+GPU_UTILIZATION = "system/gpu_utilization"  # Fraction of the time in which a kernel ran; mean of the GPUs
+GPU_TEMPERATURE = "system/gpu_temperature_c"  # The hottest GPU
+GPU_POWER = "system/gpu_power_w"  # Mean of the GPUs
+GPU_CLOCK = "system/gpu_sm_clock_mhz"  # The slowest GPU
+GPU_THROTTLED = "system/gpu_throttled"  # GPUs that the hardware slows down because of heat or power
+GPU_ECC = "system/gpu_ecc_uncorrected"  # Uncorrectable memory errors since the driver was loaded
+GPU_ECC_LIFETIME = "system/gpu_ecc_uncorrected_lifetime"
+GPU_REMAPPED = "system/gpu_remapped_rows"  # Memory rows replaced because of uncorrectable errors
+GPU_XIDS = "system/gpu_xid_errors"  # Critical Xid events since the start of the attempt
+GPU_PCIE_LANES = "system/gpu_pcie_lanes"  # The narrowest link
+GPU_PCIE_GENERATION = "system/gpu_pcie_generation"  # The slowest link; an idle GPU lowers it
+CPU_LOAD = "system/cpu_load"  # Threads that run or want to, over the processors; the busiest node
+MEMORY_PRESSURE = "system/memory_pressure"  # Fraction of 10 s in which a process waited for memory; the worst node
+IO_PRESSURE = "system/io_pressure"  # The same for disks
+MEMORY_ERRORS = "system/memory_ecc_uncorrected"  # Errors of the host's memory since the start of the attempt
+DISK_ERRORS = "system/disk_errors"  # The same of disks
+NETWORK_ERRORS = "system/network_errors"  # The same of network cards and InfiniBand ports
+PREFLIGHT_TFLOPS = "system/preflight_tflops"  # Matrix product before the first step; the slowest node
+PREFLIGHT_ALL_REDUCE = "system/preflight_all_reduce_gb_s"  # All-reduce inside a node; the slowest
+PREFLIGHT_DISK = "system/preflight_disk_mb_s"  # Write into the stage's folder; the slowest node
+CLOCK_OFFSET = "system/clock_offset_s"  # Clock of the file system less that of the node; the largest
+
 STUDY_RUNS = "study/runs"  # Runs that the verdict of a study is based on
 STUDY_FLOPS = "study/flops"  # Training FLOP of its runs; shared stages count once
 STUDY_GPU_HOURS = "cost/gpu_hours"  # Device-hours of training of its runs; shared stages count once
