@@ -163,7 +163,7 @@ def example_alert() -> AutomationCore:
     """Automation to edit into a notification: its action does nothing until a notification block replaces it."""
     return AutomationCore(
         name=EXAMPLE,
-        description="Fires at every herd.alert.* event (loss spike, no progress, straggler, disk, failed gate). "
+        description="Fires at every herd.alert.* event (loss spike, no progress, straggler, disk, gate, bad node). "
         "`herd setup --notify URL` replaces it by one that tells people. The payload has run, stage, text, position.",
         trigger=EventTrigger(expect={"herd.alert.*"}, posture=Posture.Reactive, threshold=1, within=timedelta(0)),
         actions=[DoNothing()],

@@ -53,6 +53,8 @@ class Nodes(BaseModel):
     """Variables for every process, such as NCCL_SOCKET_IFNAME or NCCL_IB_HCA; they win over those that herd sets."""
     poll_s: float = Field(default=5.0, gt=0)
     """Seconds between two calls of the scheduler."""
+    preflight: bool = True
+    """Measure every node for some seconds at the start of an attempt; one far below the others is excluded."""
 
     def nodes(self, processes: int) -> int:
         """Return how many nodes `processes` need."""
@@ -178,6 +180,8 @@ class Cluster(BaseModel):
     """How long a trainer may record no step and write no line of log before its first new step."""
     attempts: int = Field(default=1, ge=1)
     """Attempts in a row without a new step after which the run fails; attempts that make progress do not count."""
+    health_s: float = Field(default=30.0, ge=0)
+    """Seconds between two samples of every node's health, which can exclude a node (`herd hosts`); 0: none."""
     launcher: Literal["local", "slurm", "kubernetes"] = "local"
     """What starts the trainer: this machine, Slurm, or Kubernetes."""
     slurm: Slurm = Slurm()

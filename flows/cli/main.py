@@ -44,7 +44,7 @@ PANELS = {
     "Runs and studies": ("logs", "stop", "report", "compare", "inspect", "study", "rehearse"),
     "Recipes and data": ("fetch", "data", "schema"),
     "Models": ("generate", "serve", "eval", "export", "promote", "approve", "reject", "rollback", "promotion-log"),
-    "Operation": ("doctor", "setup", "verify", "gc", "mlflow"),
+    "Operation": ("doctor", "hosts", "setup", "verify", "gc", "mlflow"),
 }
 """Title -> commands, in the order of `herd --help`."""
 
@@ -321,7 +321,7 @@ def try_data(
 
 for command in (
     *(models.generate, models.serve, models.export, ops.up, ops.setup, ops.status, ops.logs, ops.stop, ops.compare),
-    *(ops.doctor, ops.gc, ops.verify),
+    *(ops.doctor, ops.hosts, ops.gc, ops.verify),
     *(ops.promote, ops.approve, ops.reject, ops.rollback, ops.promotion_log),
 ):
     app.command()(command)

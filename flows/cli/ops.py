@@ -1,4 +1,4 @@
-"""Commands to operate herd: `herd up | setup | doctor | gc | verify`, `herd mlflow`, runs, and promotion."""
+"""Commands to operate herd: `herd up | setup | doctor | hosts | gc | verify`, `herd mlflow`, runs, and promotion."""
 
 from __future__ import annotations
 
@@ -180,6 +180,25 @@ def stop(
 
     with mistakes():
         out.print(escape(stop_run(Root.parse(root), run, lambda text: problems.print(escape(text)), wait)))
+
+
+def hosts(
+    clear: Annotated[str, typer.Option(help="Take this host back, and forget what happened on it.")] = "",
+    exclude: Annotated[str, typer.Option(help="Use this host no more.")] = "",
+    reason: Annotated[str, typer.Option(help="Why, kept with the decision.")] = "",
+    root: RootOption = DEFAULT_ROOT,
+) -> None:
+    """List the hosts on which attempts died or faults were seen, and which of them no attempt gets."""
+    from tasks.launch.hosts import Hosts, hosts_table
+
+    with mistakes():
+        ledger = Hosts(Root.parse(root))
+        if clear:
+            ledger.decide(clear, "cleared", reason)
+        if exclude:
+            ledger.decide(exclude, "excluded", reason)
+        table = hosts_table(ledger)
+        out.print(table if table.rows else "no attempt died of a host, and no fault was seen")
 
 
 def compare(

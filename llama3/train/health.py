@@ -103,7 +103,7 @@ class Gpus:
         """`judge_lanes`: whether a PCIe link narrower than possible is a fault; in a desktop the slot may be narrow."""
         self.judge_lanes, self.xids = judge_lanes, 0
         self.devices: list[Any] = []
-        self.names: list[str] = []
+        self.names: list[tuple[str, str]] = []
         self._events: Any = None
         self._seen: dict[str, None] = {}
         """Faults that NVML reports only once, in order."""
@@ -117,13 +117,13 @@ class Gpus:
             for index in range(pynvml.nvmlDeviceGetCount()):
                 try:
                     device = pynvml.nvmlDeviceGetHandleByIndex(index)
-                    name = f"GPU {index} ({self._ask('nvmlDeviceGetUUID', device) or 'no UUID'})"
+                    uuid = self._ask("nvmlDeviceGetUUID", device) or "no UUID"
                 except pynvml.NVMLError as error:
                     if error.value == pynvml.NVML_ERROR_GPU_IS_LOST:  # otherwise it is not for this job
                         self._seen[f"GPU {index}: {LOST}"] = None
                     continue
                 self.devices.append(device)
-                self.names.append(name)
+                self.names.append((f"GPU {index}", uuid))
             self._events = pynvml.nvmlEventSetCreate()
             for device in self.devices:
                 self._ask("nvmlDeviceRegisterEvents", device, pynvml.nvmlEventTypeXidCriticalError, self._events)
@@ -132,14 +132,14 @@ class Gpus:
         """Return the values of all GPUs by metric, without those that a GPU or driver does not support, and faults."""
         values: dict[str, list[float]] = defaultdict(list)
         faults = [*self._seen]
-        for name, device in zip(self.names, self.devices, strict=True):
+        for (name, uuid), device in zip(self.names, self.devices, strict=True):
             try:
                 own, wrong = self._read(device)
             except self.nvml.NVMLError:
                 own, wrong = {}, [LOST]
             for key, value in own.items():
                 values[key].append(value)
-            faults += [f"{name}: {text}" for text in wrong]
+            faults += [f"{name}: {text} ({uuid})" for text in wrong]
         if self.devices:
             values[metrics.GPU_XIDS] = [self.xids]
         return values, faults

@@ -11,7 +11,7 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +30,10 @@ WATCH_S = 0.1
 """Between two polls of a launch: part of every restart."""
 NO_OUTCOME = -signal.SIGKILL
 """Status of an attempt whose agents left no outcome."""
+
+
+Excluded = Callable[[], Mapping[str, str]]
+"""Returns the hosts that must not be used now, each with the reason (`tasks.launch.hosts`)."""
 
 
 class Launch(Protocol):
@@ -163,16 +167,17 @@ def agent_variables(python: str, job: Path, logs: Path) -> dict[str, str]:
 
 
 LAUNCHERS = {"local": "tasks.launch.local", "slurm": "tasks.launch.slurm", "kubernetes": "tasks.launch.kubernetes"}
-"""A new launcher is a module with `launcher(cluster, name, agents)`, for a scheduler also `running_job(logs)`, a line
+"""A new launcher is a module with `launcher` as those of the others, for a scheduler also `running_job(logs)`, a line
 here, and its settings in `Cluster`."""
 
 
-def launcher_of(cluster: Cluster, name: str, agents: Any) -> Launcher:
+def launcher_of(cluster: Cluster, name: str, agents: Any, excluded: Excluded = dict) -> Launcher:
     """Return the launcher that `cluster` names; `name` (see `launch_key`) identifies its jobs.
 
-    The local one uses `agents` (`tasks.launch.local`). Raises ValueError if its commands are missing on this machine.
+    It starts nothing on the `excluded` hosts. The local one uses `agents` (`tasks.launch.local`). Raises ValueError if
+    its commands are missing on this machine.
     """
-    launcher: Launcher = import_module(LAUNCHERS[cluster.launcher]).launcher(cluster, name, agents)
+    launcher: Launcher = import_module(LAUNCHERS[cluster.launcher]).launcher(cluster, name, agents, excluded)
     return launcher
 
 

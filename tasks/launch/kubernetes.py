@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,15 @@ from llama3.train.job import AttemptResult, first_failure, read_outcomes
 from storage.filesystem import write_atomic
 from tasks.cluster import Cluster
 from tasks.errors import SchedulerRefused
-from tasks.launch.base import NO_OUTCOME, agent_command, agent_variables, keep_job, same_job, trainer_environment
+from tasks.launch.base import (
+    NO_OUTCOME,
+    Excluded,
+    agent_command,
+    agent_variables,
+    keep_job,
+    same_job,
+    trainer_environment,
+)
 from tasks.launch.local import Agents
 
 API = {"JobSet": "jobset.x-k8s.io/v1alpha2", "PyTorchJob": "kubeflow.org/v1"}
@@ -35,16 +44,18 @@ Manifest = dict[str, Any]
 class KubernetesLauncher:
     """Creates jobs with kubectl, in the cluster of its current context."""
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
+    def __init__(self, cluster: Cluster, name: str, excluded: Excluded = dict) -> None:
         """Jobs are called `herd-<name>`. Raises ValueError if there is no kubectl on the PATH."""
         if not shutil.which("kubectl"):
             raise ValueError("cluster.launcher: kubernetes needs kubectl on the PATH; install it, or write local")
-        self.cluster, self.name = cluster, job_name(name)
+        self.cluster, self.name, self.excluded = cluster, job_name(name), excluded
 
     def capacity(self) -> int:
         """Return how many processes the ready nodes could run, including nodes in use."""
         settings = self.cluster.kubernetes
         listed = json.loads(kubectl("get", "nodes", "--output=json"))
+        excluded = self.excluded()
+        listed["items"] = [node for node in listed["items"] if node["metadata"]["name"] not in excluded]
         nodes = ready_nodes(listed, settings.gpu if settings.gpus else "", settings.processes_per_node)
         return min(nodes * settings.processes_per_node, self.cluster.processes)
 
@@ -63,7 +74,7 @@ class KubernetesLauncher:
     def start(self, job: Path, processes: int, logs: Path) -> KubernetesLaunch:
         """Create the job of an attempt, in place of one that has ended. Raises SchedulerRefused."""
         logs.mkdir(parents=True, exist_ok=True)
-        text = manifest_text(self.cluster, self.name, job, processes, logs)
+        text = manifest_text(self.cluster, self.name, job, processes, logs, sorted(self.excluded()))
         keep_job(job, logs)
         write_atomic(logs / "job.yaml", text)
         launch = KubernetesLaunch(self.cluster, self.name)
@@ -81,8 +92,8 @@ class KubernetesLauncher:
         return launch
 
 
-def launcher(cluster: Cluster, name: str, agents: Agents) -> KubernetesLauncher:
-    return KubernetesLauncher(cluster, name)
+def launcher(cluster: Cluster, name: str, agents: Agents, excluded: Excluded) -> KubernetesLauncher:
+    return KubernetesLauncher(cluster, name, excluded)
 
 
 def running_job(logs: Path) -> KubernetesLaunch | None:
@@ -145,14 +156,21 @@ class KubernetesLaunch:
         return AttemptResult(status=status, message=f"{self.settings.kind} {self.name}: {message}")
 
 
-def manifest_text(cluster: Cluster, name: str, job: Path, processes: int, logs: Path) -> str:
+def manifest_text(
+    cluster: Cluster, name: str, job: Path, processes: int, logs: Path, excluded: Sequence[str] = ()
+) -> str:
     """Return the manifest of one attempt as YAML. Raises ValueError as `manifest` does."""
-    text = json.dumps(manifest(cluster, name, job, processes, logs))
+    text = json.dumps(manifest(cluster, name, job, processes, logs, excluded))
     return yaml.safe_dump(json.loads(text), sort_keys=False)  # through JSON, or parts used twice become YAML aliases
 
 
-def manifest(cluster: Cluster, name: str, job: Path, processes: int, logs: Path) -> Manifest:
-    """Return the Kubernetes object of one attempt. Raises ValueError if its files are not on the shared volume."""
+def manifest(
+    cluster: Cluster, name: str, job: Path, processes: int, logs: Path, excluded: Sequence[str] = ()
+) -> Manifest:
+    """Return the Kubernetes object of one attempt, which does not use the `excluded` nodes.
+
+    Raises ValueError if its files are not on the shared volume.
+    """
     settings = cluster.kubernetes
     for path in (job, logs):
         if not path.is_relative_to(settings.mount):
@@ -173,7 +191,7 @@ def manifest(cluster: Cluster, name: str, job: Path, processes: int, logs: Path)
             "completions": nodes,
             "completionMode": "Indexed",
             "backoffLimit": 0,
-            "template": _pod(cluster, name, per_node, agent, files),
+            "template": _pod(cluster, name, per_node, agent, files, excluded),
         }
         spec = {
             "failurePolicy": {"maxRestarts": 0},
@@ -183,7 +201,7 @@ def manifest(cluster: Cluster, name: str, job: Path, processes: int, logs: Path)
     else:
         # the operator's RANK and MASTER_ADDR count pods; the agent numbers the ranks itself
         agent += ' --node "$RANK" --address "$MASTER_ADDR" --port "$MASTER_PORT"'
-        pod = _pod(cluster, name, per_node, agent, files)
+        pod = _pod(cluster, name, per_node, agent, files, excluded)
         pod["spec"]["containers"][0]["name"] = "pytorch"  # the operator finds its container by this name
         pod["spec"]["containers"][0]["ports"] = [{"name": "pytorchjob-port", "containerPort": PORT, "protocol": "TCP"}]
         pod["spec"].pop("restartPolicy")
@@ -194,7 +212,9 @@ def manifest(cluster: Cluster, name: str, job: Path, processes: int, logs: Path)
     return {"apiVersion": API[settings.kind], "kind": settings.kind, "metadata": metadata, "spec": spec}
 
 
-def _pod(cluster: Cluster, name: str, per_node: int, agent: str, files: dict[str, str]) -> Manifest:
+def _pod(
+    cluster: Cluster, name: str, per_node: int, agent: str, files: dict[str, str], excluded: Sequence[str]
+) -> Manifest:
     settings = cluster.kubernetes
     variables = {**trainer_environment(settings.cpus_per_process), **settings.environment, **files}
     resources: dict[str, str | int] = {"cpu": settings.cpus_per_process * per_node, "memory": settings.memory}
@@ -204,7 +224,10 @@ def _pod(cluster: Cluster, name: str, per_node: int, agent: str, files: dict[str
         "name": "trainer",
         "image": settings.image,
         "command": ["bash", "-c", agent],
-        "env": [{"name": key, "value": value} for key, value in variables.items()],
+        "env": [
+            *({"name": key, "value": value} for key, value in variables.items()),
+            {"name": "HERD_HOST", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        ],
         "resources": {"requests": resources, "limits": resources},
         "volumeMounts": [{"name": "root", "mountPath": settings.mount}, {"name": "shm", "mountPath": "/dev/shm"}],
     }
@@ -217,6 +240,10 @@ def _pod(cluster: Cluster, name: str, per_node: int, agent: str, files: dict[str
             {"name": "shm", "emptyDir": {"medium": "Memory"}},  # NCCL's shared memory; 64 MB by default are too few
         ],
     }
+    if excluded:  # by name, for which the label kubernetes.io/hostname may have another word; one value each
+        fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in excluded]
+        terms = {"nodeSelectorTerms": [{"matchFields": fields}]}
+        spec["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
     return {"metadata": {"labels": {"herd/job": name}}, "spec": spec}
 
 

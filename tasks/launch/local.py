@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -22,11 +22,11 @@ from pathlib import Path
 import psutil
 
 from llama3.recipe.schema import Recipe
-from llama3.train.job import GRACE_S, SETTLE_S, Attempt, AttemptResult, ending, last_lines
+from llama3.train.job import GRACE_S, SETTLE_S, Attempt, AttemptResult, ending, host_name, last_lines
 from storage.processes import die_with_parent, free_port
 from tasks.cluster import Cluster
-from tasks.errors import InferenceFailed
-from tasks.launch.base import NO_OUTCOME, REAP_S, trainer_environment
+from tasks.errors import InferenceFailed, TrainingFailed
+from tasks.launch.base import NO_OUTCOME, REAP_S, Excluded, trainer_environment
 
 
 @dataclass
@@ -106,9 +106,11 @@ class Agents:
 class LocalLauncher:
     """Ranks on this machine."""
 
-    def __init__(self, cluster: Cluster, agents: Agents, capacity: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self, cluster: Cluster, agents: Agents, capacity: Callable[[], int] | None = None, excluded: Excluded = dict
+    ) -> None:
         """`capacity` returns how many processes this machine can run now; by default its GPUs, if it has any."""
-        self.cluster, self.agents = cluster, agents
+        self.cluster, self.agents, self.excluded = cluster, agents, excluded
         self.capacity = capacity or self._default_capacity
 
     def _default_capacity(self) -> int:
@@ -121,11 +123,22 @@ class LocalLauncher:
         """Nothing can be left behind: the kernel signals the agent when its supervisor dies, and its ranks save."""
 
     def start(self, job: Path, processes: int, logs: Path) -> LocalLaunch:
+        """Start the ranks. Raises TrainingFailed if this machine is excluded."""
+        if fault := excluded_here(self.excluded()):
+            raise TrainingFailed(fault)
         return self.agents.start(Attempt(job=job, logs=logs, processes=processes), self.cluster.process_threads)
 
 
-def launcher(cluster: Cluster, name: str, agents: Agents) -> LocalLauncher:
-    return LocalLauncher(cluster, agents)
+def launcher(cluster: Cluster, name: str, agents: Agents, excluded: Excluded) -> LocalLauncher:
+    return LocalLauncher(cluster, agents, excluded=excluded)
+
+
+def excluded_here(excluded: Mapping[str, str]) -> str:
+    """Return why nothing can be trained on this machine; "" if it can."""
+    host = host_name()
+    if host not in excluded:
+        return ""
+    return f"host {host} is excluded: {excluded[host]}; repair it and write herd hosts --clear {host}, or take another"
 
 
 class LocalLaunch:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +20,15 @@ from llama3.train.job import TERMINATED, AttemptResult, first_failure, last_line
 from storage.filesystem import write_atomic
 from tasks.cluster import Cluster
 from tasks.errors import SchedulerRefused
-from tasks.launch.base import NO_OUTCOME, agent_command, agent_variables, keep_job, same_job, trainer_environment
+from tasks.launch.base import (
+    NO_OUTCOME,
+    Excluded,
+    agent_command,
+    agent_variables,
+    keep_job,
+    same_job,
+    trainer_environment,
+)
 from tasks.launch.local import Agents
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -54,7 +63,7 @@ exec srun {srun} bash -c \\
 class SlurmLauncher:
     """Submits attempts with sbatch."""
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
+    def __init__(self, cluster: Cluster, name: str, excluded: Excluded = dict) -> None:
         """Jobs are called `herd-<name>`. Raises ValueError if Slurm's commands are not on the PATH."""
         missing = [command for command in ("sbatch", "squeue", "scancel", "sinfo") if not shutil.which(command)]
         if missing:
@@ -62,13 +71,13 @@ class SlurmLauncher:
                 f"cluster.launcher: slurm needs {', '.join(missing)} on the PATH; start herd on a login node, or "
                 "write local"
             )
-        self.cluster, self.name = cluster, f"herd-{name}"
+        self.cluster, self.name, self.excluded = cluster, f"herd-{name}", excluded
 
     def capacity(self) -> int:
         """Return how many processes the nodes that are up could run, now or when other jobs end."""
         partition = [f"--partition={self.cluster.slurm.partition}"] if self.cluster.slurm.partition else []
         listed = _ask("sinfo", "--Node", "--noheader", "--responding", f"--states={USABLE}", "--format=%N", *partition)
-        nodes = len(set(listed.split()))
+        nodes = len(set(listed.split()) - self.excluded().keys())
         return min(nodes * self.cluster.slurm.processes_per_node, self.cluster.processes)
 
     def live(self, job: Path) -> SlurmLaunch | None:
@@ -86,8 +95,10 @@ class SlurmLauncher:
         """Submit `processes` ranks. Raises SchedulerRefused with sbatch's message."""
         logs.mkdir(parents=True, exist_ok=True)
         keep_job(job, logs)
-        script = logs / "job.sbatch"
-        write_atomic(script, slurm_script(self.cluster, self.name, job, processes, logs))
+        script, excluded = logs / "job.sbatch", set(self.excluded())
+        if excluded:  # sbatch refuses a name that it does not know, as one of another cluster
+            excluded &= set(_ask("sinfo", "--Node", "--noheader", "--format=%N").split())
+        write_atomic(script, slurm_script(self.cluster, self.name, job, processes, logs, sorted(excluded)))
         try:
             return SlurmLaunch(_ask("sbatch", "--parsable", str(script)).split(";")[0], logs, self.cluster.slurm.poll_s)
         except SchedulerRefused:
@@ -99,8 +110,8 @@ class SlurmLauncher:
             raise
 
 
-def launcher(cluster: Cluster, name: str, agents: Agents) -> SlurmLauncher:
-    return SlurmLauncher(cluster, name)
+def launcher(cluster: Cluster, name: str, agents: Agents, excluded: Excluded) -> SlurmLauncher:
+    return SlurmLauncher(cluster, name, excluded)
 
 
 def running_job(logs: Path) -> SlurmLaunch | None:
@@ -194,13 +205,19 @@ def run_on_nodes(cluster: Cluster, program: list[str]) -> tuple[list[str], str]:
     return answers, done.stderr.strip()
 
 
-def slurm_script(cluster: Cluster, name: str, job: Path, processes: int, logs: Path) -> str:
-    """Return the batch script of one attempt. Raises ValueError for a line break, which would begin a command."""
+def slurm_script(
+    cluster: Cluster, name: str, job: Path, processes: int, logs: Path, excluded: Sequence[str] = ()
+) -> str:
+    """Return the batch script of one attempt, which does not use the `excluded` nodes.
+
+    Raises ValueError for a line break, which would begin a command.
+    """
     settings = cluster.slurm
     nodes, per_node = settings.nodes(processes), min(settings.processes_per_node, processes)
     directives = [
         f"--job-name={name}",
         f"--nodes={nodes}",
+        *([f"--exclude={','.join(excluded)}"] if excluded else []),
         "--ntasks-per-node=1",
         f"--cpus-per-task={settings.cpus_per_process * per_node}",
         *([f"--gpus-per-node={per_node}"] if settings.gpus else []),

@@ -21,6 +21,8 @@ from storage.object_artifact import open_store
 from storage.root import Root
 from storage.signing import sign
 from tasks.cluster import Cluster
+from tasks.launch.hosts import Hosts
+from tasks.launch.local import excluded_here
 from tasks.models.start import embedding_rows, init_from_faults, known_tokenizer, with_local_models
 from tasks.plan.predict import device_memory, memory_faults, place_evaluation
 from tasks.plan.recipe import (
@@ -109,6 +111,8 @@ def check_place(recipe: Recipe, cluster: Cluster, root: Root, thorough: bool = F
         raise RecipeError("\n".join(faults))
     layout_faults = _layout_faults(recipe, cluster, embedding_rows(root, recipe))
     faults = [*_root_faults(root), *layout_faults, *tracking_faults(recipe.tracking)]
+    if not faults and cluster.launcher == "local" and (excluded := excluded_here(Hosts(root).excluded())):
+        faults.append(excluded)
     local = with_local_models(root, recipe)
     tokenizer, left_out = local.tokenizer.use, list[str]()
     if tokenizer and not Path(tokenizer).is_file():

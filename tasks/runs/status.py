@@ -119,8 +119,8 @@ def run_document(root: Root, name: str) -> dict[str, Any]:
         "scores": scores,
         "steps": [{"step": step, **taken.model_dump()} for step, taken in record.steps.items()],
         "trainers": [
-            {"stage": stage, "attempt": number, "ended": how, "cause": cause, "why": why}
-            for stage, number, how, cause, why in _endings(root, name)
+            {"stage": stage, "attempt": number, "ended": how, "cause": cause, "host": host, "why": why}
+            for stage, number, how, cause, host, why in _endings(root, name)
         ],
         "alerts": [alert.model_dump() for alert in read_alerts(root, name)],
     }
@@ -238,32 +238,32 @@ def _steps(store: Store, run: RunProgress) -> FittedTable:
 
 def _attempts(root: Root, run: RunProgress) -> FittedTable:
     """Return how each attempt of a trainer ended, by the local logs; a single successful one is left out."""
-    table = FittedTable("trainers", ("stage", "attempt", "ended", "cause", "why"))
+    table = FittedTable("trainers", ("stage", "attempt", "ended", "cause", "host", "why"), ("host",))
     for stage, endings in groupby(_endings(root, run.record.name), key=lambda ending: ending[0]):
         ended = list(endings)
-        if len(ended) > 1 or any(how != "complete" for _, _, how, _, _ in ended):
-            for _, number, how, cause, why in ended:
-                table.add_row(stage, str(number), how, cause, escape(why))
+        if len(ended) > 1 or any(how != "complete" for _, _, how, *_ in ended):
+            for _, number, how, cause, host, why in ended:
+                table.add_row(stage, str(number), how, cause, host, escape(why))
     return table
 
 
-def _endings(root: Root, run: str) -> Iterator[tuple[str, int, str, str, str]]:
-    """Yield stage, number, end, cause and reason of each attempt of a trainer, by the logs on this machine."""
+def _endings(root: Root, run: str) -> Iterator[tuple[str, int, str, str, str, str]]:
+    """Yield stage, number, end, cause, host and reason of each attempt of a trainer, by the logs on this machine."""
     for stage, attempts in log_folders(root, run).items():
         for number, attempt in enumerate(attempts, start=1):
             yield stage, number, *_ending(read_outcomes(attempt))
 
 
-def _ending(outcomes: list[AttemptResult]) -> tuple[str, str, str]:
-    """Return how an attempt ended, its cause, and the first line of the reason."""
+def _ending(outcomes: list[AttemptResult]) -> tuple[str, str, str, str]:
+    """Return how an attempt ended, its cause, on which host, and the first line of the reason."""
     worst = max(outcomes, key=lambda outcome: abs(outcome.status), default=None)
     if worst is None:
-        return "", "", "it did not say"
+        return "", "", "", "it did not say"
     why = (worst.message.splitlines() or [""])[0]
     how = {0: "complete", TERMINATED: "stopped"}.get(worst.status, f"status {worst.status}")
     if worst.status < 0:
         how = signal.Signals(-worst.status).name
-    return how, worst.cause, "" if worst.status == 0 else why[:70]
+    return how, worst.cause, worst.host, "" if worst.status == 0 else why[:70]
 
 
 def _colored(text: str) -> str:

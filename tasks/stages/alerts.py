@@ -26,7 +26,7 @@ from tasks.console import Console
 from tasks.format import format_bytes, format_duration
 from tasks.tracking.events import emit, resource_id
 
-Kind = Literal["loss-spike", "no-progress", "straggler", "disk", "gate"]
+Kind = Literal["loss-spike", "no-progress", "straggler", "disk", "gate", "bad-node"]
 
 CALM_STEPS = 50
 """Good steps after which a spike is over."""
@@ -135,6 +135,11 @@ class Alerts:
         """The trainer was started again: the limit for the first step applies."""
         self._step_s = 0.0
         self.open.discard("no-progress")
+
+    def bad_host(self, host: str, fault: str) -> None:
+        """A fault excludes a host from the next attempt on."""
+        self.open.discard("bad-node")  # each fault is an incident
+        self._raise("bad-node", f"{host}: {fault}; it is excluded until herd hosts --clear {host}")
 
     def _disk(self) -> None:
         """Examine the free space of the working folder every DISK_EVERY_S."""

@@ -34,7 +34,8 @@ from storage.artifact import MANIFEST, Artifact, ArtifactSpec, file_digest
 from storage.filesystem import is_local, write_atomic
 from tasks.cluster import Cluster
 from tasks.errors import EvaluationFailed, GateFailed
-from tasks.launch.base import launch_key, launcher_of, wait
+from tasks.launch.base import Excluded, launch_key, launcher_of, wait
+from tasks.launch.hosts import Hosts
 from tasks.launch.local import Agents
 from tasks.plan.predict import place_evaluation
 from tasks.runs.progress import newest
@@ -58,13 +59,14 @@ def run_evaluation(
     gate: GateScores | None = None,
     tokenizer: Path | None = None,
     conversations: Path | None = None,
+    excluded: Excluded = dict,
 ) -> dict[str, Any]:
     """Score the model in `model` into `folder`; return the metadata of `evaluate`.
 
     `tokenizer` is its folder if that is another, `conversations` the file of held-out ones. With `gate` the scores are
-    those of a long-context gate. `work` keeps finished work, so that another attempt, or another call after a kill,
-    continues. Raises ValueError as `evaluate` does, OSError for a full disk, and EvaluationFailed if `cluster.attempts`
-    attempts died.
+    those of a long-context gate. Nothing runs on the `excluded` hosts. `work` keeps finished work, so that another
+    attempt, or another call after a kill, continues. Raises ValueError as `evaluate` does, OSError for a full disk, and
+    EvaluationFailed if `cluster.attempts` attempts died.
     """
     layout, processes = place_evaluation(recipe, cluster)
     work.mkdir(parents=True, exist_ok=True)
@@ -84,7 +86,7 @@ def run_evaluation(
     )
     path = work / "job.json"
     write_atomic(path, job.model_dump_json(indent=1))
-    launcher = launcher_of(cluster, launch_key(path), agents)
+    launcher = launcher_of(cluster, launch_key(path), agents, excluded)
     for attempt in range(1, cluster.attempts + 1):
         if job.facts.exists():  # a flow was killed after its evaluation
             break
@@ -157,8 +159,9 @@ def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: A
     def build(folder: Path, work: Path) -> dict[str, Any]:
         documents = validation_folder(curated, recipe.evaluate.documents)
         model, cluster = checkpoint.part("model"), context.cluster
+        excluded = Hosts(context.root).excluded
         return run_evaluation(
-            recipe, model, documents, folder, work, cluster, context.agents, conversations=conversations
+            recipe, model, documents, folder, work, cluster, context.agents, None, None, conversations, excluded
         )
 
     return ensure_in_scratch(context, step, design, build)
@@ -318,6 +321,7 @@ def evaluate_checkpoint(
                 context.agents,
                 tokenizer=tokenizer.path,
                 conversations=conversations,
+                excluded=Hosts(context.root).excluded,
             )
             return {**facts, "position": position}
 
@@ -393,7 +397,10 @@ def _scores(
 
     def build(folder: Path, work: Path) -> dict[str, Any]:
         gate, model = GateScores(short=short, needle=needle), checkpoint.part("model")
-        return run_evaluation(recipe, model, curated.path, folder, work, context.cluster, context.agents, gate)
+        excluded = Hosts(context.root).excluded
+        return run_evaluation(
+            recipe, model, curated.path, folder, work, context.cluster, context.agents, gate, excluded=excluded
+        )
 
     return ensure_in_scratch(context, f"gate-{name}", design, build)
 

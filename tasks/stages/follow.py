@@ -7,17 +7,23 @@ counts twice. A file beside the journal names its MLflow run, for `tasks.trackin
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from rich.markup import escape
+
 from llama3.train import metrics
+from llama3.train.health import HealthTail
 from llama3.train.job import HUNG, AttemptResult
-from llama3.train.journal import Rewind, Tail, valid_records
+from llama3.train.journal import HEALTH, Journal, Record, Rewind, Tail, valid_records
 from storage.filesystem import write_atomic
 from tasks.console import ProgressLine
 from tasks.launch.base import WATCH_S, Launch
+from tasks.launch.hosts import Hosts
 from tasks.stages.alerts import Alerts
 from tasks.stages.evaluate import CheckpointOffers
 from tasks.step import Context
@@ -32,6 +38,8 @@ POLL_S = 0.5
 IDLE = 0.01
 """Processor seconds per second up to which a starting trainer counts as idle: its threads wake now and then."""
 SEND_INTERVAL_S = 5.0
+EXAMINE_S = 5.0
+"""Between two looks at the samples of the nodes, of which there may be thousands."""
 SMOOTHED = 32
 """Steps whose mean loss is shown: the loss of one batch depends on its domains."""
 INTERRUPTED_S = 5.0
@@ -53,15 +61,20 @@ class JournalTailer:
         page: StagePage | None = None,
         offers: CheckpointOffers | None = None,
         gauges: Gauges | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
         """`runs` are the MLflow runs, that of the stage last; `steps` and `end` are the stage's."""
         watch_outages(context)
         self.alerts, self.page, self.offers, self.gauges = alerts, page, offers, gauges
+        self.hosts = hosts or Hosts(context.root)
+        self.health: HealthTail | None = None
+        self.faults: set[tuple[str, str]] = set()
+        """Host and fault of the attempt, as recorded."""
         self.context, self.runs, self.tail, self.line = context, runs, Tail(journal), line
         self.thinning = Thinning(steps, end)
         self.sender = Sender(context.tracker, runs, lambda: catch_up(context))
         self.position = self.began = -1
-        self.heard = self.last_sent = time.monotonic()
+        self.heard = self.last_sent = self.examined = time.monotonic()
         self.unsent: list[MetricPoint] = []
         self.losses: deque[float] = deque(maxlen=SMOOTHED)
         self.held_out: dict[str, float] = {}
@@ -87,6 +100,7 @@ class JournalTailer:
         self.began, self.heard = self.position, time.monotonic()
         self.launched = self.logged = self.heard
         self.used_s, self.log_bytes = 0.0, 0
+        self.health, self.faults, self.followed = HealthTail(launch.logs), set(), time.time()
         if self.alerts:
             self.alerts.restarted()
         try:
@@ -103,6 +117,7 @@ class JournalTailer:
             launch.stop()
             self.sender.drain(INTERRUPTED_S)
             raise
+        self.examined = -math.inf
         self._take(start)
         self.send()
         if self.sender.drain() and outcome.status == 0:  # the artifact's points need not be sent a second time
@@ -144,6 +159,7 @@ class JournalTailer:
                 since = self.launched if self.position == self.began else self.heard
                 self.alerts.observe_silence(time.monotonic() - since)
         records = valid_records(entries)
+        self._take_health(records)
         for record in records:
             self.unsent += self.thinning.points(record)
             if metrics.LOSS in record.metrics:
@@ -168,6 +184,33 @@ class JournalTailer:
                 self.gauges.update(records, mean.get(metrics.LOSS))
         if time.monotonic() - self.last_sent > SEND_INTERVAL_S:
             self.send()
+
+    def _take_health(self, records: list[Record]) -> None:
+        """Read the health of the nodes: record new faults, and add the values to the last of `records` that is sent."""
+        if self.health is None:
+            return
+        if time.monotonic() - self.examined > EXAMINE_S:
+            self.examined = time.monotonic()
+            found = {(sample.host, fault) for sample in self.health.new() for fault in sample.faults}
+            for host, fault in sorted(found - self.faults):
+                self._found(host, fault)
+        sent = [record for record in records if record.time > self.followed and self.thinning.sends(record)]
+        if sent and (values := self.health.metrics()):
+            record = Record(sent[-1].time, sent[-1].position, values)
+            self.unsent += self.thinning.points(record)
+            with suppress(OSError), Journal(self.tail.path.with_name(HEALTH)) as journal:
+                journal.add(record)
+
+    def _found(self, host: str, fault: str) -> None:
+        """Record a fault, which excludes the host, and alert once."""
+        try:
+            new = self.hosts.record(host, "fault", fault, self.context.record.name)
+        except (OSError, ValueError) as error:
+            self.context.console.log(f"  [yellow]{escape(f'{host}: {fault} ({error})')}[/]")
+            return
+        self.faults.add((host, fault))
+        if new and self.alerts:
+            self.alerts.bad_host(host, fault)
 
     def send(self) -> None:
         """Queue the points that were read since the previous call."""

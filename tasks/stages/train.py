@@ -40,6 +40,7 @@ from storage.objects import remove_all
 from storage.page_cache import lazy_folder
 from tasks.errors import TrainingFailed
 from tasks.launch.base import Launch, Launcher, fitting, launch_key, launcher_of
+from tasks.launch.hosts import Hosts, accused
 from tasks.plan.predict import predict_step_times
 from tasks.runs.progress import kept_checkpoints, newest, work_dir_name
 from tasks.stages.alerts import Alerts
@@ -169,6 +170,8 @@ def _job(
         checkpoints=checkpoints,
         predicted=predict_step_times(context.root, context.recipe, cluster, span),
         restart_damaged=context.restart_damaged,
+        health_s=cluster.health_s,
+        preflight=cluster.nodes is not None and cluster.nodes.preflight,
     )
     path = work / "job.json"
     write_atomic(path, job.model_dump_json(indent=1))
@@ -188,13 +191,13 @@ def _train(context: Context, span: StageSpan, job: Path, runs: list[str], offers
     name = context.record.name
     page = StagePage(name, span.name, span.start, span.tokens)
     alerts = Alerts(context.root, name, span.name, context.console, context.recipe.spikes, job.parent)
-    launcher = launcher_of(context.cluster, launch_key(job), context.agents)
-    gauges = Gauges(context.root, name, span.name)
+    hosts, gauges = Hosts(context.root), Gauges(context.root, name, span.name)
+    launcher = launcher_of(context.cluster, launch_key(job), context.agents, hosts.excluded)
     with context.console.progress(span.name, span.tokens) as line:
         follower = JournalTailer(
-            context, runs, job.parent / "journal.jsonl", span.steps, line, span.end, alerts, page, offers, gauges
+            context, runs, job.parent / "journal.jsonl", span.steps, line, span.end, alerts, page, offers, gauges, hosts
         )
-        attempts, timeout_s = StageAttempts(context, span, launcher), context.cluster.timeout_s
+        attempts, timeout_s = StageAttempts(context, span, launcher, hosts), context.cluster.timeout_s
         while True:
             before = follower.position
             launch = attempts.start(job)
@@ -207,16 +210,21 @@ def _train(context: Context, span: StageSpan, job: Path, runs: list[str], offers
 class StageAttempts:
     """The attempts at one stage: number of processes, log folder, and when to give up."""
 
-    def __init__(self, context: Context, span: StageSpan, launcher: Launcher) -> None:
+    def __init__(self, context: Context, span: StageSpan, launcher: Launcher, hosts: Hosts | None = None) -> None:
+        """`hosts` is the ledger of the root, in which deaths are recorded."""
         self.context, self.span, self.launcher = context, span, launcher
+        self.hosts = hosts or Hosts(context.root)
         self.logs = context.folder / "logs" / span.name
         self.fruitless = 0
+        self.excluded: dict[str, str] = {}
+        """The excluded hosts when the attempt started."""
 
     def start(self, job: Path) -> Launch:
         """Start the next attempt on the available processes, or follow one that still runs without its supervisor.
 
         Raises TrainingFailed if the processes are too few.
         """
+        self.excluded = self.hosts.excluded()
         live = self.launcher.live(job)
         if live is not None:
             self._say(f"follows {live.label}, which goes on without its supervisor")
@@ -225,7 +233,11 @@ class StageAttempts:
         with folder_lease(job.parent, f"stage {self.span.name}", lambda by: self._say(f"waits for {by}, which saves")):
             pass  # the ranks of a killed supervisor may still be saving
         cluster = self.context.cluster
-        processes = fitting(self.span, cluster, self.launcher.capacity())
+        try:
+            processes = fitting(self.span, cluster, self.launcher.capacity())
+        except TrainingFailed as error:
+            excluded = "".join(f"\n  {host}: {why}" for host, why in self.excluded.items())
+            raise TrainingFailed(f"{error}" + (f"; excluded (herd hosts):{excluded}" if excluded else "")) from None
         if processes != cluster.processes:
             self._say(f"starts on {processes} processes instead of {cluster.processes}; the data stay the same")
         self.folder = self.logs / f"attempt-{len(list(self.logs.glob('attempt-*'))) + 1}"
@@ -235,7 +247,8 @@ class StageAttempts:
         """Count an attempt that did not finish the stage. Raises TrainingFailed to give up, OSError for a full disk."""
         if os.strerror(errno.ENOSPC) in outcome.message:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
-        self.fruitless = 0 if progress else self.fruitless + 1
+        excluded = self._record_death(outcome)
+        self.fruitless = 0 if progress or excluded else self.fruitless + 1  # the next one runs elsewhere
         if outcome.status == REFUSED or self.fruitless >= self.context.cluster.attempts:
             raise TrainingFailed(
                 f"stage {self.span.name}: {outcome.cause}: the trainer ended with status {outcome.status} and no new "
@@ -245,6 +258,15 @@ class StageAttempts:
         self._say(f"the trainer {how}; starting it again")
         for line in outcome.message.splitlines()[:1]:
             self._say(line.removesuffix(":"))
+
+    def _record_death(self, outcome: AttemptResult) -> bool:
+        """Record on which host the attempt died; return whether this or a fault has excluded a host meanwhile."""
+        if host := accused(self.folder, outcome, self.context.cluster.nodes is not None):
+            self.hosts.record(host, "died", outcome.cause, self.context.record.name)
+        new = {name: why for name, why in self.hosts.excluded().items() if name not in self.excluded}
+        for name, why in new.items():
+            self._say(f"host {name} is excluded: {why}; herd hosts --clear {name} takes it back")
+        return bool(new)
 
     def _say(self, text: str) -> None:
         self.context.console.log(f"  [yellow]{self.span.name}: {escape(text)}[/]")

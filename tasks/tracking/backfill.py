@@ -20,7 +20,7 @@ from typing import Any
 from rich.markup import escape
 
 from llama3.recipe.load import resolved
-from llama3.train.journal import read_journal
+from llama3.train.journal import HEALTH, read_journal
 from storage.artifact import Artifact, Store, flatten
 from storage.lease import LeaseLost
 from storage.object_artifact import open_store
@@ -120,7 +120,9 @@ class _Publisher:
             followed: dict[str, Any] = json.loads(path.read_text())
             if followed["run"] == record.name and followed["tags"]["stage"] not in record.steps:
                 child = self._child(followed["tags"], _time(record.started), record.state != "running")
-                records = read_journal(path.with_name("journal.jsonl"))
+                records = [
+                    record for name in ("journal.jsonl", HEALTH) for record in read_journal(path.with_name(name))
+                ]
                 thinning = Thinning(followed["steps"], followed["end"])
                 self.done.points += send_records(self.tracker, [record.mlflow_run, child], records, thinning)
                 if record.state != "running":

@@ -55,11 +55,16 @@ class Thinning:
     end: int
     """Position at the stage's end."""
 
+    def sends(self, record: Record) -> bool:
+        """Return whether all values of a record are sent."""
+        stride = max(1, self.steps // POINTS_PER_SERIES)
+        return record.position == self.end or int(record.metrics.get(metrics.STEP, 0)) % stride == 0
+
     def points(self, record: Record) -> list[MetricPoint]:
         """Return the points of one journal record that are sent."""
-        stride = max(1, self.steps // POINTS_PER_SERIES)
-        whole = record.position == self.end or int(record.metrics.get(metrics.STEP, 0)) % stride == 0
-        chosen = record.metrics if whole else {key: record.metrics[key] for key in RARE & record.metrics.keys()}
+        chosen = (
+            record.metrics if self.sends(record) else {key: record.metrics[key] for key in RARE & record.metrics.keys()}
+        )
         return [MetricPoint(key, value, record.time, record.position) for key, value in chosen.items()]
 
 

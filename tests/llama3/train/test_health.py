@@ -71,13 +71,13 @@ def test_every_threshold_is_a_fault_that_names_the_gpu(nvml: Path, tmp_path: Pat
         {},
     ]
     sampled = run(1, sample_each, nvml, state, states(state, *changes), True)[0]
-    xid, gpu = "GPU 1: Xid 79, the GPU fell off the bus", "GPU 1 (GPU-0001): "
+    xid = "GPU 1: Xid 79, the GPU fell off the bus"
     assert [faults for _, faults in sampled] == [
-        [f"{gpu}uncorrectable ECC errors since the driver was loaded"],
-        [f"{gpu}a memory row waits to be remapped: reset the GPU"],
-        [f"{gpu}remapping a memory row failed: replace the GPU"],
-        [f"{gpu}PCIe link has 8 of 16 lanes"],
-        [f"{gpu}lost, the driver does not reach it"],
+        ["GPU 1: uncorrectable ECC errors since the driver was loaded (GPU-0001)"],
+        ["GPU 1: a memory row waits to be remapped: reset the GPU (GPU-0001)"],
+        ["GPU 1: remapping a memory row failed: replace the GPU (GPU-0001)"],
+        ["GPU 1: PCIe link has 8 of 16 lanes (GPU-0001)"],
+        ["GPU 1: lost, the driver does not reach it (GPU-0001)"],
         [],
         [xid],
         [xid],  # NVML reports an event once
@@ -100,7 +100,7 @@ def test_an_attempt_that_dies_with_a_gpu_names_fault_and_host(nvml: Path, tmp_pa
     samples = HealthTail(attempt.logs).new()
     assert len(samples) >= 4
     assert {(sample.host, sample.node) for sample in samples} == {("n7", 0)}
-    assert samples[0].faults == ["GPU 1 (GPU-0001): PCIe link has 8 of 16 lanes"]
+    assert samples[0].faults == ["GPU 1: PCIe link has 8 of 16 lanes (GPU-0001)"]
     assert samples[0].metrics.keys() >= {metrics.GPU_TEMPERATURE, metrics.CPU_LOAD}
 
 

@@ -55,7 +55,7 @@ def agent(pod: dict[str, Any], **variables: str) -> Any:
     """Return what the pod's agent would be told: its own parser reads what a shell makes of the command."""
     (container,) = pod["spec"]["containers"]
     shell, option, line = container["command"]
-    variables |= {entry["name"]: entry["value"] for entry in container["env"]}
+    variables |= {entry["name"]: entry.get("value", "") for entry in container["env"]}
     message = subprocess.run(
         [shell, option, line.replace("exec ", 'printf "%s\\0" ', 1)], env=variables, capture_output=True, text=True
     ).stdout.split("\0")
@@ -154,7 +154,9 @@ def test_what_every_pod_needs(kind: str, gpus: bool) -> None:
         assert limits["cpu"] == 64
         assert limits.get("nvidia.com/gpu") == (8 if gpus else None)
         assert QUANTITY.fullmatch(limits["memory"])
-        variables = {entry["name"]: entry["value"] for entry in container["env"]}
+        *given, host = container["env"]
+        assert host == {"name": "HERD_HOST", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+        variables = {entry["name"]: entry["value"] for entry in given}
         assert variables["NCCL_SOCKET_IFNAME"] == "eth0"
         assert all(isinstance(value, str) for value in variables.values())  # a number is refused by the API
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
@@ -173,6 +175,21 @@ def test_a_root_that_pods_cannot_see_is_refused(tmp_path: Path) -> None:
     cluster = Cluster(launcher="kubernetes")
     with pytest.raises(ValueError, match=r"cluster\.kubernetes\.mount: .* is not below /herd"):
         manifest(cluster, "herd-main", tmp_path / "job.json", 1, LOGS)
+
+
+@pytest.mark.parametrize("kind", ["JobSet", "PyTorchJob"])
+def test_no_pod_comes_to_an_excluded_node(kind: str) -> None:
+    cluster = Cluster.model_validate({"processes": 16, "launcher": "kubernetes", "kubernetes": {"kind": kind}})
+    for _, pod in pods(manifest(cluster, "herd-main", JOB, 16, LOGS, ["n1", "n2"])):
+        model = schema("io_k8s_api_core_v1_pod_template_spec", "IoK8sApiCoreV1PodTemplateSpec").from_dict(pod)
+        assert model is not None
+        assert model.to_dict() == pod
+        required = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        (term,) = required["nodeSelectorTerms"]  # terms are alternatives, the fields of one are not
+        assert [(field["operator"], field["values"]) for field in term["matchFields"]] == [
+            ("NotIn", ["n1"]), ("NotIn", ["n2"])
+        ]  # fmt: skip
+    assert "affinity" not in pods(manifest(cluster, "herd-main", JOB, 16, LOGS))[0][1]["spec"]
 
 
 def test_no_kubectl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,17 +16,25 @@ import yaml
 
 from llama3.parallel.layout import Layout
 from llama3.recipe.schedule import Schedule
+from llama3.train.health import HealthTail
 from llama3.train.job import AttemptResult, read_outcomes
+from storage.artifact import Store
 from storage.root import Root
 from tasks.cluster import Cluster, EvaluationCluster, load_cluster
+from tasks.console import TerminalConsole
 from tasks.doctor import diagnose_nodes
 from tasks.errors import SchedulerRefused
 from tasks.launch.base import Launch, fitting, orphans
+from tasks.launch.hosts import Hosts
 from tasks.launch.slurm import CHECKOUT, SlurmLaunch, SlurmLauncher, slurm_script
+from tasks.runs.records import Runs
 from tasks.stages.evaluate import run_evaluation
+from tasks.stages.train import StageAttempts
+from tasks.step import Context
 from tests.agents import shared_agents
 from tests.dist import run
 from tests.llama3.evaluate.suite_samples import make
+from tests.llama3.train.health_samples import library, write_state
 from tests.llama3.train.train_samples import job, losses, recipe, records, stages, train, weights, work
 from tests.tasks.slurm_daemons import slurm_for_children
 
@@ -158,6 +166,54 @@ def test_killed_rank_and_lost_node(running: None, undisturbed: Path, tmp_path: P
 
 
 @pytest.mark.slow
+def test_a_node_on_which_attempts_die_twice_is_not_used_again(
+    running: None, undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, cluster = Runs(Root.parse(tmp_path)), cluster_of(2)
+    path = job(tmp_path, ASKED, health_s=5.0, preflight=True)
+    record = runs.begin(ASKED, "code")
+    context = Context(ASKED, cluster, Store(tmp_path), runs, record, None, TerminalConsole(), ["main"])  # type: ignore[arg-type]
+    hosts = Hosts(context.root)
+    launcher = SlurmLauncher(cluster, "offender", hosts.excluded)
+    attempts = StageAttempts(context, Schedule(ASKED).span("main"), launcher, hosts)
+    wait_for(lambda: launcher.capacity() == 2)  # also after a test that takes a node away
+    for _ in range(2):
+        attempts.ended(killed_on("n2", attempts.start(path), path), progress=True)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "main: host n2 is excluded: 2 attempts died there: killed, killed" in printed
+    last = attempts.start(path)
+    assert "#SBATCH --exclude=n2\n" in (last.logs / "job.sbatch").read_text()
+    wait_for(lambda: last.poll() is not None)
+    assert last.poll() == AttemptResult(status=0)
+    assert "starts on 1 processes instead of 2" in capsys.readouterr().out
+    assert {sample.host for sample in HealthTail(attempts.logs / "attempt-1").new()} == {"n1", "n2"}
+    assert {sample.host for sample in HealthTail(last.logs).new()} == {"n1"}
+    one, other = losses(undisturbed), losses(path)
+    assert one.keys() == other.keys()
+    for position, values in one.items():
+        assert other[position] == pytest.approx(values, rel=1e-9)
+    hosts.decide("n2", "cleared")
+    assert launcher.capacity() == 2
+
+
+@pytest.mark.slow
+def test_a_node_with_a_broken_gpu_fails_its_attempt_by_name(running: None, tmp_path: Path) -> None:
+    """The agents of both nodes sample a stand-in of NVML, whose event 79 comes with the first sample."""
+    pytest.importorskip("pynvml", reason="NOT TESTED: nvidia-ml-py is not installed (pip install 'herd[health]')")
+    library(tmp_path)
+    write_state(tmp_path / "state", xid=79)
+    variables = {"LD_LIBRARY_PATH": str(tmp_path), "NVML_STATE": str(tmp_path / "state")}
+    cluster = Cluster.model_validate(
+        {"processes": 2, "launcher": "slurm", "slurm": {**SETTINGS, "environment": variables}}
+    )
+    path = job(tmp_path, ASKED, health_s=0.5)
+    launch = SlurmLauncher(cluster, "gpu").start(path, 2, tmp_path / "logs" / "attempt-1")
+    ended = killed_on("n1", launch, path)
+    assert (ended.status, ended.host, ended.cause) == (-9, "n1", "bad node")
+    assert ended.message.startswith("hardware error: GPU 1: Xid 79, the GPU fell off the bus; rank ")
+
+
+@pytest.mark.slow
 def test_a_new_supervisor_finds_the_job_and_cancelling_saves(running: None, undisturbed: Path, tmp_path: Path) -> None:
     tmp_path = tmp_path / "with a blank"
     path, cluster = job(tmp_path, ASKED), cluster_of(1)
@@ -254,12 +310,31 @@ def node_down(name: str) -> Iterator[None]:
         subprocess.run(["scontrol", "update", f"nodename={name}", "state=resume"], check=True)
 
 
+def ranks_of(path: Path) -> list[psutil.Process]:
+    """Return the ranks of the job file `path`; slurmd's children are not ours."""
+    return [
+        process
+        for process in psutil.process_iter(["name", "cmdline"])
+        if process.info["name"].startswith("herd-rank-") and str(path) in (process.info["cmdline"] or ())
+    ]
+
+
 def rank_of(path: Path, rank: int) -> psutil.Process:
-    """Return the process of `rank` of the job file `path`; slurmd's children are not ours."""
-    for process in psutil.process_iter(["name", "cmdline"]):
-        if process.info["name"] == f"herd-rank-{rank}" and str(path) in (process.info["cmdline"] or ()):
-            return process
-    raise LookupError(f"no process of rank {rank}")
+    """Return the process of `rank` of the job file `path`."""
+    (process,) = [process for process in ranks_of(path) if process.info["name"] == f"herd-rank-{rank}"]
+    return process
+
+
+def killed_on(node: str, launch: Launch, path: Path) -> AttemptResult:
+    """Kill the rank on `node` after some steps of the attempt, and return how it ended."""
+    before = len(records(path))
+    wait_for(lambda: len(records(path)) >= before + 5, launch)
+    (victim,) = [rank for rank in ranks_of(path) if rank.environ()["SLURMD_NODENAME"] == node]
+    victim.kill()
+    wait_for(lambda: launch.poll() is not None)
+    ended = launch.poll()
+    assert ended is not None
+    return ended
 
 
 def wait_for(condition: Callable[[], bool], launch: Launch | None = None) -> None:
@@ -282,6 +357,15 @@ def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> 
 def test_capacity_is_what_is_up_and_no_more_than_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_ins(tmp_path, monkeypatch, sinfo="echo n1; echo n2; echo n2; echo n3")
     assert [SlurmLauncher(cluster_of(asked), "up").capacity() for asked in (1, 3, 8)] == [1, 3, 3]
+
+
+def test_excluded_nodes_are_not_counted_and_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm would refuse the name of a node that it does not know."""
+    stand_ins(tmp_path, monkeypatch, sinfo="echo n1; echo n2; echo n3", sbatch="echo 7")
+    launcher = SlurmLauncher(cluster_of(3), "up", lambda: {"n3": "Xid 79", "n1": "a person", "pod-7": "Xid 48"})
+    assert launcher.capacity() == 1
+    launcher.start(job(tmp_path, ASKED), 1, tmp_path / "logs")
+    assert "#SBATCH --exclude=n1,n3\n" in (tmp_path / "logs" / "job.sbatch").read_text()
 
 
 def test_a_job_is_complete_when_every_node_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

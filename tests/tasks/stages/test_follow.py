@@ -15,21 +15,26 @@ from flows.run_lifecycle import _close
 from llama3.recipe.schedule import Schedule
 from llama3.train import job as jobs
 from llama3.train import metrics
+from llama3.train.health import HealthSample
 from llama3.train.job import AttemptResult
-from llama3.train.journal import Journal, Record
+from llama3.train.journal import HEALTH, Journal, Record, read_journal, to_parquet
 from storage.artifact import Store
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.console import TerminalConsole
 from tasks.errors import TrainingFailed
 from tasks.launch import base as launch_base
+from tasks.launch.hosts import Hosts
 from tasks.launch.local import Agents, LocalLauncher, rank_process
 from tasks.runs.records import Runs
+from tasks.stages.alerts import Alerts, read_alerts
 from tasks.stages.follow import HUNG, JournalTailer
 from tasks.stages.train import StageAttempts, _resumes
 from tasks.step import Context
+from tasks.tracking.factory import mlflow_of
 from tasks.tracking.mlflow import MLflowTracker
 from tasks.tracking.prometheus import Gauges, folder_faults
+from tasks.tracking.steps import read_series
 from tests.agents import ForkedAgents
 from tests.llama3.train.train_samples import STEP, job, recipe, records, stages, work
 
@@ -199,6 +204,61 @@ def test_a_stage_resumes_where_its_progress_line_goes_on(tmp_path: Path) -> None
     assert _resumes(span, tmp_path, None) == 3 * STEP
     (tmp_path / "result").mkdir()
     assert _resumes(span, tmp_path, None) == span.tokens
+
+
+def test_health_goes_to_the_journal_and_mlflow_and_a_fault_excludes_its_host(context: Context, tmp_path: Path) -> None:
+    """Of the steps that were read at once the last gets the values; none if the trainer wrote them before."""
+    logs, fault = tmp_path / "logs", "GPU 3: Xid 79, the GPU fell off the bus"
+    logs.mkdir()
+    alerts = Alerts(context.root, context.record.name, "main", context.console, clock=lambda: 0.0)
+    runs = [context.record.mlflow_run]
+    follower = JournalTailer(context, runs, tmp_path / "journal.jsonl", 4, Unseen(), 4 * STEP, alerts)
+
+    class Trainer:
+        """An attempt whose only trace are its files, and which has ended."""
+
+        def __init__(self) -> None:
+            self.logs = logs
+
+        def poll(self) -> AttemptResult:
+            with Journal(tmp_path / "journal.jsonl") as journal:
+                for number in (1, 2, 3):
+                    when = 1.0 if number == 1 else time.time()
+                    journal.add(Record(when, number * STEP, {metrics.LOSS: 2.0, metrics.STEP: number}))
+            for node, (load, faults) in enumerate([(0.5, []), (0.75, [fault])]):
+                sample = HealthSample(
+                    time=1.0, host=f"n{node}", node=node, metrics={metrics.CPU_LOAD: load}, faults=faults
+                )
+                (logs / f"health-{node}.jsonl").write_text(2 * (sample.model_dump_json() + "\n"))
+            return AttemptResult(status=0)
+
+    assert follower.follow(Trainer(), 0, 60.0).status == 0
+    kept = read_journal(tmp_path / HEALTH)
+    assert [(record.position, record.metrics) for record in kept] == [(3 * STEP, {metrics.CPU_LOAD: 0.75})]
+    (sent,) = mlflow_of(context.tracker).client.get_metric_history(runs[0], metrics.CPU_LOAD)
+    assert (sent.value, sent.step, sent.timestamp) == (0.75, 3 * STEP, int(kept[0].time * 1000))
+    assert Hosts(context.root).excluded() == {"n1": fault}
+    (alert,) = read_alerts(context.root, context.record.name)
+    assert (alert.kind, alert.text) == ("bad-node", f"n1: {fault}; it is excluded until herd hosts --clear n1")
+    to_parquet(tmp_path / "journal.jsonl", tmp_path / "metrics.parquet")
+    (*_, last) = read_series(tmp_path / "metrics.parquet")
+    assert last.metrics == {metrics.LOSS: 2.0, metrics.STEP: 3, metrics.CPU_LOAD: 0.75}
+
+
+def test_an_attempt_that_excludes_a_host_is_followed_by_another(
+    context: Context, launcher: LocalLauncher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It runs elsewhere, so it is not one more of the attempts in a row that may fail."""
+    context.cluster = context.cluster.model_copy(update={"launcher": "slurm", "attempts": 1})
+    hosts, attempts = Hosts(context.root), StageAttempts(context, SPAN, launcher)
+    hosts.record("n2", "died", "killed")
+    attempts.start(job(tmp_path, ASKED)).stop()
+    killed = AttemptResult(status=-9, message="rank 1 was killed by SIGKILL", host="n2")
+    attempts.ended(killed, progress=False)
+    assert "main: host n2 is excluded: 2 attempts died there: killed, killed" in capsys.readouterr().out
+    attempts.excluded = hosts.excluded()  # as at the next start
+    with pytest.raises(TrainingFailed, match="killed"):
+        attempts.ended(killed, progress=False)
 
 
 def test_attempts_end_when_none_gets_further(
