@@ -8,7 +8,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shlex
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +23,7 @@ from uuid import UUID
 import httpx
 from prefect import get_client, get_run_logger
 from prefect.exceptions import Pause
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, Failed
 from rich.markup import escape
 
@@ -47,8 +49,9 @@ from tasks.pipeline_steps import step_names
 from tasks.plan.recipe import RunPlan, make_plan, plan_markdown, stage_table, summary_lines
 from tasks.promotion.log import PENDING_APPROVAL
 from tasks.runs.preflight import preflight
+from tasks.runs.provenance import CLUSTER, code_version, record_provenance
 from tasks.runs.records import RunRecord, Runs, State, mark_open, now, trained_stages
-from tasks.step import Context, code_version
+from tasks.step import Context
 from tasks.tracking import prefect_artifacts
 from tasks.tracking.backfill import catch_up, watch_outages
 from tasks.tracking.events import run_ended
@@ -137,6 +140,8 @@ def acquire_run(
         record.until, record.prefect_run = config.until, str(flow_run.id or "")
         record.study = config.study or record.study
         runs.hold(record.name, run_lease)
+        command = f"deployment {by}" if (by := deployment.name) else shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        record.provenance = record_provenance(runs.root, record.name, config.cluster, command, "JOB" if by else "LOCAL")
         mark_open(runs.root, record.name)
         runs.save(record)
         if before and before != record.prefect_run:
@@ -161,6 +166,8 @@ def _introduce(context: Context, plan: RunPlan) -> None:
     record.mlflow_experiment = mlflow_of(tracker).experiment
     context.runs.save(record)
     tracker.log_file(record.mlflow_run, context.runs.local_recipe(record.name))
+    for name in filter(None, (CLUSTER, record.provenance.diff_file if record.provenance else "")):
+        tracker.log_file(record.mlflow_run, context.folder / name)
     url = "" if is_temporary() else split_login(flow_run.ui_url or "")[0]
     prefect = f"[Prefect run]({url})" if url else "Prefect run (temporary server)"
     note = f"{prefect} · recipe `{record.recipe_digest[:12]}` · code `{record.code}`"

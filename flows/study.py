@@ -48,8 +48,8 @@ from tasks.console import Console, FileConsole, TerminalConsole, console_as, cur
 from tasks.errors import StudyIncomplete
 from tasks.format import format_duration
 from tasks.runs.preflight import check_place
+from tasks.runs.provenance import code_version
 from tasks.runs.records import Runs, State, StudyPart, now
-from tasks.step import code_version
 from tasks.study.plan import check_hours, plan_lines, plan_study, plan_table
 from tasks.study.records import FOLDER, Studies, StudyRecord, runs_of
 from tasks.study.report import conclude, plan_markdown

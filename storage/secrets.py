@@ -1,8 +1,8 @@
 """Find addresses that contain a password, which would be copied into records, manifests and logs.
 
 Secrets come from the environment (AWS_SECRET_ACCESS_KEY, FSSPEC_HTTP, netrc) or from Prefect blocks, never from a
-recipe, a root or a cluster file. Detected are the part between `:` and `@` of an address and query parameters that sign
-or open a store; other secrets are not recognized.
+recipe, a root or a cluster file. Refused are the part between `:` and `@` of an address and query parameters that sign
+or open a store; `scrub` also hides what has the name or the shape of a secret in text that herd records.
 """
 
 from __future__ import annotations
@@ -14,9 +14,20 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 _PASSWORD = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/@\s?#]*:[^/@\s?#]+@")
-_SIGNED = re.compile(
-    r"://[^\s]*[?&](x-[a-z]+-(signature|security-token)|signature|sig|token|access_token|api_?key|password)=", re.I
+_SIGNING = "[?&](?:x-[a-z]+-(?:signature|security-token)|signature|sig|token|access_token|api_?key|password)="
+_SIGNED = re.compile(rf"://[^\s]*{_SIGNING}", re.I)
+
+_NAME = re.compile(
+    r"(^|[^A-Z])(SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|AUTH|API_?KEY|(ACCESS|PRIVATE|SIGNING)_KEY)([^A-Z]|$)"
 )
+_SHAPES = (
+    (re.compile(r"(://[^/@\s?#:]*:)[^/@\s?#]+@"), r"\1***@"),
+    (re.compile(rf"({_SIGNING})[^&\s\"']+", re.I), r"\1***"),
+    (re.compile(r"(\b[A-Z0-9_]*(?:SECRET|TOKEN|PASSWORD|_KEY)\b[\"']?\s*[=:]\s*[\"']?)[\w/+.=-]{8,}"), r"\1***"),
+    (re.compile(r"\b(hf_|gh[pousr]_|sk-|AKIA|ASIA)[\w-]{16,}"), r"\1***"),
+    (re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(-----END|\Z)", re.S), r"\1***\2"),
+)
+"""Addresses with a login or a signature, assignments to NAMES of secrets, keys of well-known services, private keys."""
 
 LOGINS = {
     "MLFLOW_TRACKING_URI": ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"),
@@ -47,6 +58,21 @@ def split_login(address: str) -> tuple[str, str, str]:
 def holds_secret(text: str) -> bool:
     """Return whether `text` contains an address with a password or a signature."""
     return bool(_PASSWORD.search(text) or _SIGNED.search(text))
+
+
+def names_secret(name: str) -> bool:
+    """Return whether `name`, of a variable, is one of a secret: HF_TOKEN, AWS_SECRET_ACCESS_KEY, db-password."""
+    return bool(_NAME.search(name.upper().replace("-", "_")))
+
+
+def scrub(text: str) -> str:
+    """Return `text` with *** for secrets: those of `_SHAPES`, and what this process's own variables hold."""
+    values = {value for name, value in os.environ.items() if names_secret(name) and len(value) >= 8}
+    for value in sorted(values, key=len, reverse=True):
+        text = text.replace(value, "***")
+    for shape, hidden in _SHAPES:
+        text = shape.sub(hidden, text)
+    return text
 
 
 def secret_fields(data: Any, path: str = "") -> Iterator[str]:

@@ -164,6 +164,12 @@ class Cluster(BaseModel):
     the devices of this machine."""
     evaluate: EvaluationCluster = EvaluationCluster()
     """Where models are evaluated."""
+    gpu_hour_usd: float | None = Field(default=None, ge=0)
+    """Price of a device for an hour in USD, for `cost/usd`; null: the planner's assumption for GPUs, none for
+    processors."""
+    gpu_watts: float | None = Field(default=None, ge=0)
+    """Average power of a device with its share of the server and of cooling, for `cost/kwh`; null: the planner's
+    assumption for the GPUs of `fabric`."""
     deterministic: bool = False
     """Bitwise the same result on any number of data-parallel processes; slower."""
     checkpoints: str = ""
@@ -264,3 +270,16 @@ def load_cluster(path: Path, **changes: Any) -> Cluster:
         )
         lines = (f"cluster.{name}: {message}" if name else message for name, message in faults)
         raise ValueError("\n".join(lines)) from None
+
+
+def cluster_reference() -> str:
+    """Return the reference of all fields of a cluster file as markdown."""
+    from llama3.recipe.reference import describe_sections, sections
+
+    intro = (
+        *("# Cluster reference", "", "Written by `herd schema --cluster`; do not edit by hand.", ""),
+        "The file of `--cluster`: where a run executes. Nothing in it changes a result, or the key of an artifact. In",
+        "an editor: `herd schema --cluster --json > cluster.schema.json`, and as the first line",
+        *("`# yaml-language-server: $schema=cluster.schema.json`.", ""),
+    )
+    return "\n".join([*intro, *describe_sections(sections(Cluster), defaults={"threads": "all"})]).rstrip() + "\n"

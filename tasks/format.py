@@ -51,6 +51,12 @@ def format_bits_per_byte(facts: Mapping[str, Any], digits: int = 3) -> str:
     return f"{facts['bits_per_byte']:.{digits}f}" if "bits_per_byte" in facts else ""
 
 
+def format_costs(costs: Mapping[str, float]) -> str:
+    """Return `gpu_hours`, `usd` and `kwh`, as far as they are known: `12.4 device-hours, 31 USD, 9.1 kWh`."""
+    units = (("gpu_hours", "device-hours"), ("usd", "USD"), ("kwh", "kWh"))
+    return ", ".join(f"{costs[name]:,.3g} {unit}" for name, unit in units if name in costs)
+
+
 def format_duration(seconds: float) -> str:
     """Return a duration: `45 s`, `3:07 min`, `5:12 h`, `3 d 4 h`."""
     whole = max(0, round(seconds))

@@ -11,12 +11,11 @@ import ctypes
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,6 +121,7 @@ class Context:
             "recipe.digest": self.record.recipe_digest[:16],
             "code.commit": self.record.code,
             "prefect.flow_run_id": self.record.prefect_run,
+            **(self.record.provenance.tags() if self.record.provenance else {}),
             "cluster": self.cluster.launcher,
             "world": str(self.cluster.processes),
             "attempts": str(self.record.attempts),
@@ -146,8 +146,15 @@ def ensure_artifact(
                 f"  {step:<17} reused {artifact.label} [dim](created by {artifact.manifest.created_by})[/]"
             )
         context.made[step] = artifact
+        own = {} if made.outcome == REUSED else artifact.metadata
         context.record.steps[step] = StepRecord(
-            artifact=artifact.label, outcome=made.outcome, why=made.why, seconds=made.seconds, mlflow_run=mlflow_run
+            artifact=artifact.label,
+            outcome=made.outcome,
+            why=made.why,
+            seconds=made.seconds,
+            mlflow_run=mlflow_run,
+            environment={name: text for name, text in own.get("environment", {}).items() if name != "topology"},
+            cost=own.get("cost", {}),
         )
         context.runs.save(context.record)
         if made.outcome != REUSED:
@@ -272,19 +279,3 @@ def tracked_step(context: Context, kind: str, step: str, key: str) -> Iterator[s
         context.tracker.close(handle, "KILLED")
         raise
     context.tracker.close(handle, "FINISHED")
-
-
-@cache
-def code_version() -> str:
-    """Return the commit of this checkout, with `+changes` if files differ from it; `unknown` outside git."""
-    folder = Path(__file__).parent.parent
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    try:
-        commit = git("rev-parse", "--short=12", "HEAD")
-        return (commit + ("+changes" if git("status", "--porcelain") else "")) if commit else "unknown"
-    except OSError:
-        return "unknown"

@@ -217,6 +217,8 @@ def compare(
         if not json_:
             for table in comparison_tables(result):
                 out.print(table)
+            if result.line:
+                out.print(f"made with: {escape(result.line)}")
         if json_:  # for a program, which opens no browser
             print_json({**result.as_dict(), "page": url})
             return

@@ -79,6 +79,12 @@ class Layout(BaseModel):
             )
         return world // self.model_parallel
 
+    def text(self, world: int) -> str:
+        """Return the layout of `world` processes in words, without defaults: `tp 2 dp 4 recompute full`."""
+        degrees = [f"{axis} {size}" for axis, size in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp)) if size > 1]
+        own = self.model_dump(exclude={"tp", "cp", "pp"}, exclude_defaults=True)
+        return " ".join([*degrees, f"dp {self.dp(world)}", *(f"{name} {value}" for name, value in own.items())])
+
     def check(self, config: Model, rows: int, world: int) -> None:
         """Raise ValueError, one line per fault, if a model of shape `config` cannot be split this way."""
         if self.schedule == "zero-bubble":

@@ -80,6 +80,11 @@ class Prices:
         if self.gpu_load > 1:
             raise ValueError(f"gpu_load: {self.gpu_load:g} is above 1; write the share of gpu_watts that is drawn")
 
+    @property
+    def watts(self) -> float:
+        """Power of the site for each GPU: the GPU, its share of the server, and cooling."""
+        return (self.gpu_watts * self.gpu_load + self.server_watts) * self.pue
+
 
 @dataclass(frozen=True)
 class StorageUse:
@@ -135,9 +140,7 @@ class Budget:
     @property
     def mwh(self) -> float:
         """Energy in MWh."""
-        prices = self.prices
-        watts = (prices.gpu_watts * prices.gpu_load + prices.server_watts) * prices.pue
-        return self.gpu_hours * (1 + prices.spare_share) * watts / 1e6
+        return self.gpu_hours * (1 + self.prices.spare_share) * self.prices.watts / 1e6
 
     def as_dict(self) -> dict[str, Any]:
         """Return every figure, by stage and in total."""

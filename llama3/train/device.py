@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:  # the planner reads the table without torch
     import torch
 
 CPUINFO = Path("/proc/cpuinfo")
+DRIVER = Path("/proc/driver/nvidia/version")
 _SXM_HOPPER = {"bf16": 989e12, "fp8": 1979e12}
 _NVL_HOPPER = {"bf16": 835e12, "fp8": 1671e12}
 _AMPERE = {"bf16": 312e12}  # no fp8
@@ -79,29 +82,35 @@ ENVIRONMENT = "environment.json"
 """File of a stage's result with the facts of `describe_environment`."""
 
 
-def describe_environment(device: torch.device) -> dict[str, str]:
-    """Return facts by name; `topology` is the driver's table of links between GPUs, network cards and processors."""
+def describe_environment(device: torch.device, places: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
+    """Return facts by name; `places` has the host and the device of every process, in the order of ranks."""
     import torch
 
+    places = places or [(socket.gethostname(), device_name(device))]
+    hosts, devices = (list(dict.fromkeys(names)) for names in zip(*places, strict=True))
     facts = {
-        "host": socket.gethostname(),
+        "hosts": ", ".join(hosts),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "device": device_name(device),
+        "device": ", ".join(devices),
+        "devices": str(len(places)),
         "processors": str(len(os.sched_getaffinity(0))),
     }
     if device.type != "cuda":
         return facts
     nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    facts |= {
+    version = re.search(r"Kernel Module(?: for \S+)?\s+(\S+)", DRIVER.read_text()) if DRIVER.exists() else None
+    return facts | {
         "cuda": str(torch.version.cuda),
         "nccl": ".".join(map(str, nccl)),
-        "devices": str(torch.cuda.device_count()),
-        "driver": ", ".join(dict.fromkeys(_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").split())),
-        "topology": _nvidia_smi("topo", "-m"),
+        "driver": version[1] if version else "",
     }
-    return facts
+
+
+def describe_links(device: torch.device) -> dict[str, str]:
+    """Return `topology`, the driver's table of links between GPUs, network cards and processors; {} on a processor."""
+    return {"topology": _nvidia_smi("topo", "-m")} if device.type == "cuda" else {}
 
 
 def _nvidia_smi(*words: str) -> str:

@@ -63,6 +63,30 @@ class PredictedStepTimes(BaseModel):
     """Sequence length -> metric -> value."""
 
 
+class HourlyCosts(BaseModel):
+    """What an hour of one device costs, and what earlier stages have cost."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    usd: float | None = None
+    """Price; None: unknown."""
+    watts: float | None = None
+    """Average power, with its share of the server and of cooling; None: unknown."""
+    basis: str = ""
+    """Where the two figures come from."""
+    before: dict[str, float] = {}
+    """`of` all earlier stages."""
+
+    def of(self, hours: float) -> dict[str, float]:
+        """Return `gpu_hours`, `usd` and `kwh` of `hours` device-hours, the last two if they are known."""
+        rates = {"gpu_hours": 1.0, "usd": self.usd, "kwh": self.watts and self.watts / 1e3}
+        return {name: hours * rate for name, rate in rates.items() if rate is not None}
+
+    def so_far(self, hours: float) -> dict[str, float]:
+        """Return `of` all stages, after `hours` of this one."""
+        return {name: self.before.get(name, 0.0) + amount for name, amount in self.of(hours).items()}
+
+
 class TrainJob(BaseModel):
     """The job file of `python -m llama3.train.main`; recipe, stage, data, parent and start decide the result."""
 
@@ -102,6 +126,8 @@ class TrainJob(BaseModel):
     """How long a process waits for its peers before it fails."""
     predicted: PredictedStepTimes | None = None
     """What the planner predicts for this stage; None: no prediction."""
+    costs: HourlyCosts = HourlyCosts()
+    """What the devices cost (`cost/*` metrics)."""
     restart_damaged: bool = False
     """Train the stage again from its start if it has checkpoints and all are damaged; otherwise that is an error."""
     health_s: float = Field(default=0.0, ge=0)

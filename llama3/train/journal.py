@@ -8,9 +8,11 @@ valid records, one for each position, ascending.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -163,6 +165,60 @@ def to_parquet(journal: Path, path: Path) -> None:
         pa.table([pa.array(column, kind) for column, kind in zip(columns, types.values(), strict=True)], list(types)),
         path,
     )
+
+
+ATTEMPTS = "attempts.jsonl"
+"""File beside the journal: a line per start of the trainer, by rank 0, and one per end, by agent or supervisor."""
+
+
+def read_attempts(work: Path) -> list[dict[str, Any]]:
+    """Return each start of the trainer in the folder `work`: time, processes, environment, and `ended` if it is known.
+
+    A torn line is left out. Times are in seconds since 1970.
+    """
+    path, attempts = work / ATTEMPTS, list[dict[str, Any]]()
+    for line in path.read_bytes().split(b"\n") if path.exists() else ():
+        with suppress(ValueError):
+            entry = json.loads(line)
+            if "processes" in entry:
+                attempts.append(entry)
+            elif attempts:
+                attempts[-1].setdefault("ended", entry["ended"])
+    return attempts
+
+
+def add_attempt(work: Path, entry: Mapping[str, Any]) -> None:
+    """Append a start (`time`, `pid` of rank 0, `processes`, ...) or an end (`ended`). Raises OSError."""
+    with (work / ATTEMPTS).open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+        torn = b"" if file.read(1) in (b"", b"\n") else b"\n"
+        file.write(torn + json.dumps(entry).encode() + b"\n")
+
+
+def end_attempt(work: Path, pid: int = 0) -> None:
+    """Record that the last attempt has ended, unless that is known, or its rank 0 is not `pid`. Raises OSError.
+
+    A launch that was refused before it could write its start must not end an earlier attempt.
+    """
+    last = read_attempts(work)[-1:]
+    if last and "ended" not in last[0] and pid in (0, last[0]["pid"]):
+        add_attempt(work, {"ended": time.time()})
+
+
+def device_hours(work: Path) -> float:
+    """Return the device-hours of all attempts at the stage in `work`: a process is a device, from its start to its end.
+
+    An attempt whose end nobody saw ends with its last record.
+    """
+    attempts = read_attempts(work)
+    times = [] if all("ended" in each for each in attempts) else [r.time for r in read_journal(work / "journal.jsonl")]
+    total = 0.0
+    for number, attempt in enumerate(attempts):
+        began, following = attempt["time"], attempts[number + 1]["time"] if attempt is not attempts[-1] else math.inf
+        last = max((time for time in times if began <= time < following), default=began)
+        total += attempt["processes"] * max(0.0, attempt.get("ended", last) - began)
+    return total / 3600
 
 
 class SkippedRange(BaseModel):

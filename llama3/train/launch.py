@@ -34,12 +34,14 @@ from llama3.train.job import (
     TERMINATED,
     Attempt,
     AttemptResult,
+    TrainJob,
     ending,
     health_interval,
     host_name,
     last_lines,
     program_of,
 )
+from llama3.train.journal import end_attempt
 from llama3.train.main import exit_process
 from storage.filesystem import write_atomic
 from storage.processes import die_with_parent, free_port, memory_kills
@@ -72,8 +74,13 @@ def run_attempt(attempt: Attempt) -> AttemptResult:
         sys.stdout.flush()
         sys.stderr.flush()
         pids = {_fork(attempt, rank, port, mask): rank for rank in attempt.ranks}
+        first = min(pids, key=pids.__getitem__, default=0)
         with _sampler(attempt, mask):
             result = _watch(attempt, pids)
+        if attempt.node == 0:  # before the outcome, on which the supervisor acts
+            with suppress(OSError, ValueError):  # no job of the trainer, or a full disk
+                work = TrainJob.model_validate_json(attempt.job.read_text()).work
+                end_attempt(work, first)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if result.status not in (0, TERMINATED):

@@ -58,7 +58,10 @@ PLANNED_TFLOPS = "plan/tflops_per_device"  # The same as a rate, counted as `thr
 PLANNED_GIB = "plan/device_gib"
 """Predicted memory of the fullest process: weights, optimizer, gradients and activations."""
 STEP_ERROR = "plan/step_error"  # Predicted over measured step time, minus 1
-GPU_HOURS = "cost/gpu_hours"  # Device-hours so far, interruptions included
+GPU_HOURS = "cost/gpu_hours"
+"""Device-hours of all training up to here, of earlier stages and failed attempts too; a process is a device."""
+USD = "cost/usd"  # The same times the price of a GPU-hour; absent on processors without a price
+KWH = "cost/kwh"  # The same times the assumed power of a GPU; absent if no power is known
 
 RESTARTS = "recovery/restarts"
 ROLLBACKS = "recovery/rollbacks"  # Number of rollbacks of the stage to before a spike
@@ -97,6 +100,16 @@ STUDY_GPU_HOURS = "cost/gpu_hours"  # Device-hours of training of its runs; shar
 def study_gain(variant: str, score: str) -> str:
     """Improvement of a variant of a study over the control on a score."""
     return f"study/gain/{variant}/{score.removeprefix('eval/')}"
+
+
+def cost(name: str) -> str:
+    """One of `gpu_hours`, `usd` and `kwh`, of all training so far."""
+    return f"cost/{name}"
+
+
+def stage_cost(name: str) -> str:
+    """A stage's own part of `cost/<name>`."""
+    return f"cost/stage_{name}"
 
 
 def domain_loss(domain: str) -> str:

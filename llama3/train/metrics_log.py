@@ -5,14 +5,13 @@ Steps that the journal already has are compared instead of written again.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import resource
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -29,8 +28,19 @@ from llama3.train import metrics
 from llama3.train.callbacks import Callback, StepResult, StepTiming, log
 from llama3.train.data_loader import Step
 from llama3.train.device import describe_device, device_name, peak_flops
-from llama3.train.job import PredictedStepTimes
-from llama3.train.journal import Journal, Record, Rewind, SkippedRange, SkippedRanges, read_journal, read_rewinds
+from llama3.train.job import HourlyCosts, PredictedStepTimes
+from llama3.train.journal import (
+    Journal,
+    Record,
+    Rewind,
+    SkippedRange,
+    SkippedRanges,
+    add_attempt,
+    device_hours,
+    read_attempts,
+    read_journal,
+    read_rewinds,
+)
 from llama3.train.loss_spikes import history
 
 GIB = 2**30
@@ -58,8 +68,13 @@ class Recorder(Callback):
         position: int,
         skips: SkippedRanges,
         predicted: PredictedStepTimes | None = None,
+        costs: HourlyCosts | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Open the journal of `work` and count this attempt, which continues at `position` with `skips` skipped."""
+        """Open the journal of `work` and count this attempt, which continues at `position` with `skips` skipped.
+
+        `environment` is what this attempt runs on.
+        """
         self.predicted = predicted.by_seq if predicted and predicted.processes == world.size else {}
         self.span, self.stream, self.skips = span, stream, skips
         self.schedule = Schedule(stream.recipe)
@@ -67,7 +82,11 @@ class Recorder(Callback):
         self.journal = Journal(work / "journal.jsonl")
         for skip in skips.spans[len(read_rewinds(self.journal.path)) :]:  # killed between writing the two files
             self._add_rewind(skip)
-        self.attempts = AttemptLog(work / "attempts.jsonl", world.size)
+        self.costs, self.hours_before = costs or HourlyCosts(), device_hours(work)
+        self.began = time.time()
+        add_attempt(work, {"time": self.began, "pid": os.getpid(), "processes": world.size, "environment": environment})
+        attempts = read_attempts(work)
+        self.restarts, self.stage_began = len(attempts) - 1, float(attempts[0]["time"])
         self.logged = time.monotonic()
         self.first_step_recorded = self.recovery_recorded = False
         self._continue_from(position)
@@ -107,13 +126,16 @@ class Recorder(Callback):
         replayed = self.replay.knows(Record(time.time(), step.end, values))
         if not replayed:
             self.useful_s += 0.0 if result.skipped else result.timing.step
-            elapsed = time.time() - self.attempts.started
+            now = time.time()
+            elapsed = now - self.stage_began
             values[metrics.GOODPUT] = min(1.0, self.useful_s / elapsed) if elapsed > 0 else 1.0
+            hours = self.hours_before + self.meter.world.size * (now - self.began) / 3600
+            values |= {metrics.cost(name): amount for name, amount in self.costs.so_far(hours).items()}
             if not self.recovery_recorded:  # the first new record of an attempt, or after a rollback
                 self.recovery_recorded = True
                 if not self.first_step_recorded and self.meter.first_step_s is not None:
                     self.first_step_recorded, values[metrics.FIRST_STEP_S] = True, self.meter.first_step_s
-                values |= self.replay.metrics(self.attempts.restarts, len(self.skips.spans))
+                values |= self.replay.metrics(self.restarts, len(self.skips.spans))
             self.journal.add(Record(time.time(), step.end, values))
         if trained and (time.monotonic() - self.logged >= LOG_EVERY_S or step.end >= self.span.end):
             self.logged = time.monotonic()
@@ -264,20 +286,3 @@ class Replay:
         if rollbacks:
             values[metrics.ROLLBACKS] = float(rollbacks)
         return values if self.largest is None else {**values, metrics.REPLAY_MAX_ABS_DIFF: self.largest}
-
-
-class AttemptLog:
-    """`attempts.jsonl` of a stage: one line per start of its trainer."""
-
-    def __init__(self, path: Path, processes: int) -> None:
-        """Record one more attempt."""
-        fields = {"time": time.time(), "pid": os.getpid(), "processes": processes}
-        with path.open("ab+") as file:
-            file.seek(0)
-            earlier = file.read()
-            torn = b"" if earlier.endswith(b"\n") or not earlier else b"\n"
-            file.write(torn + json.dumps(fields).encode() + b"\n")
-        whole = [line for line in earlier.split(b"\n") if line.endswith(b"}")]
-        self.restarts = len(whole)
-        self.started: float = json.loads(whole[0])["time"] if whole else fields["time"]
-        """When the stage was first started, in seconds since 1970."""

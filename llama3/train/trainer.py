@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,7 +33,7 @@ from llama3.train.checkpoint.dcp import save_state
 from llama3.train.checkpoint.manager import Checkpoints, SaveFailed, load_state
 from llama3.train.checkpoint.manifest import CheckpointManifest
 from llama3.train.data_loader import Batches, Step, read_ahead, steps_from
-from llama3.train.device import ENVIRONMENT, DeviceTime, describe_environment
+from llama3.train.device import ENVIRONMENT, DeviceTime, describe_environment, describe_links, device_name
 from llama3.train.job import StopEstimate, TrainJob
 from llama3.train.journal import SkippedRanges, discard_after, read_journal, to_parquet
 from llama3.train.loss_spikes import Incidents, SpikeDetector, SpikeGuard, SpikeRollback, TrainingStopped
@@ -64,9 +65,25 @@ class Trainer:
         self.skips = world.broadcast_object(SkippedRanges.read(job.work) if world.is_rank0 else SkippedRanges())
         self.averaging = Averaging(self.span)
         self.recorder: Recorder | None = None
+        places = world.all_gather_object((socket.gethostname(), device_name(world.device)))
+        self.environment = describe_environment(world.device, places) if world.is_rank0 else {}
         if world.is_rank0:
             rows, position = self.state.rows, self.state.position
-            self.recorder = Recorder(job.work, self.span, self.stream, rows, world, position, self.skips, job.predicted)
+            self.environment |= {"layout": world.layout.text(world.size), "micro_batch": str(job.micro_batch)}
+            if job.costs.basis:
+                self.environment["costs"] = job.costs.basis
+            self.recorder = Recorder(
+                job.work,
+                self.span,
+                self.stream,
+                rows,
+                world,
+                position,
+                self.skips,
+                job.predicted,
+                job.costs,
+                self.environment,
+            )
             log(f"stage {job.stage}: position {position} of {self.span.start} to {self.span.end}, from {origin}")
         self.validator: Validator | None = None
         documents = ValidationRows.read(job.work)
@@ -212,7 +229,8 @@ class Trainer:
             write_atomic(building / FILE, full.model_dump_json(indent=1) + "\n")
             log(str(full))
         to_parquet(journal.path, building / "metrics.parquet")
-        write_atomic(building / ENVIRONMENT, json.dumps(describe_environment(self.world.device), indent=1))
+        facts = {**self.environment, **describe_links(self.world.device)}
+        write_atomic(building / ENVIRONMENT, json.dumps(facts, indent=1))
         for name in KEPT:
             source = job.work / name
             if source.is_dir():

@@ -19,7 +19,7 @@ from storage.digests import digest_json
 from storage.object_artifact import open_store
 from storage.root import Root
 from tasks.console import Console
-from tasks.step import code_version
+from tasks.runs.provenance import code_version
 from tasks.tracking.factory import open_tracker
 from tasks.tracking.tracker import MetricPoint
 

@@ -44,10 +44,11 @@ from tasks.errors import TrainingFailed
 from tasks.launch.base import WATCH_S, Launch, fitting, launch_key, launcher_of
 from tasks.launch.local import rank_process
 from tasks.runs.progress import newest
+from tasks.runs.provenance import code_version
 from tasks.runs.records import Runs, now
 from tasks.stages.follow import JournalTailer
 from tasks.stages.train import SILENCE, StageAttempts
-from tasks.step import Context, code_version
+from tasks.step import Context
 from tasks.tracking.factory import mlflow_of, open_tracker
 from tasks.tracking.tracker import MetricPoint
 

@@ -32,6 +32,7 @@ from storage.root import Root
 from tasks.format import templates
 from tasks.report.data import Series, read_series
 from tasks.report.plots import INK, as_svg
+from tasks.runs.provenance import differences_line, provenance_facts
 from tasks.runs.records import RunRecord, Runs
 from tasks.tracking.mlflow import MLflowTracker
 from tasks.tracking.mlflow_store import server_uri
@@ -83,6 +84,10 @@ class Comparison(NamedTuple):
     """Recipe fields that differ."""
     results: Rows
     """Headline results."""
+    made_with: Rows
+    """Code, software, devices, layout and cluster that differ."""
+    line: str
+    """The same in a line; empty if nothing differs."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return what differs, a text for each run in the order of `runs`, and the results of each run as numbers."""
@@ -97,7 +102,7 @@ def compare_runs(root: Root, names: list[str]) -> Comparison:
     if len(names) < 2:
         raise ValueError(f"compare: {len(names)} run given; name at least two")
     runs, store = Runs(root), open_store(root)
-    compared, recipes, positions, last = [], [], [], []
+    compared, recipes, positions, last, facts = [], [], [], [], []
     for record in [runs.find(name) for name in names]:
         artifacts = [store.load(step.artifact) for name, step in record.steps.items() if name != "evaluate-champion"]
         stages = [artifact for artifact in artifacts if artifact.manifest.kind == "checkpoint"]
@@ -109,8 +114,11 @@ def compare_runs(root: Root, names: list[str]) -> Comparison:
         plain = resolved(runs.recipe(record.name))
         recipes.append(flatten({**plain, "stages": {stage["name"]: stage for stage in plain["stages"]}}))
         positions.append(max((int(stage.metadata["end"]) for stage in stages), default=0))
+        environments = [stage.metadata.get("environment", {}) for stage in stages]
+        facts.append(provenance_facts(record.code, record.provenance, environments))
         tails = {key: series[key][-metrics.window(len(series[key])) :] for key in SHOWN if series.get(key)}
-        last.append({**{key: fmean(value for _, value in tail) for key, tail in tails.items()}, **scores})
+        costs = {f"cost/{name}": amount for name, amount in record.cost.items()}
+        last.append({**{key: fmean(value for _, value in tail) for key, tail in tails.items()}, **scores, **costs})
         compared.append(ComparedRun(record, series, scores, {"tokens": positions[-1], **last[-1]}))
 
     def text(value: object) -> str:
@@ -124,13 +132,18 @@ def compare_runs(root: Root, names: list[str]) -> Comparison:
     ]
     for key in sorted({key for values in last for key in values}):
         results.append((key, [f"{values[key]:.4g}" if key in values else "" for values in last]))
-    return Comparison(names, compared, [row for row in differences if len(set(row[1])) > 1], results)
+    named = dict.fromkeys(key for each in facts for key in each)
+    made_with = {key: [each.get(key, "") for each in facts] for key in named}
+    unequal = [row for row in made_with.items() if len(set(row[1])) > 1]
+    line = differences_line(made_with)
+    return Comparison(names, compared, [row for row in differences if len(set(row[1])) > 1], results, unequal, line)
 
 
 def comparison_tables(compared: Comparison) -> list[Table]:
-    """Return two tables: recipe fields that differ, and headline results, a column per run."""
+    """Return three tables, a column per run: recipe fields that differ, with what else they were made, the results."""
     tables = []
-    for title, rows in (("recipe", compared.differences), ("result", compared.results)):
+    shown = (("recipe", compared.differences), ("made with", compared.made_with), ("result", compared.results))
+    for title, rows in shown:
         table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column(title)
         for name in compared.names:
@@ -158,9 +171,13 @@ def _html(compared: Comparison) -> str:
             figures.append((title, note, _curves(compared.runs, shown)))
     if scores := sorted({key for run in compared.runs for key in run.scores}):
         figures.append(("Evaluations", "The last score of each kind.", _bars(compared.runs, scores)))
-    tables = [("Results", compared.results), ("Recipe fields that differ", compared.differences)]
+    tables = [
+        ("Results", compared.results),
+        ("Recipe fields that differ", compared.differences),
+        ("Code, software, devices and cluster that differ", compared.made_with),
+    ]
     page = templates("comparison.html").get_template("comparison.html")
-    return page.render(names=compared.names, tables=tables, figures=figures)
+    return page.render(names=compared.names, tables=tables, figures=figures, line=compared.line)
 
 
 def _curves(runs: list[ComparedRun], keys: list[str]) -> str:

@@ -27,6 +27,7 @@ from storage.digests import READERS, parallel_map
 from storage.filesystem import write_atomic
 from storage.lease import Lease, LeaseLost
 from storage.root import Root
+from tasks.runs.provenance import Provenance
 
 log = logging.getLogger(__name__)
 Record = TypeVar("Record")
@@ -62,6 +63,10 @@ class StepRecord(BaseModel):
     """The first difference from the previous artifact, for a step that was made."""
     seconds: float = 0.0
     mlflow_run: str = ""
+    environment: dict[str, str] = {}
+    """What a stage that this run trained ran on: torch, CUDA, NCCL, devices, hosts, layout, ..."""
+    cost: dict[str, float] = {}
+    """Of a stage that this run trained: `gpu_hours`, `usd`, `kwh`."""
 
 
 class StudyPart(BaseModel):
@@ -85,6 +90,8 @@ class RunRecord(BaseModel):
     started: str
     ended: str = ""
     code: str
+    provenance: Provenance | None = None
+    """What the last attempt is made with; None for a run of an earlier herd."""
     study: StudyPart | None = None
     """Set for a run of a study."""
     rerun_of: str = ""
@@ -102,6 +109,15 @@ class RunRecord(BaseModel):
     """Whether MLflow was away and may lack points; `herd mlflow sync` sends everything again."""
     prefect_run: str = ""
     peak_memory_gib: float = 0.0
+
+    @property
+    def cost(self) -> dict[str, float]:
+        """What the stages cost that this run trained, in all: `gpu_hours`, `usd`, `kwh`."""
+        total: dict[str, float] = {}
+        for step in self.steps.values():
+            for name, amount in step.cost.items():
+                total[name] = total.get(name, 0.0) + amount
+        return total
 
     def work_dir_key(self, stage: str) -> str:
         """Return the suffix that keeps other runs out of the stage's work folder; empty: it is shared.

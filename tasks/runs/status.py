@@ -30,6 +30,7 @@ from tasks.format import (
     command,
     format_bits_per_byte,
     format_bytes,
+    format_costs,
     format_duration,
     format_losses,
 )
@@ -203,11 +204,25 @@ def _facts(root: Root, run: RunProgress, now: float) -> FactTable:
         "error": f"[red]{escape(record.error)}[/]" if record.error else "",
         "from": escape(origin) if record.rerun_of else "",
         "code": f"{record.code}, recipe {record.recipe_digest[:12]}",
+        "by": escape(f"{record.provenance.user}, {record.provenance.command}") if record.provenance else "",
+        "on": _devices(record),
+        "cost": format_costs(record.cost),
         "MLflow": escape(_mlflow(root, record)),
         "Prefect": escape(_prefect(record)),
         "folder": escape(root.join("runs", record.name)),
     }
     return FactTable({name: text for name, text in facts.items() if text})
+
+
+def _devices(record: RunRecord) -> str:
+    """Return devices, layout and hosts of the last stage that the run trained, or ""."""
+    ran = [step.environment for step in record.steps.values() if step.environment]
+    if not ran:
+        return ""
+    facts = ran[-1]
+    software = ", ".join(f"{name} {facts[name]}" for name in ("torch", "cuda", "nccl", "driver") if facts.get(name))
+    on = f"{facts['devices']} x {facts['device']} on {facts['hosts']}, {facts['layout']}"
+    return escape(f"{on}, micro-batch {facts['micro_batch']}; {software}")
 
 
 def _steps(store: Store, run: RunProgress) -> FittedTable:

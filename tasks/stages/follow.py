@@ -19,7 +19,7 @@ from rich.markup import escape
 from llama3.train import metrics
 from llama3.train.health import HealthTail
 from llama3.train.job import HUNG, AttemptResult
-from llama3.train.journal import HEALTH, Journal, Record, Rewind, Tail, valid_records
+from llama3.train.journal import HEALTH, Journal, Record, Rewind, Tail, end_attempt, read_attempts, valid_records
 from storage.filesystem import write_atomic
 from tasks.console import ProgressLine
 from tasks.launch.base import WATCH_S, Launch
@@ -31,7 +31,7 @@ from tasks.tracking.backfill import FOLLOWED, Sender, catch_up, watch_outages
 from tasks.tracking.factory import mlflow_of
 from tasks.tracking.prefect_artifacts import StagePage
 from tasks.tracking.prometheus import Gauges
-from tasks.tracking.steps import Thinning
+from tasks.tracking.steps import Thinning, environment_tags
 from tasks.tracking.tracker import MetricPoint
 
 POLL_S = 0.5
@@ -119,6 +119,9 @@ class JournalTailer:
             raise
         self.examined = -math.inf
         self._take(start)
+        if self.position > self.began:  # it is the last attempt that wrote its start
+            with suppress(OSError):
+                end_attempt(self.tail.path.parent)  # its agent may have been killed too
         self.send()
         if self.sender.drain() and outcome.status == 0:  # the artifact's points need not be sent a second time
             self.context.tracker.complete.add(self.runs[-1])
@@ -169,6 +172,8 @@ class JournalTailer:
         if self.offers:
             self.offers.observe(records)
         if records:
+            if self.position == self.began and (attempts := read_attempts(self.tail.path.parent)):
+                self.sender.tag(environment_tags(attempts[-1].get("environment") or {}))
             self.position, self.heard = records[-1].position, time.monotonic()
             mean = {metrics.LOSS: sum(self.losses) / len(self.losses)} if self.losses else {}
             values = {**records[-1].metrics, **mean, **self.held_out}

@@ -30,19 +30,22 @@ from llama3.train import metrics
 from llama3.train.averaging import FILE as AVERAGE
 from llama3.train.averaging import Choice
 from llama3.train.device import ENVIRONMENT
-from llama3.train.job import TERMINATED, AttemptResult, TrainJob
-from llama3.train.journal import SkippedRanges
+from llama3.train.job import TERMINATED, AttemptResult, HourlyCosts, TrainJob
+from llama3.train.journal import SkippedRanges, device_hours
 from llama3.train.main import REFUSED
 from storage.artifact import MANIFEST, Artifact, ArtifactSpec, file_digest
 from storage.filesystem import write_atomic
 from storage.lease import folder_lease
 from storage.objects import remove_all
 from storage.page_cache import lazy_folder
+from tasks.cluster import Cluster
 from tasks.errors import TrainingFailed
 from tasks.launch.base import Launch, Launcher, fitting, launch_key, launcher_of
 from tasks.launch.hosts import Hosts, accused
+from tasks.launch.local import visible_gpus
 from tasks.plan.predict import predict_step_times
 from tasks.runs.progress import kept_checkpoints, newest, work_dir_name
+from tasks.runs.provenance import hourly_costs
 from tasks.stages.alerts import Alerts
 from tasks.stages.evaluate import CheckpointOffers, validation_folder, write_validation_rows
 from tasks.stages.follow import JournalTailer
@@ -94,7 +97,13 @@ def train_stage(
             from llama3.tokens.chat import TEMPLATE, TEMPLATE_FILE
 
             write_atomic(folder / "model" / TEMPLATE_FILE, TEMPLATE)
-        return _facts(span, folder)
+        costs, hours, made = _costs(context.cluster, parent), device_hours(work), context.record.provenance
+        return {
+            **_facts(span, folder),
+            "cost": costs.of(hours),
+            "cost_so_far": costs.so_far(hours),
+            **({"provenance": made.model_dump()} if made else {}),
+        }
 
     def done() -> None:
         if kept:
@@ -169,6 +178,7 @@ def _job(
         profile=cluster.profile,
         checkpoints=checkpoints,
         predicted=predict_step_times(context.root, context.recipe, cluster, span),
+        costs=_costs(cluster, parent),
         restart_damaged=context.restart_damaged,
         health_s=cluster.health_s,
         preflight=cluster.nodes is not None and cluster.nodes.preflight,
@@ -176,6 +186,13 @@ def _job(
     path = work / "job.json"
     write_atomic(path, job.model_dump_json(indent=1))
     return path
+
+
+def _costs(cluster: Cluster, parent: Artifact | None) -> HourlyCosts:
+    gpus = cluster.trainer_device == "cuda" or (
+        cluster.trainer_device == "auto" and cluster.launcher == "local" and visible_gpus() > 0
+    )
+    return hourly_costs(cluster, gpus, parent.metadata.get("cost_so_far", {}) if parent else {})
 
 
 def _resumes(span: StageSpan, work: Path, kept: str | None) -> int | None:

@@ -26,6 +26,7 @@ from storage.lease import LeaseLost
 from storage.object_artifact import open_store
 from storage.root import Root
 from tasks.promotion.log import Log, Promotion, PromotionLog, gate_decisions, read_log, version_tags
+from tasks.runs.provenance import CLUSTER
 from tasks.runs.records import RunRecord, Runs, evaluation_of
 from tasks.step import Context
 from tasks.tracking.factory import mlflow_of, open_tracker
@@ -43,7 +44,7 @@ from tasks.tracking.tracker import MetricPoint, Tracker
 
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED", "cancelled": "KILLED"}
 """MLflow's status for the state of a run that ended."""
-FILES = ("recipe.yaml", "report.html", "report.md", "data.html")
+FILES = ("recipe.yaml", CLUSTER, "report.html", "report.md", "data.html")
 FOLLOWED = "tracking.json"
 """File in the work folder of a stage that trains: its MLflow run, and how its points are thinned."""
 MAX_QUEUED = 200_000
@@ -146,7 +147,8 @@ class _Publisher:
         tracker.log_params(handle, params)
         record.mlflow_run, record.mlflow_experiment = handle, self.mlflow.experiment
         self.done.runs += 1
-        for file in FILES:
+        changes = record.provenance.diff_file if record.provenance else ""
+        for file in filter(None, (*FILES, changes)):
             path = self.runs.folder(record.name) / file
             if not path.is_file() and (data := self.root.read("runs", record.name, file)) is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -248,10 +250,15 @@ class Sender:
     def __init__(self, tracker: Tracker, runs: list[str], catch_up: Callable[[], object]) -> None:
         self.tracker, self.runs, self._catch_up = tracker, runs, catch_up
         self._mlflow = mlflow_of(tracker)
-        self._queue: queue.Queue[list[MetricPoint] | None] = queue.Queue()
+        self._queue: queue.Queue[list[MetricPoint] | dict[str, str] | None] = queue.Queue()
         self._queued = 0
         self._thread: threading.Thread | None = None
         self._caught_up_at = 0.0
+
+    def tag(self, tags: dict[str, str]) -> None:
+        """Queue tags to set; returns at once."""
+        self._queue.put(tags)
+        self._start()
 
     def put(self, points: list[MetricPoint]) -> None:
         """Queue points to send; returns at once."""
@@ -260,6 +267,9 @@ class Sender:
             return
         self._queued += len(points)
         self._queue.put(points)
+        self._start()
+
+    def _start(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="mlflow-sender", daemon=True)
             self._thread.start()
@@ -282,7 +292,10 @@ class Sender:
                 points = []
             if points is None:
                 return
-            if points:
+            if isinstance(points, dict):
+                for run in self.runs:
+                    self.tracker.set_tags(run, points)
+            elif points:
                 self._queued -= len(points)
                 self.tracker.log_points(self.runs, points)
             reach, now = self._mlflow.reach, time.monotonic()

@@ -38,6 +38,7 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
 
 PARAM_CHARACTERS = 6000
+TAG_CHARACTERS = 8000
 DIGEST_CHARACTERS = 36
 KEY_CHARACTERS = 250
 METRIC_BATCH, PARAM_BATCH = 1000, 100
@@ -418,7 +419,7 @@ class MLflowTracker:
             self._set_tags(run_id, opening.tags)
             return run_id
         parent = {"mlflow.parentRunId": self._open(opening.parent)} if opening.parent else {}
-        start, tags = _milliseconds(opening.start), {**opening.tags, **parent}
+        start, tags = _milliseconds(opening.start), {key: _cut(tag) for key, tag in {**opening.tags, **parent}.items()}
         run_id = str(self.client.create_run(self._experiment_id(), start, tags, opening.name).info.run_id)
         self._log_params(run_id, opening.params)
         return run_id
@@ -436,11 +437,16 @@ class MLflowTracker:
     def _set_tags(self, run_id: str, tags: dict[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        self.client.log_batch(run_id, tags=[RunTag(key, str(value)) for key, value in tags.items()])
+        self.client.log_batch(run_id, tags=[RunTag(key, _cut(value)) for key, value in tags.items()])
 
 
 def _query(tags: dict[str, str]) -> str:
     return " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
+
+
+def _cut(tag: object) -> str:
+    text = str(tag)  # of thousands of hosts, for example
+    return text if len(text) <= TAG_CHARACTERS else text[: TAG_CHARACTERS - 3] + "..."
 
 
 def _milliseconds(seconds: float | None) -> int | None:

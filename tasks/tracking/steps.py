@@ -37,7 +37,10 @@ RARE = frozenset(
     }
 )
 """Metrics that only a few records hold: each of their points is sent."""
-RUN_TAGS = ("herd.run", "recipe.digest", "code.commit", "prefect.flow_run_id", "cluster", "world", "attempts")
+RUN_TAGS = (
+    *("herd.run", "recipe.digest", "code.commit", "prefect.flow_run_id", "cluster", "world", "attempts"),
+    *("mlflow.user", "mlflow.source.name", "mlflow.source.type", "mlflow.source.git.commit"),
+)
 """Tags of a run that its steps carry too."""
 
 
@@ -95,6 +98,11 @@ def step_tags(step: str, kind: str, key: str) -> dict[str, str]:
     return {"stage": step, "kind": kind, "artifact.key": key[:16]}
 
 
+def environment_tags(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the tags about what a stage runs on, without the long table of links."""
+    return {f"environment.{key}": value for key, value in environment.items() if key != "topology"}
+
+
 def project_step(shown: LoggedStep) -> int:
     """Log a step's artifact: its inputs, its numbers, and what its kind has besides. Return how many points were sent.
 
@@ -106,11 +114,16 @@ def project_step(shown: LoggedStep) -> int:
     parent = manifest.inputs.get("parent", "")
     if labels := [step.artifact for step in steps.values() if parent and step.artifact.endswith(f"-{parent[:8]}")]:
         tags["parent.checkpoint"] = labels[0]
-    environment = {key: value for key, value in manifest.metadata.get("environment", {}).items() if key != "topology"}
-    tracker.set_tags(child, tags | {f"environment.{key}": value for key, value in environment.items()})
+    environment = environment_tags(manifest.metadata.get("environment", {}))
+    tracker.set_tags(child, tags | environment)
+    if environment and shown.record.mlflow_run and not steps[shown.step].outcome.startswith("reused"):
+        tracker.set_tags(shown.record.mlflow_run, environment)  # of the latest stage
     tracker.log_params(child, {key: value for key, value in manifest.parameters.items() if key != "recipe"})
     tracker.log_params(child, {f"input.{role}": key[:16] for role, key in manifest.inputs.items()})
-    numbers = _numbers({key: value for key, value in manifest.metadata.items() if not key.startswith(SCORE)})
+    left_out = ("cost", "cost_so_far", "provenance")
+    numbers = _numbers(
+        {key: value for key, value in manifest.metadata.items() if not key.startswith(SCORE) and key not in left_out}
+    )
     points = [MetricPoint(key, value, artifact.created, 0) for key, value in numbers.items()]
     tracker.log_points([child], points)
     match manifest.kind:
@@ -178,6 +191,12 @@ def _log_stage(shown: LoggedStep) -> int:
     if shown.child not in shown.tracker.complete:
         records = read_series(shown.artifact.part("metrics.parquet"))
         sent = send_records(shown.tracker, shown.runs, records, Thinning(metadata["steps"], metadata["end"]))
+    costs = {metrics.cost(name): amount for name, amount in metadata.get("cost_so_far", {}).items()}
+    stage = {metrics.stage_cost(name): amount for name, amount in metadata.get("cost", {}).items()}
+    for run, amounts in ((shown.child, {**costs, **stage}), *((run, costs) for run in shown.runs[1:])):
+        points = [MetricPoint(key, amount, shown.artifact.created, metadata["end"]) for key, amount in amounts.items()]
+        shown.tracker.log_points([run], points)
+        sent += len(points)
     checkpoint_model(shown.tracker, shown.runs, shown.artifact)
     return sent
 

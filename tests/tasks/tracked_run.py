@@ -18,6 +18,7 @@ from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.console import TerminalConsole
 from tasks.promotion.log import PROMOTED, Promotion, PromotionLog, current_label
+from tasks.runs.provenance import Provenance
 from tasks.runs.records import Runs, StepRecord, now
 from tasks.step import Context, tracked_step
 from tasks.tracking.mlflow import MLflowTracker
@@ -58,6 +59,8 @@ class TrackedRun:
         runs = Runs(root)
         tracker, params = MLflowTracker(root, recipe_.name), flatten(resolved(recipe_), depth=2)
         record = runs.begin(recipe_, "c0de")
+        made = Provenance(user="ann", host="login", command="herd run tiny.yaml", packages={"numpy": "2.4"})
+        record.provenance = made
         self.context = Context(recipe_, Cluster(), open_store(root), runs, record, tracker, TerminalConsole(), [])
         record.mlflow_run = tracker.open_run(record.name, self.context.tags(), params)
         record.mlflow_experiment = tracker.experiment
@@ -85,6 +88,8 @@ class TrackedRun:
         inputs = {"tokens": tokens.key, "parent": parent.key if parent else "fresh weights"}
         design = ArtifactSpec("checkpoint", f"tiny-{span.name}", 1, {"better": self.better}, inputs)
         facts = {"start": span.start, "end": span.end, "steps": span.steps, "last_loss": 3.0, "model_sha256": "d" * 64}
+        facts["environment"] = {"torch": "2.14" if self.better else "2.13", "layout": "dp 8", "hosts": "n1"}
+        facts |= {"cost": {"gpu_hours": 2.0, "usd": 5.0}, "cost_so_far": {"gpu_hours": 4.0, "usd": 10.0}}
         journal = records(span, Schedule(self.context.recipe), self.better)
         return self.step(span.name, design, facts, {"metrics.parquet": journal})
 
@@ -98,7 +103,9 @@ class TrackedRun:
         with tracked_step(context, design.kind, step, design.key) as child:
             artifact = context.store.find(design) or self._make(design, facts, files)
             outcome = "created" if artifact.manifest.created_by == context.record.name else "reused"
-            context.record.steps[step] = StepRecord(artifact=artifact.label, outcome=outcome, mlflow_run=child)
+            context.record.steps[step] = StepRecord(
+                artifact=artifact.label, outcome=outcome, mlflow_run=child, cost=artifact.metadata.get("cost", {})
+            )
             context.runs.save(context.record)
             project_step(LoggedStep(context.tracker, context.store, context.record, step, artifact, child))
         return artifact

@@ -11,8 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama3.train import journal as module
-from llama3.train.journal import Entry, Journal, Record, Rewind, Tail, read_journal, read_rewinds, to_parquet
-from llama3.train.metrics_log import AttemptLog, Replay
+from llama3.train.journal import (
+    Entry,
+    Journal,
+    Record,
+    Rewind,
+    Tail,
+    add_attempt,
+    device_hours,
+    end_attempt,
+    read_attempts,
+    read_journal,
+    read_rewinds,
+    to_parquet,
+)
+from llama3.train.metrics_log import Replay
 from tests.storage.commit_samples import disk_calls
 
 
@@ -167,15 +180,27 @@ def test_a_step_that_was_good_once_and_bad_once_is_a_difference() -> None:
     assert replay.largest == 0.0
 
 
-def test_attempts_count_starts_and_survive_a_torn_line(tmp_path: Path) -> None:
+def test_attempts_survive_a_torn_line(tmp_path: Path) -> None:
+    add_attempt(tmp_path, {"time": 1.0, "pid": 7, "processes": 2})
+    add_attempt(tmp_path, {"ended": 3.0})
     path = tmp_path / "attempts.jsonl"
-    first = AttemptLog(path, 1)
-    assert first.restarts == 0
-    assert AttemptLog(path, 2).restarts == 1
-    path.write_bytes(path.read_bytes() + b'{"time": 1')
-    third = AttemptLog(path, 1)
-    assert (third.restarts, third.started) == (2, first.started)
-    assert AttemptLog(path, 1).restarts == 3
+    path.write_bytes(path.read_bytes() + b'{"time": 4.0, "environment": {"torch": "2.13"}')
+    add_attempt(tmp_path, {"time": 5.0, "pid": 8, "processes": 1})
+    assert [(each["time"], each.get("ended")) for each in read_attempts(tmp_path)] == [(1.0, 3.0), (5.0, None)]
+
+
+def test_device_hours_are_those_of_every_attempt(tmp_path: Path) -> None:
+    """One whose agent saw its end, hang included; one whose machine died after a record; one that goes on."""
+    assert device_hours(tmp_path) == 0.0
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        for time in (1000.0, 5000.0, 6000.0, 9000.0):
+            journal.add(Record(time, int(time), {}))
+    add_attempt(tmp_path, {"time": 0.0, "pid": 1, "processes": 4})
+    add_attempt(tmp_path, {"ended": 3600.0})
+    add_attempt(tmp_path, {"time": 4200.0, "pid": 2, "processes": 2})
+    end_attempt(tmp_path, 3)  # refused before it could write a start
+    add_attempt(tmp_path, {"time": 7200.0, "pid": 4, "processes": 1})
+    assert device_hours(tmp_path) == pytest.approx((4 * 3600 + 2 * 1800 + 1 * 1800) / 3600)
 
 
 def test_sync_returns_when_the_lines_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

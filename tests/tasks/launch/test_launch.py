@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import socket
 import subprocess
 import sys
 import textwrap
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from benchmarks.restart import measure_restart
 from llama3.recipe.schedule import Schedule
 from llama3.train.job import GRACE_S, OUT_OF_MEMORY, AttemptResult, StopEstimate, first_failure
+from llama3.train.journal import read_attempts
 from llama3.train.main import REFUSED
 from storage.processes import memory_kills
 from tasks.cluster import Cluster, load_cluster
@@ -96,6 +98,10 @@ def test_killed_rank_is_named_and_the_next_attempt_ends_in_the_same_bits(
     assert "from checkpoint" in (tmp_path / "logs" / "2" / "rank-0.log").read_text()
     assert weights(path) == weights(undisturbed)
     assert losses(path) == losses(undisturbed)
+    killed, whole = read_attempts(work(path))
+    assert killed["time"] < killed["ended"] < whole["time"] < whole["ended"]
+    environment = whole["environment"]
+    assert (environment["devices"], environment["layout"], environment["hosts"]) == ("2", "dp 2", socket.gethostname())
 
 
 @pytest.mark.slow

@@ -51,6 +51,10 @@ def test_without_a_server_there_are_tables_and_a_page_of_our_own(root: Root, mon
     assert ["eval/bpb", "1.5", "1"] in lines
     assert ["verdict", "promoted", "promoted"] in lines
     assert not any(line[:1] == ["precision"] for line in lines), "the same in both"
+    assert ["torch", "2.13", "2.14"] in lines
+    assert ["cost/usd", "10", "10"] in lines
+    assert not any(line[:1] in (["layout"], ["numpy"]) for line in lines), "the same in both"
+    assert made.line == "torch 2.13 -> 2.14"
     url = compare.comparison_url(root, made)
     page = root.file("comparisons", "tiny-1-tiny-2.html")
     assert url == page.as_uri()

@@ -17,7 +17,7 @@ from llama3.train import job as jobs
 from llama3.train import metrics
 from llama3.train.health import HealthSample
 from llama3.train.job import AttemptResult
-from llama3.train.journal import HEALTH, Journal, Record, read_journal, to_parquet
+from llama3.train.journal import HEALTH, Journal, Record, device_hours, read_attempts, read_journal, to_parquet
 from storage.artifact import Store
 from storage.root import Root
 from tasks.cluster import Cluster
@@ -80,6 +80,11 @@ def test_a_trainer_that_falls_silent_is_stopped(context: Context, launcher: Loca
     assert ended == AttemptResult(status=HUNG, message="no step for 2 s; it was stopped")
     assert follower.position >= 3 * STEP
     await_end(hung)
+    (attempt,) = read_attempts(work(path))
+    assert attempt["ended"] - records(path)[-1].time > 2.0, "the hang is paid for"
+    assert device_hours(work(path)) == pytest.approx((attempt["ended"] - attempt["time"]) / 3600)
+    told = context.tracker.client.get_run(context.record.mlflow_run).data.tags
+    assert (told["environment.devices"], told["environment.layout"]) == ("1", "dp 1"), "while it trained"
 
 
 def test_what_is_shown_is_a_mean_of_the_last_steps_and_the_last_score_on_held_out_text(
