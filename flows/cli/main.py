@@ -333,12 +333,22 @@ app.add_typer(ops.mlflow, name="mlflow")
 @app.command()
 def schema(
     study: Annotated[bool, typer.Option("--study", help="The fields of a study instead of a recipe.")] = False,
+    cluster: Annotated[bool, typer.Option("--cluster", help="The fields of a cluster file.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON Schema, for editors.")] = False,
 ) -> None:
-    """Print the reference of all recipe fields as markdown."""
-    from llama3.recipe.reference import recipe_reference
-    from llama3.studies.study import study_reference
+    """Print the reference of all fields of a recipe, a study or a cluster file as markdown."""
+    from llama3.recipe.reference import json_schema, recipe_reference
+    from llama3.recipe.schema import Recipe
+    from llama3.studies.study import Study, study_reference
+    from tasks.cluster import Cluster, cluster_reference
 
-    print(study_reference() if study else recipe_reference(), end="")
+    with mistakes():
+        if study and cluster:
+            raise ValueError("--study and --cluster are two files; give one of them")
+        if as_json:
+            print(json.dumps(json_schema(Study if study else Cluster if cluster else Recipe), indent=1))
+        else:
+            print(study_reference() if study else cluster_reference() if cluster else recipe_reference(), end="")
 
 
 def _run(cluster_file: Path | None, processes: int, threads: int, json_: bool, **fields: Any) -> None:

@@ -47,13 +47,15 @@ def plan_recipe(
 ) -> None:
     """Show stages, totals, FLOPs and warnings; with a cluster layouts, steps, days, money, cadence and risks too."""
     from llama3.data.readers.sources import survey
-    from llama3.recipe.load import load_recipe
+    from llama3.recipe.load import base_changes, load_recipe
     from storage.fetch import use_fetched
     from tasks.models.start import known_tokenizer
     from tasks.plan.recipe import make_plan, memory_lines, plan_document, survey_chats, survey_evaluation
 
     with mistakes():
         loaded = load_recipe(recipe, set_)
+        if not json_ and (changes := base_changes(recipe)):
+            out.print(f"base     {escape(changes)}")
         use_fetched(Root.parse(root))
         tokenizer = known_tokenizer(Root.parse(root), loaded)
         plan = make_plan(

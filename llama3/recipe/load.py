@@ -1,10 +1,13 @@
-"""Read a recipe from YAML, apply overrides, and report each mistake with its field, value and remedy."""
+"""Read a recipe from YAML, with its base and variables; apply overrides; report mistakes with field, value, remedy."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 import json
+import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,7 +16,14 @@ from pydantic import BaseModel, ValidationError
 
 from llama3.recipe.base import read_plain, read_yaml
 from llama3.recipe.schema import Recipe
-from storage.secrets import refuse_secrets
+from storage.artifact import flatten
+from storage.secrets import names_secret, refuse_secrets, scrub
+
+BASE = "base"
+"""Key of a recipe file that names another one, whose fields it takes and changes."""
+ADDRESSES = ("uri", "contents", "use", "path", "data")
+"""Keys of files and addresses, in which variables are replaced."""
+VARIABLE = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
 
 
 class RecipeError(ValueError):
@@ -25,19 +35,98 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
 
     Raises RecipeError.
     """
+    return parse_recipe(read_recipe(path), str(path), overrides)
+
+
+def read_recipe(path: Path, above: tuple[Path, ...] = ()) -> Any:
+    """Return the plain data of the recipe file `path`, merged into that of its `base`; `above` are its descendants.
+
+    Mappings are merged, lists and values replaced. Raises RecipeError.
+    """
     try:
-        data = read_yaml(path, remedy="recipes are YAML files")
+        data = read_yaml(path, above[-1].name + ": base" if above else "", "recipes are YAML files")
     except ValueError as error:
         raise RecipeError(str(error)) from error
-    return parse_recipe(data, str(path), overrides)
+    if not isinstance(data, dict) or BASE not in data:
+        return data
+    named, chain = data.pop(BASE), (*above, path)
+    if not isinstance(named, str) or not named:
+        raise RecipeError(f"{path}: base: {named!r} is not a file; write its path from the folder of this recipe")
+    if "name" not in data:
+        raise RecipeError(f"{path}: name: is missing; a recipe with a base needs its own")
+    below = path.parent / named
+    if below.resolve() in [file.resolve() for file in chain]:
+        names = " -> ".join(file.name for file in (*chain, below))
+        raise RecipeError(f"{path}: base: {names} is a cycle; the last recipe of a chain has no base")
+    base = read_recipe(below, chain)
+    if not isinstance(base, dict):
+        raise RecipeError(f"{path}: base: {below} is not a recipe; it must be a mapping")
+    return merge(base, data)
+
+
+def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with `changes`: mappings are merged at any depth, everything else is replaced."""
+    merged = dict(base)
+    for key, value in changes.items():
+        before = merged.get(key)
+        merged[key] = merge(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def base_changes(path: Path) -> str:
+    """Return in a line what the recipe `path` changes in its base; "" if it has none. Raises RecipeError."""
+    own = read_yaml(path)
+    if not isinstance(own, dict) or BASE not in own:
+        return ""
+    below = flatten(read_recipe(path.parent / own[BASE]))
+    changes = []
+    for key, value in flatten(read_recipe(path)).items():
+        if key != "name" and (key not in below or below[key] != value):
+            before = below.get(key)
+            short = not isinstance(value, list | dict) and not isinstance(before, list | dict)
+            changes.append(f"{key} {'' if before is None else f'{before} -> '}{value}" if short else f"other {key}")
+    return f"{own[BASE]}: {'; '.join(changes) or 'nothing'}"
+
+
+def expand_variables(data: Any, path: str = "") -> Any:
+    """Return `data` with `${NAME}` and `${NAME:-default}` replaced by variables of the environment in addresses.
+
+    An address is a field of the keys ADDRESSES. Raises RecipeError for an unset variable, and for one that holds or
+    names a secret, since recipes are copied into records and logs.
+    """
+
+    def value_of(match: re.Match[str]) -> str:
+        name, default = match["name"], match["default"]
+        value = os.environ.get(name, default)
+        if names_secret(name) or (value and scrub(value) != value):
+            raise RecipeError(
+                f"{path}: ${{{name}}} is a secret, and would be written into records and logs; secrets stay in the "
+                "environment, where herd's stores read them (AWS_SECRET_ACCESS_KEY, HF_TOKEN, netrc)"
+            )
+        if value is None:
+            raise RecipeError(f"{path}: {name} is not set; export {name}=..., or write ${{{name}:-default}}")
+        return value
+
+    if isinstance(data, dict):
+        return {key: expand_variables(value, f"{path}.{key}" if path else str(key)) for key, value in data.items()}
+    if isinstance(data, list):
+        return [expand_variables(value, f"{path}.{number}") for number, value in enumerate(data)]
+    is_address = isinstance(data, str) and path.rpartition(".")[2] in ADDRESSES
+    return VARIABLE.sub(value_of, data) if is_address else data
 
 
 def parse_recipe(data: object, name: str, overrides: list[str] | None = None) -> Recipe:
     """Return the recipe of the mapping `data`; errors start with `name`. Raises RecipeError."""
     if not isinstance(data, dict):
         raise RecipeError(f"{name}: must be a mapping with the keys {', '.join(Recipe.model_fields)}")
+    if BASE in data:
+        raise RecipeError(f"{name}: base: cannot be followed here; write the fields of the base into this recipe")
     for override in overrides or []:
         apply_override(data, override)
+    try:
+        data = expand_variables(data)
+    except RecipeError as error:
+        raise RecipeError(f"{name}: {error}") from None
     try:
         refuse_secrets(data, name)  # before any message that could show one
     except ValueError as error:

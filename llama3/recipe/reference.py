@@ -2,27 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, get_origin
 
 from pydantic import BaseModel
 
-from llama3.recipe.load import models_in
+from llama3.recipe.load import BASE, models_in
 from llama3.recipe.schema import Recipe
 from llama3.recipe.sections import PRESETS
 
 Sections = Collection[type[BaseModel]]
+FILE_KEYS = """\
+A recipe file may also have the key `base`: the path of another recipe from the folder of this one, whose fields it
+takes and changes. Mappings are merged, lists and values replaced; a base may have a base. `herd plan` prints the
+changes in a line. Only the resolved recipe is recorded, so the digest is that of the same recipe written out.
+
+In addresses (the keys `uri`, `contents`, `use`, `path`, `data`) `${NAME}` is the variable NAME of the environment,
+`${NAME:-default}` has a default. A variable that holds a secret or is named like one is refused.
+
+In an editor: `herd schema --json > recipe.schema.json`, and as the recipe's first line
+`# yaml-language-server: $schema=recipe.schema.json`."""
 PAGE = "recipe.md"
 """File of the recipe reference; pages in the same folder link to it."""
 
 
 def recipe_reference() -> str:
     """Return the reference of all recipe fields as markdown: key, form, default, meaning."""
-    parts = ["# Recipe reference", "", "Written by `herd schema`; do not edit by hand.", ""]
+    parts = ["# Recipe reference", "", "Written by `herd schema`; do not edit by hand.", "", FILE_KEYS, ""]
     keys = list(next(iter(PRESETS.values())))
     presets = ["## Presets", "", f"| preset | {' | '.join(keys)} |", "|---" * (len(keys) + 1) + "|"]
     presets += [f"| `{name}` | {' | '.join(map(str, preset.values()))} |" for name, preset in PRESETS.items()]
     return "\n".join([*parts, *describe_sections(sections(Recipe)), *presets]) + "\n"
+
+
+def json_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the JSON Schema of a file with the fields of `model`, for editors.
+
+    A recipe may have a base and need no other field than its name: presets and bases have the rest.
+    """
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema(by_alias=True)}
+    if model is Recipe:
+        for section in (schema, *schema["$defs"].values()):
+            section.pop("required", None)
+        _accept_text(schema)
+        gates = schema["$defs"]["Stage"]["properties"]["gates"]
+        names = {"type": "array", "items": {"type": "string"}}  # short for gates without settings
+        schema["$defs"]["Stage"]["properties"]["gates"] = {"anyOf": [names, gates], "description": gates["description"]}
+        about = "Recipe file, from the folder of this one, whose fields this one takes and changes."
+        schema["properties"][BASE] = {"type": "string", "description": about}
+        schema["required"] = ["name"]
+    return schema
+
+
+def _accept_text(schema: Any) -> None:
+    """Let every number of `schema` be text too: YAML 1.1, which herd reads, takes 3e-4 for text, 1.2 for a number."""
+    for value in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        _accept_text(value)
+    if isinstance(schema, dict) and schema.get("type") == "number":
+        schema["type"] = ["number", "string"]
 
 
 def sections(model: type[BaseModel], but: Sections = ()) -> list[type[BaseModel]]:
@@ -38,8 +76,13 @@ def sections(model: type[BaseModel], but: Sections = ()) -> list[type[BaseModel]
     return ordered
 
 
-def describe_sections(models: Sections, elsewhere: Sections = ()) -> Iterator[str]:
-    """Yield the lines about `models`; the recipe's page describes the sections `elsewhere`."""
+def describe_sections(
+    models: Sections, elsewhere: Sections = (), defaults: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[str]:
+    """Yield the lines about `models`; the recipe's page describes the sections `elsewhere`.
+
+    `defaults` has the text of a default that differs between machines, by field.
+    """
     for model in models:
         purpose = "" if model.__doc__ == BaseModel.__doc__ else " ".join((model.__doc__ or "").split())
         yield from (f"## {model.__name__}", "", purpose, "")
@@ -54,6 +97,8 @@ def describe_sections(models: Sections, elsewhere: Sections = ()) -> Iterator[st
             value = field.get_default(call_default_factory=True)
             if field.is_required():
                 default = "required"
+            elif name in defaults:
+                default = defaults[name]
             elif isinstance(value, BaseModel) or value in (None, [], ""):
                 default = ""
             elif isinstance(value, dict):

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from llama3.model.flops import flops_per_token, parameter_count, trained_flops, vocab_rows
 from llama3.recipe.base import DOMAINS, Domain, read_yaml
-from llama3.recipe.load import RecipeError, digest, fault_lines, parse_recipe, resolved
+from llama3.recipe.load import RecipeError, digest, fault_lines, parse_recipe, read_recipe, resolved
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.recipe.sections import Model
@@ -205,7 +205,7 @@ def load_study(
     except ValidationError as error:
         raise RecipeError(fault_lines(error, Study, str(path))) from None
     base = path.parent / study.recipe
-    return ExpandedStudy(study, _read(base), str(base))
+    return ExpandedStudy(study, read_recipe(base), str(base))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -94,7 +94,12 @@ class Comparison(NamedTuple):
         results = [
             {"state": run.record.state, "verdict": run.record.verdict or None, **run.results} for run in self.runs
         ]
-        return {"runs": self.names, "recipe": dict(self.differences), "results": results}
+        return {
+            "runs": self.names,
+            "recipe": dict(self.differences),
+            "made_with": dict(self.made_with),
+            "results": results,
+        }
 
 
 def compare_runs(root: Root, names: list[str]) -> Comparison:
