@@ -162,10 +162,10 @@ def default_root() -> str:
 
 
 def shipped_stages() -> list[str]:
-    """Return the distinct stage names of the checkout's recipes, in the order of training."""
+    """Return the distinct stage names of the checkout's recipes, in the order of training; a base ships with them."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     recipes = [yaml.load(path.read_text(), Loader=loader) for path in sorted(RECIPES.glob("*.yaml"))]
-    return list(dict.fromkeys(str(stage["name"]) for recipe in recipes for stage in recipe["stages"]))
+    return list(dict.fromkeys(str(stage["name"]) for recipe in recipes for stage in recipe.get("stages", [])))
 
 
 def _draw_steps(schema: Schema) -> None:

@@ -16,7 +16,7 @@ from llama3.recipe.base import read_yaml
 from llama3.recipe.units import Bytes
 from llama3.train.profiler import Profile
 from storage.processes import processors
-from storage.secrets import refuse_secrets
+from storage.secrets import names_secret, refuse_secrets
 
 
 def _one_line(text: str) -> str:
@@ -101,8 +101,48 @@ class Kubernetes(Nodes):
     """Memory of a node's pod, in Kubernetes' spelling; the pod's /dev/shm counts."""
     gpu: str = "nvidia.com/gpu"
     """Name of the resource that is requested as a GPU."""
+    shm: str = ""
+    """Most memory of the pod's /dev/shm, which NCCL and data loaders use; empty: that of the pod."""
+    rdma: dict[str, int] = {}
+    """Devices for RDMA per pod, such as `rdma/hca_shared_devices_a: 1` or `vpc.amazonaws.com/efa: 32`; it also gets the
+    capability IPC_LOCK."""
+    node_selector: dict[str, str] = {}
+    """Labels of the nodes to use, such as `cloud.google.com/gke-accelerator: nvidia-h100-80gb`."""
+    tolerations: list[dict[str, str | int]] = []
+    """Taints that the pods tolerate, as in a pod: `{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}`."""
+    image_pull_secrets: list[str] = []
+    """Secrets for the registry of the image."""
+    secrets: list[str] = []
+    """Secrets whose keys become variables of every process: AWS_SECRET_ACCESS_KEY, HF_TOKEN."""
+    overlay: dict[str, Any] = {}
+    """Strategic merge patch over the manifest, for everything else: mappings are merged, null deletes a key, lists of
+    objects with names are merged by name, `$patch: delete` deletes an object, `$patch: replace` replaces one."""
     grace_s: int = Field(default=90, ge=20)
     """Seconds between SIGTERM and SIGKILL when a pod is deleted."""
+
+    @field_validator("overlay")
+    @classmethod
+    def _own_fields(cls, overlay: dict[str, Any]) -> dict[str, Any]:
+        own = {("apiVersion",), ("kind",), ("metadata", "name"), ("metadata", "namespace")}
+        for path in own:
+            value: Any = overlay
+            for key in path:
+                value = value.get(key) if isinstance(value, dict) else None
+            if value is not None:
+                raise ValueError(f"{'.'.join(path)} is set by herd, which finds its jobs by it; leave it out")
+        refuse_values_of_secrets(overlay)
+        return overlay
+
+
+def refuse_values_of_secrets(patch: Any) -> None:
+    """Raise ValueError for a variable of a container that is named like a secret and has a plain value."""
+    for value in patch.values() if isinstance(patch, dict) else patch if isinstance(patch, list) else ():
+        refuse_values_of_secrets(value)
+    if isinstance(patch, dict) and "value" in patch and names_secret(str(patch.get("name", ""))):
+        raise ValueError(
+            f"{patch['name']} is a secret, and would be written into manifests and records; put it into a Secret of "
+            "the cluster and name that in kubernetes.secrets"
+        )
 
 
 class StageCluster(BaseModel):

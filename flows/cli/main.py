@@ -91,7 +91,9 @@ RecipeArgument = Annotated[Path, typer.Argument(help="YAML file of a recipe, suc
 RunArgument = Annotated[str, typer.Argument(help="A run, such as quickstart-7.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a recipe field: stages.main.until=3M")]
 ProcessesOption = Annotated[int, typer.Option(help="Trainer processes; 0: the number in the cluster file, or 1.")]
-ClusterOption = Annotated[Path | None, typer.Option("--cluster", help="YAML file: processes, layout, launcher, hosts.")]
+ClusterOption = Annotated[
+    Path | None, typer.Option("--cluster", help="YAML file, or a preset: dgx-h100, this-machine.")
+]
 UntilOption = Annotated[str, typer.Option(help="Last step to do: curate, tokenize, pretrain, a stage, ...")]
 RestartOption = Annotated[
     bool,
@@ -366,11 +368,20 @@ def _run(cluster_file: Path | None, processes: int, threads: int, json_: bool, *
 
     with mistakes():
         changes = {name: value for name, value in {"processes": processes, "threads": threads}.items() if value}
-        cluster = load_cluster(cluster_file, **changes) if cluster_file else Cluster(**changes)
-        config = PipelineParameters(cluster=cluster, **fields)
+        config = PipelineParameters(**fields)
         root, runs = config.root_at, Runs(config.root_at)
         # find wrong input within a second, before Prefect starts
         recipe = runs.recipe(config.rerun_of) if config.rerun_of else load_recipe(Path(config.recipe), config.overrides)
+        cluster = None
+        if cluster_file and not cluster_file.is_file():
+            from tasks.plan.presets import cluster_of
+
+            cluster = cluster_of(str(cluster_file), recipe, root)
+        if cluster is not None:
+            cluster = Cluster.model_validate({**cluster.model_dump(), **changes})
+        else:
+            cluster = load_cluster(cluster_file, **changes) if cluster_file else Cluster(**changes)
+        config = config.model_copy(update={"cluster": cluster})
         check_place(recipe, cluster, root)
         console = TerminalConsole(shown := problems if json_ else out)
         shown.print("[dim]starting Prefect[/]")

@@ -32,7 +32,10 @@ def plan_recipe(
     set_: SetOption = None,
     cluster: Annotated[
         str,
-        typer.Option("--cluster", help="A preset such as roce-24k, its YAML file, or the file of `herd run`."),
+        typer.Option(
+            "--cluster",
+            help="A preset such as dgx-h100, roce-24k or this-machine, its YAML file, or the file of `herd run`.",
+        ),
     ] = "",
     gpus: GpusOption = None,
     top: Annotated[int, typer.Option(min=1, help="Number of layouts to list.")] = 10,
@@ -68,7 +71,9 @@ def plan_recipe(
         fabric, here = None, None
         if cluster:
             from tasks.plan.options import open_cluster
+            from tasks.plan.presets import fabric_of
 
+            cluster = fabric_of(cluster)
             fabric, here = open_cluster(cluster, sparse)
         if fabric is None:
             options = {"--gpus": gpus, "--html": html, "--write": write}

@@ -38,6 +38,11 @@ ENDED = {"Completed": 0, "Succeeded": 0, "Failed": 1}
 PORT = 29500
 LONGEST_NAME = 36
 """Pods append their own endings, and a host name has at most 63 characters."""
+MERGE_KEYS = {
+    **dict.fromkeys(("containers", "initContainers", "env", "volumes", "imagePullSecrets", "replicatedJobs"), "name"),
+    **{"volumeMounts": "mountPath", "ports": "containerPort", "hostAliases": "ip", "volumeDevices": "devicePath"},
+}
+"""List -> the field by which Kubernetes merges its objects."""
 Manifest = dict[str, Any]
 
 
@@ -209,7 +214,8 @@ def manifest(
         if nodes > 1:
             replicas["Worker"] = {"replicas": nodes - 1, "restartPolicy": "Never", "template": pod}
         spec = {"runPolicy": {"backoffLimit": 0, "cleanPodPolicy": "All"}, "pytorchReplicaSpecs": replicas}
-    return {"apiVersion": API[settings.kind], "kind": settings.kind, "metadata": metadata, "spec": spec}
+    rendered = {"apiVersion": API[settings.kind], "kind": settings.kind, "metadata": metadata, "spec": spec}
+    return strategic_merge(rendered, settings.overlay, "cluster.kubernetes.overlay")
 
 
 def _pod(
@@ -220,7 +226,8 @@ def _pod(
     resources: dict[str, str | int] = {"cpu": settings.cpus_per_process * per_node, "memory": settings.memory}
     if settings.gpus:
         resources[settings.gpu] = per_node
-    container = {
+    resources |= settings.rdma
+    container: Manifest = {
         "name": "trainer",
         "image": settings.image,
         "command": ["bash", "-c", agent],
@@ -231,20 +238,69 @@ def _pod(
         "resources": {"requests": resources, "limits": resources},
         "volumeMounts": [{"name": "root", "mountPath": settings.mount}, {"name": "shm", "mountPath": "/dev/shm"}],
     }
-    spec = {
+    if settings.secrets:
+        container["envFrom"] = [{"secretRef": {"name": secret}} for secret in settings.secrets]
+    if settings.rdma:  # a card registers memory, which must not be swapped out
+        container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
+    shm = {"medium": "Memory", **({"sizeLimit": settings.shm} if settings.shm else {})}
+    spec: Manifest = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": settings.grace_s,
         "containers": [container],
         "volumes": [
             {"name": "root", "persistentVolumeClaim": {"claimName": settings.claim}},
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},  # NCCL's shared memory; 64 MB by default are too few
+            {"name": "shm", "emptyDir": shm},  # NCCL's shared memory; 64 MB by default are too few
         ],
     }
+    if settings.node_selector:
+        spec["nodeSelector"] = settings.node_selector
+    if settings.tolerations:
+        spec["tolerations"] = settings.tolerations
+    if settings.image_pull_secrets:
+        spec["imagePullSecrets"] = [{"name": secret} for secret in settings.image_pull_secrets]
     if excluded:  # by name, for which the label kubernetes.io/hostname may have another word; one value each
         fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in excluded]
         terms = {"nodeSelectorTerms": [{"matchFields": fields}]}
         spec["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
     return {"metadata": {"labels": {"herd/job": name}}, "spec": spec}
+
+
+def strategic_merge(resource: Manifest, patch: Manifest, place: str) -> Manifest:
+    """Return `resource` with a strategic merge patch; errors begin with `place`.
+
+    As in kubectl: mappings are merged, null deletes, lists of objects with a merge key are merged by it, other lists
+    are replaced; `$patch: replace` in a mapping replaces it, `$patch: delete` in an object of a list deletes it. Raises
+    ValueError.
+    """
+    merged = {} if patch.get("$patch") == "replace" else dict(resource)
+    for field, value in patch.items():
+        before, at = merged.get(field), f"{place}.{field}"
+        if field == "$patch":
+            if value != "replace":
+                raise ValueError(f"{place}: $patch: {value!r} is unknown here; write replace, or null to delete a key")
+        elif value is None:
+            merged.pop(field, None)
+        elif isinstance(value, dict):
+            merged[field] = strategic_merge(before if isinstance(before, dict) else {}, value, at)
+        elif isinstance(value, list) and (key := MERGE_KEYS.get(field)):
+            merged[field] = _merge_list(before or [], value, key, at)
+        else:
+            merged[field] = value
+    return merged
+
+
+def _merge_list(objects: list[Manifest], patches: list[Manifest], key: str, place: str) -> list[Manifest]:
+    """Return `objects` with those of `patches` that have the same `key` merged into them and the others appended."""
+    merged = list(objects)
+    for patch in patches:
+        if not isinstance(patch, dict) or key not in patch:
+            raise ValueError(f"{place}: {patch!r} has no {key}, by which the objects of this list are merged")
+        index = next((at for at, each in enumerate(merged) if each.get(key) == patch[key]), len(merged))
+        if patch.get("$patch") == "delete":
+            del merged[index : index + 1]
+        else:
+            merged[index : index + 1] = [strategic_merge(merged[index] if index < len(merged) else {}, patch, place)]
+    return merged
 
 
 def job_name(name: str) -> str:

@@ -258,6 +258,14 @@ def visible_gpus() -> int:
     return count if chosen is None else min(count, len([name for name in chosen.split(",") if name.strip()]))
 
 
+def gpu_name() -> str:
+    """Return the name of the first GPU here as its driver has it; "" if there is none."""
+    if not visible_gpus():
+        return ""
+    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return next(iter(subprocess.run(asked, capture_output=True, text=True).stdout.splitlines()), "").strip()
+
+
 def slow_precision(recipe: Recipe, cluster: Cluster) -> list[str]:
     """Return a warning if `recipe` trains in bf16 on this machine's processor and it has no instructions for bf16."""
     if recipe.precision != "bf16" or cluster.launcher != "local" or cluster.device == "cuda":

@@ -13,13 +13,20 @@ import yaml
 from llama3.train.job import read_outcomes
 from llama3.train.journal import read_journal
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, read_until, wait_for
+from tests.flows.test_tutorials import blocks
 from tests.tasks.slurm_daemons import slurm_for_children
 
-CLUSTER = {
-    "processes": 2,
-    "launcher": "slurm",
-    "slurm": {"partition": "train", "processes_per_node": 1, "gpus": False, "cpus_per_process": 1, "poll_s": 0.3},
+(PRINTED,) = (yaml.safe_load(text) for text in blocks(Path("docs/tutorials/slurm.md")))
+HERE = {
+    "partition": "train",
+    "account": "",
+    "processes_per_node": 1,
+    "gpus": False,
+    "cpus_per_process": 1,
+    "poll_s": 0.3,
 }
+CLUSTER = {**PRINTED, "processes": 2, "slurm": {**PRINTED["slurm"], **HERE}}
+"""The file of the tutorial as printed, but for the size of the machine: two nodes of one process, which tp splits."""
 LONG = ["--set", "stages.main.until=1600Ki"]
 """800 steps: more than the test needs, and no text is read more often than the recipe allows."""
 

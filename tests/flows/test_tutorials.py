@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from flows.cli.main import app
 from flows.recipe_form import PipelineParameters
@@ -229,5 +230,9 @@ def test_a_manifest_is_shown_without_a_cluster(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
     ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    assert yaml.safe_load(ended.stdout)["kind"] == "JobSet"
+    shown = yaml.safe_load(ended.stdout)
+    model = JobsetV1alpha2JobSet.from_dict(shown)
+    assert model is not None
+    assert model.to_dict() == shown, "with its overlay it is still what the schema allows"
+    assert "priorityClassName: training" in ended.stdout
     assert ended.stdout.count("nvidia.com/gpu") >= 1

@@ -37,7 +37,7 @@ def test_unknown_hardware_is_not_guessed() -> None:
         ValueError, match=r"'b300' is unknown hardware, and nothing is guessed .* presets are h100, h200"
     ):
         load_accelerator("b300")
-    with pytest.raises(ValueError, match="preset: 'b300' is unknown; there are ai-zone"):
+    with pytest.raises(ValueError, match="preset: 'b300' is unknown; there are a100-8, ai-zone"):
         preset_text("b300")
 
 

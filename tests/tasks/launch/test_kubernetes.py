@@ -164,6 +164,90 @@ def test_what_every_pod_needs(kind: str, gpus: bool) -> None:
         assert {volume["name"] for volume in spec["volumes"]} == set(mounts)
 
 
+FULL = {
+    "shm": "32Gi",
+    "rdma": {"rdma/hca_shared_devices_a": 1},
+    "node_selector": {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"},
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule", "tolerationSeconds": 60}],
+    "image_pull_secrets": ["registry"],
+    "secrets": ["herd-s3", "herd-hub"],
+}
+"""What a pool of GPU nodes needs besides."""
+
+
+@pytest.mark.parametrize("kind", ["JobSet", "PyTorchJob"])
+def test_every_setting_is_where_the_schema_has_it(kind: str) -> None:
+    for _, pod in pods(rendered(kind, **FULL)):
+        model = IoK8sApiCoreV1PodTemplateSpec.from_dict(pod)
+        assert model is not None
+        assert model.to_dict() == pod
+        spec, (container,) = pod["spec"], pod["spec"]["containers"]
+        assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "32Gi"}} in spec["volumes"]
+        assert container["resources"]["limits"]["rdma/hca_shared_devices_a"] == 1
+        assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+        assert container["envFrom"] == [{"secretRef": {"name": "herd-s3"}}, {"secretRef": {"name": "herd-hub"}}]
+        assert spec["nodeSelector"] == FULL["node_selector"]
+        assert spec["tolerations"] == FULL["tolerations"]
+        assert spec["imagePullSecrets"] == [{"name": "registry"}]
+
+
+def overlay(**pod: Any) -> dict[str, Any]:
+    """Return a patch of the pods of a JobSet."""
+    return {"spec": {"replicatedJobs": [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]}}
+
+
+def test_an_overlay_is_merged_as_kubectl_merges_one() -> None:
+    trainer = {
+        "name": "trainer",
+        "env": [{"name": "NCCL_DEBUG", "value": "INFO"}, {"name": "NCCL_ALGO", "value": "Ring"}],
+        "volumeMounts": [{"mountPath": "/scratch", "name": "scratch"}, {"mountPath": "/dev/shm", "$patch": "delete"}],
+        "resources": {"limits": {"cpu": None, "memory": "1Ti"}},
+        "command": ["sh", "-c", "true"],
+    }
+    patch = overlay(
+        containers=[trainer, {"name": "sidecar", "image": "x"}],
+        volumes=[{"name": "scratch", "hostPath": {"path": "/nvme"}}, {"name": "shm", "$patch": "delete"}],
+        priorityClassName="training",
+    )
+    patch["metadata"] = {"annotations": {"team": "llm"}}
+    before, read = rendered("JobSet"), rendered("JobSet", overlay=patch)
+    model = JobsetV1alpha2JobSet.from_dict(read)
+    assert model is not None
+    assert model.to_dict() == read
+    assert read["metadata"]["annotations"] == {**before["metadata"]["annotations"], "team": "llm"}
+    ((_, was),), ((_, pod),) = pods(before), pods(read)
+    container, sidecar = pod["spec"]["containers"]
+    known = {entry["name"]: entry["value"] for entry in was["spec"]["containers"][0]["env"]}
+    assert {entry["name"]: entry["value"] for entry in container["env"]} == {
+        **known, "NCCL_DEBUG": "INFO", "NCCL_ALGO": "Ring"
+    }  # fmt: skip
+    assert [mount["mountPath"] for mount in container["volumeMounts"]] == ["/herd", "/scratch"]
+    limits = was["spec"]["containers"][0]["resources"]["limits"]
+    assert container["resources"]["limits"] == {**{k: v for k, v in limits.items() if k != "cpu"}, "memory": "1Ti"}
+    assert container["command"] == ["sh", "-c", "true"], "a list without a merge key is replaced"
+    assert sidecar == {"name": "sidecar", "image": "x"}
+    assert [volume["name"] for volume in pod["spec"]["volumes"]] == ["root", "scratch"]
+    assert pod["spec"]["priorityClassName"] == "training"
+    replaced = rendered("JobSet", overlay={"spec": {"network": {"$patch": "replace", "subdomain": "x"}}})
+    assert replaced["spec"]["network"] == {"subdomain": "x"}
+
+
+@pytest.mark.parametrize(
+    ("patch", "message"),
+    [
+        ({"metadata": {"name": "x"}}, r"overlay\n.*metadata\.name is set by herd"),
+        ({"kind": "Job"}, r"kind is set by herd"),
+        (overlay(containers=[{"name": "trainer", "env": [{"name": "HF_TOKEN", "value": "x"}]}]),
+         r"HF_TOKEN is a secret.*kubernetes\.secrets"),
+        (overlay(containers=[{"image": "x"}]), r"overlay\.spec\.replicatedJobs.*has no name, by which"),
+        ({"spec": {"$patch": "delete"}}, r"overlay\.spec: \$patch: 'delete' is unknown here"),
+    ],
+)  # fmt: skip
+def test_a_patch_that_would_break_something_is_refused(patch: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        rendered("JobSet", overlay=patch)
+
+
 def test_names_are_what_kubernetes_allows() -> None:
     for name in ("main-1A2b", "ramp_1", "a" * 90, "long stage/name-"):
         made = job_name(name)

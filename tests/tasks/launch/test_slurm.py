@@ -18,6 +18,7 @@ from llama3.parallel.layout import Layout
 from llama3.recipe.schedule import Schedule
 from llama3.train.health import HealthTail
 from llama3.train.job import AttemptResult, read_outcomes
+from llama3.train.journal import read_attempts
 from storage.artifact import Store
 from storage.root import Root
 from tasks.cluster import Cluster, EvaluationCluster, load_cluster
@@ -33,6 +34,7 @@ from tasks.stages.train import StageAttempts
 from tasks.step import Context
 from tests.agents import shared_agents
 from tests.dist import run
+from tests.flows.test_tutorials import blocks
 from tests.llama3.evaluate.suite_samples import make
 from tests.llama3.train.health_samples import library, write_state
 from tests.llama3.train.train_samples import job, losses, recipe, records, stages, train, weights, work
@@ -134,6 +136,28 @@ def test_a_model_split_over_two_nodes_is_evaluated_as_on_one_process(
     assert {outcome.status for outcome in read_outcomes(logs)} == {0}
     scores = [key for key, value in one.items() if isinstance(value, float)]
     assert [two[key] for key in scores] == pytest.approx([one[key] for key in scores], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_file_of_the_tutorial_trains(running: None, undisturbed: Path, tmp_path: Path) -> None:
+    """As printed, but for partition, account, GPUs and size: two nodes of one process, between which tp 2 splits."""
+    (printed,) = (yaml.safe_load(text) for text in blocks(Path("docs/tutorials/slurm.md")))
+    settings = {**printed["slurm"], **SETTINGS, "account": ""}
+    cluster = Cluster.model_validate({**printed, "processes": 2, "slurm": settings})
+    path = job(tmp_path, recipe(stages=stages(12)), layout=cluster.layout)
+    logs = tmp_path / "logs" / "attempt-1"
+    launch = SlurmLauncher(cluster, "tutorial").start(path, 2, logs)
+    wait_for(lambda: launch.poll() is not None)
+    ended = launch.poll()
+    assert ended is not None
+    assert ended.status == 0, (logs / "slurm.log").read_text()
+    assert losses(path) == pytest.approx(losses(undisturbed)[:12], rel=1e-9)
+    script = (logs / "job.sbatch").read_text()
+    assert "#SBATCH --exclusive" in script
+    assert "export NCCL_SOCKET_IFNAME=ib0" in script
+    (attempt,) = read_attempts(work(path))
+    assert (attempt["environment"]["layout"], attempt["environment"]["devices"]) == ("tp 2 dp 1", "2")
+    assert attempt["ended"] > attempt["time"]
 
 
 @pytest.mark.slow
