@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from llama3.parallel.layout import Layout
+from llama3.parallel.layout import Backend, Layout
 from llama3.recipe.base import read_yaml
 from llama3.recipe.units import Bytes
 from llama3.train.profiler import Profile
@@ -69,6 +69,9 @@ class Slurm(Nodes):
     """Partition; empty: the default one."""
     account: Line = ""
     """Account to charge; empty: the default one."""
+    host_file: Line = ""
+    """File of hosts in the order of ranks, one a line (`herd plan --hosts`), which a job's hosts follow; those that it
+    does not name come last. Empty: Slurm's order."""
     time: Line = "1-00:00:00"
     """Time limit of one job. At its end the trainer saves, and the next job continues from there."""
     grace_s: int = Field(default=90, ge=20)
@@ -97,6 +100,9 @@ class Kubernetes(Nodes):
     """Where the volume is mounted; the root and the recipe must be below it."""
     queue: str = ""
     """Kueue queue; empty: none."""
+    topology: Line = ""
+    """Level of Kueue's topology, a label of nodes such as cloud.provider.com/topology-rack: pods get nodes close to
+    each other, in the order of ranks; empty: any nodes."""
     memory: str = "64Gi"
     """Memory of a node's pod, in Kubernetes' spelling; the pod's /dev/shm counts."""
     gpu: str = "nvidia.com/gpu"
@@ -195,6 +201,8 @@ class Cluster(BaseModel):
     """Sequences per forward pass and process; a smaller number needs less memory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA if there is a GPU, else the CPU; an error if `slurm.gpus` or `kubernetes.gpus` requested GPUs."""
+    backend: Backend = "auto"
+    """Library of collectives: auto is NCCL on GPUs and gloo on processors; ncclx is Meta's, through torchcomms."""
     layout: Layout = Layout()
     """How the model is distributed over the processes."""
     stages: dict[str, StageCluster] = {}
@@ -253,6 +261,8 @@ class Cluster(BaseModel):
     @model_validator(mode="after")
     def _whole(self) -> Cluster:
         self.layout.dp(self.processes)  # raises ValueError if the layout does not divide them
+        if self.device == "cpu" and self.backend in ("nccl", "ncclx"):
+            raise ValueError(f"backend: {self.backend} needs GPUs, and device is cpu; write gloo, or leave it out")
         for name, place in self.stages.items():
             try:
                 (place.layout or self.layout).dp(place.processes or self.processes)

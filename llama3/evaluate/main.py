@@ -16,7 +16,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from llama3.parallel.layout import Layout
+from llama3.parallel.layout import Backend, Layout
 from llama3.recipe.load import load_recipe
 from storage.filesystem import write_atomic
 
@@ -59,6 +59,8 @@ class EvaluateJob(BaseModel):
     threads: int = Field(default=1, ge=1)
     """Processor threads of each process; another number may round differently."""
     device: Literal["cpu", "cuda", "auto"] = "auto"
+    backend: Backend = "auto"
+    """Library of collectives; auto: NCCL on GPUs, gloo on processors."""
     timeout_s: int = Field(default=1800, ge=1)
     """How long a process waits for the others, which may have longer texts to read."""
 
@@ -85,7 +87,7 @@ def run_job(job: EvaluateJob) -> None:
 
     torch.set_num_threads(job.threads)
     use_reproducible_matmul()
-    with init_distributed(job.device, job.timeout_s, job.layout) as world:
+    with init_distributed(job.device, job.timeout_s, job.layout, backend=job.backend) as world:
         done = job.work / "done"
         done.mkdir(parents=True, exist_ok=True)
         ranks, device, recipe = EvalRanks(world, done), str(world.device), load_recipe(job.recipe)

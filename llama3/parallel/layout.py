@@ -19,6 +19,8 @@ AXES = ("dp", "pp", "cp", "tp")
 """Mesh axes, outermost first."""
 ROWS = 128_256
 """Embedding rows of Llama 3: 128,000 and 256 special tokens."""
+Backend = Literal["auto", "nccl", "gloo", "ncclx"]
+"""Library of collectives (`llama3.parallel.mesh.resolve_backend`)."""
 
 
 class Layout(BaseModel):

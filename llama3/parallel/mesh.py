@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from llama3.parallel.layout import Layout
+from llama3.parallel.layout import Backend, Layout
 
 T = TypeVar("T")
 
@@ -95,13 +95,13 @@ class ParallelContext:
 
 @contextmanager
 def init_distributed(
-    device: str, timeout_s: int, layout: Layout | None = None, meshed: bool = False
+    device: str, timeout_s: int, layout: Layout | None = None, meshed: bool = False, backend: Backend = "auto"
 ) -> Iterator[ParallelContext]:
     """Join the processes of the launcher (from its environment variables), or run as a single process.
 
     `device` is cpu, cuda or auto. `meshed` makes a mesh even for one process, so that it takes the same path as many.
     A process that waits longer than `timeout_s` for another raises RuntimeError. Raises ValueError if `layout` does not
-    fit the number of processes.
+    fit the number of processes, or `backend` (see `resolve_backend`) is not here.
     """
     layout = layout or Layout()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -126,9 +126,9 @@ def init_distributed(
         return
     from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]
 
-    backend = "nccl" if local_device.type == "cuda" else "gloo"
+    backend = resolve_backend(backend, local_device)
     own: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
-    if backend == "nccl" and size > 1:  # connects at once, and later groups are split off: at 16K ranks minutes less
+    if backend != "gloo" and size > 1:  # connects at once, and later groups are split off: at 16K ranks minutes less
         own["device_id"] = local_device
     torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **own)
     try:
@@ -136,11 +136,35 @@ def init_distributed(
         for group in distributed_c10d._world.pg_map:  # a mesh creates its groups with torch's default, 30 min on gloo
             distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
         host_group = None
-        if backend == "nccl" and size > 1:
+        if backend != "gloo" and size > 1:
             host_group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         yield ParallelContext(rank, size, local_device, layout, *meshes, host_group)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def resolve_backend(backend: Backend, device: torch.device) -> str:
+    """Return the backend of torch.distributed for `backend`: auto, nccl, gloo or ncclx.
+
+    ncclx is Meta's NCCL, which torch reaches through torchcomms. Raises ValueError if it is not installed, or the
+    process has no GPU for it.
+    """
+    if backend == "auto":
+        return "nccl" if device.type == "cuda" else "gloo"
+    if backend != "gloo" and device.type != "cuda":
+        raise ValueError(
+            f"cluster.backend: {backend} needs GPUs, and this process computes on the CPU; write gloo or auto"
+        )
+    if backend == "ncclx":
+        from torch.distributed import config, distributed_c10d
+
+        if not distributed_c10d._TORCHCOMM_AVAILABLE:
+            raise ValueError(
+                f"cluster.backend: ncclx needs torchcomms with NCCLX, which {socket.gethostname()} does not have; "
+                "install it beside torch, or write nccl"
+            )
+        config.use_torchcomms = True
+    return backend
 
 
 def numa_cpus(address: str, sysfs: Path = Path("/sys")) -> set[int]:

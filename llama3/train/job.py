@@ -13,7 +13,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from llama3.parallel.layout import Layout
+from llama3.parallel.layout import Backend, Layout
 from llama3.recipe.load import to_yaml
 from llama3.recipe.schema import Recipe
 from llama3.train.profiler import Profile
@@ -115,6 +115,8 @@ class TrainJob(BaseModel):
     micro_batch: int = Field(default=8, ge=1)
     """Sequences per forward pass and process."""
     device: Literal["cpu", "cuda", "auto"] = "auto"
+    backend: Backend = "auto"
+    """Library of collectives; auto: NCCL on GPUs, gloo on processors."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of each process."""
     deterministic: bool = False

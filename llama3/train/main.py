@@ -55,7 +55,7 @@ def train(job: TrainJob) -> bool:
         use_reproducible_matmul()
         if job.deterministic:
             torch.use_deterministic_algorithms(True)  # imports torch's compiler, 0.7 s
-        with init_distributed(job.device, job.timeout_s, job.layout, meshed=job.deterministic) as world:
+        with init_distributed(job.device, job.timeout_s, job.layout, job.deterministic, job.backend) as world:
             if job.preflight and (bad := measure_nodes(world, job.work)):
                 if why := bad.get(host_name()):
                     raise RuntimeError(f"hardware error: {why}")

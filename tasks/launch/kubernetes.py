@@ -188,16 +188,19 @@ def manifest(
     logs_at = {"herd/logs": str(logs)}
     metadata = {"name": name, "namespace": settings.namespace, "labels": labels, "annotations": logs_at}
     agent, files = agent_command(processes, per_node), agent_variables(settings.python or "python", job, logs)
+    topology = {"kueue.x-k8s.io/podset-preferred-topology": settings.topology} if settings.topology else {}
     if settings.kind == "JobSet":
         # JobSet names a pod <set>-<job>-<number of job>-<number of pod> and gives it a host name in the set's domain
         agent += f' --node "$JOB_COMPLETION_INDEX" --address {name}-node-0-0.{name} --port {PORT}'
-        pods = {
+        pods: Manifest = {
             "parallelism": nodes,
             "completions": nodes,
             "completionMode": "Indexed",
             "backoffLimit": 0,
             "template": _pod(cluster, name, per_node, agent, files, excluded),
         }
+        if topology:
+            pods["template"]["metadata"]["annotations"] = topology
         spec = {
             "failurePolicy": {"maxRestarts": 0},
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
@@ -210,6 +213,8 @@ def manifest(
         pod["spec"]["containers"][0]["name"] = "pytorch"  # the operator finds its container by this name
         pod["spec"]["containers"][0]["ports"] = [{"name": "pytorchjob-port", "containerPort": PORT, "protocol": "TCP"}]
         pod["spec"].pop("restartPolicy")
+        if topology:
+            pod["metadata"]["annotations"] = topology
         replicas = {"Master": {"replicas": 1, "restartPolicy": "Never", "template": pod}}
         if nodes > 1:
             replicas["Worker"] = {"replicas": nodes - 1, "restartPolicy": "Never", "template": pod}

@@ -48,7 +48,7 @@ SCRIPT = """\
 set -u
 {setup}
 # The ranks meet at the first node; NodeAddr is the address by which Slurm itself reaches it.
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+{head}
 address=$(scontrol show node --oneliner "$head" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
 port=$((10000 + SLURM_JOB_ID % 20000))
 export HERD_ADDRESS="$address" HERD_PORT="$port"
@@ -56,7 +56,7 @@ export HERD_ADDRESS="$address" HERD_PORT="$port"
 # One task per node. SIGTERM (time limit, preemption, scancel) goes to the agents: the ranks save and exit, status 143.
 # When one agent fails, the others are ended too.
 exec srun {srun} bash -c \\
-  '{agent} --node "$SLURM_NODEID" --address "$HERD_ADDRESS" --port "$HERD_PORT"'
+  '{agent} --node {node} --address "$HERD_ADDRESS" --port "$HERD_PORT"'
 """
 
 
@@ -70,6 +70,11 @@ class SlurmLauncher:
             raise ValueError(
                 f"cluster.launcher: slurm needs {', '.join(missing)} on the PATH; start herd on a login node, or "
                 "write local"
+            )
+        if cluster.slurm.host_file and not Path(cluster.slurm.host_file).is_file():
+            raise ValueError(
+                f"cluster.slurm.host_file: {cluster.slurm.host_file} does not exist; write it (herd plan --hosts), or "
+                "leave the field out"
             )
         self.cluster, self.name, self.excluded = cluster, f"herd-{name}", excluded
 
@@ -241,7 +246,19 @@ def slurm_script(
     exports = [f"export {key}={shlex.quote(value)}" for key, value in variables.items()]
     # srun does not inherit --cpus-per-task from sbatch (since Slurm 22.05)
     steps = ["--kill-on-bad-exit=1", f"--cpus-per-task={settings.cpus_per_process * per_node}", *settings.srun]
+    # quoted for the shell of the script, and inside the single quotes of the agent's command
+    hosts, file = 'scontrol show hostnames "$SLURM_JOB_NODELIST"', shlex.quote(settings.host_file)
+    head, node = f"head=$({hosts} | head -n 1)", '"$SLURM_NODEID"'
+    if settings.host_file:
+        head = (
+            f"# Nodes are numbered in the order of the host file, those that it does not name last.\nhosts=$({hosts})\n"
+            f'export HERD_HOSTS=$(grep -xF "$hosts" {file}; grep -vxFf {file} <<< "$hosts")\n'
+            'head=$(head -n 1 <<< "$HERD_HOSTS")'
+        )
+        node = '$(($(grep -nxF "$SLURMD_NODENAME" <<< "$HERD_HOSTS" | cut -d: -f1) - 1))'
     return SCRIPT.format(
+        head=head,
+        node=node,
         directives="\n".join(f"#SBATCH {shlex.quote(line)}" for line in directives),
         setup="\n".join([*settings.setup, *exports]),
         srun=shlex.join(steps),

@@ -422,6 +422,7 @@ def _job(context: Context, tokens: Artifact) -> Path:
         work=work,
         micro_batch=cluster.micro_batch,
         device=cluster.trainer_device,
+        backend=cluster.backend,
         threads=cluster.process_threads,
         timeout_s=cluster.timeout_s,
         layout=cluster.layout,

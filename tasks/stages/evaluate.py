@@ -82,6 +82,7 @@ def run_evaluation(
         layout=layout,
         threads=cluster.nodes.cpus_per_process if cluster.nodes else max(1, cluster.threads // processes),
         device=cluster.trainer_device,
+        backend=cluster.backend,
         timeout_s=max(cluster.timeout_s, 1800),  # the others may have longer texts to read
     )
     path = work / "job.json"

@@ -171,6 +171,7 @@ def _job(
         work=work,
         micro_batch=cluster.micro_batch,
         device=cluster.trainer_device,
+        backend=cluster.backend,
         threads=cluster.process_threads,
         timeout_s=cluster.timeout_s,
         layout=cluster.layout,

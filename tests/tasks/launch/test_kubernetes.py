@@ -178,7 +178,7 @@ FULL = {
 @pytest.mark.parametrize("kind", ["JobSet", "PyTorchJob"])
 def test_every_setting_is_where_the_schema_has_it(kind: str) -> None:
     for _, pod in pods(rendered(kind, **FULL)):
-        model = IoK8sApiCoreV1PodTemplateSpec.from_dict(pod)
+        model = schema("io_k8s_api_core_v1_pod_template_spec", "IoK8sApiCoreV1PodTemplateSpec").from_dict(pod)
         assert model is not None
         assert model.to_dict() == pod
         spec, (container,) = pod["spec"], pod["spec"]["containers"]
@@ -211,7 +211,7 @@ def test_an_overlay_is_merged_as_kubectl_merges_one() -> None:
     )
     patch["metadata"] = {"annotations": {"team": "llm"}}
     before, read = rendered("JobSet"), rendered("JobSet", overlay=patch)
-    model = JobsetV1alpha2JobSet.from_dict(read)
+    model = schema("jobset_v1alpha2_job_set", "JobsetV1alpha2JobSet").from_dict(read)
     assert model is not None
     assert model.to_dict() == read
     assert read["metadata"]["annotations"] == {**before["metadata"]["annotations"], "team": "llm"}
@@ -246,6 +246,15 @@ def test_an_overlay_is_merged_as_kubectl_merges_one() -> None:
 def test_a_patch_that_would_break_something_is_refused(patch: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"(?s){message}"):
         rendered("JobSet", overlay=patch)
+
+
+@pytest.mark.parametrize("kind", ["JobSet", "PyTorchJob"])
+def test_pods_are_placed_by_the_topology_of_the_nodes(kind: str) -> None:
+    """Kueue's annotation of pods, by which it also numbers them."""
+    assert [pod["metadata"].get("annotations") for _, pod in pods(rendered(kind))] in ([None], [None, None])
+    level = "cloud.provider.com/topology-rack"
+    for _, pod in pods(rendered(kind, topology=level)):
+        assert pod["metadata"]["annotations"] == {"kueue.x-k8s.io/podset-preferred-topology": level}
 
 
 def test_names_are_what_kubernetes_allows() -> None:

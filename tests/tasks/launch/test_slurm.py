@@ -94,6 +94,39 @@ def test_values_of_variables_are_only_values(tmp_path: Path) -> None:
     assert not (tmp_path / "PWNED").exists()
 
 
+def test_nodes_are_numbered_in_the_order_of_the_host_file(tmp_path: Path) -> None:
+    """The script in bash with three nodes' Slurm commands; the file names two of them, and one that is not there."""
+    hosts, tools = tmp_path / "my hosts", tmp_path / "tools"
+    hosts.write_text("n3\nn9\nn1\n")
+    tools.mkdir()
+    (tools / "scontrol").write_text('[ "$2" = hostnames ] && printf "n1\\nn2\\nn3\\n" || echo "NodeAddr=ip-$4 x=1"')
+    (tools / "srun").write_text(
+        'while [ "$1" != bash ]; do shift; done\nfor n in n1 n2 n3; do SLURMD_NODENAME=$n "$@"; done'
+    )
+    (tools / "agent").write_text('echo "$SLURMD_NODENAME $*"')
+    for tool in tools.iterdir():
+        tool.write_text("#!/bin/bash\n" + tool.read_text())
+        tool.chmod(0o755)
+    settings = {**SETTINGS, "host_file": str(hosts), "python": str(tools / "agent")}
+    cluster = Cluster.model_validate({"processes": 3, "launcher": "slurm", "slurm": settings})
+    script = slurm_script(cluster, "herd-main", tmp_path / "job.json", 3, tmp_path)
+    environment = {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash"], input=script, capture_output=True, text=True, env=environment)
+    assert done.stderr == ""
+    said = {line.split()[0]: line.split()[line.split().index("--node") :] for line in done.stdout.splitlines()}
+    assert {host: words[1] for host, words in said.items()} == {"n3": "0", "n1": "1", "n2": "2"}
+    assert {words[3] for words in said.values()} == {"ip-n3"}
+
+
+def test_a_missing_host_file_is_an_error_before_any_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda command: f"/usr/bin/{command}")
+    cluster = Cluster.model_validate({"launcher": "slurm", "slurm": {"host_file": str(tmp_path / "none")}})
+    with pytest.raises(
+        ValueError, match=r"cluster\.slurm\.host_file: .*none does not exist; write it \(herd plan --hosts"
+    ):
+        SlurmLauncher(cluster, "x")
+
+
 @pytest.fixture(scope="module")
 def running() -> Iterator[None]:
     """A Slurm of this module's own, in the environment of its commands."""
