@@ -34,7 +34,8 @@ def plan_recipe(
         str,
         typer.Option(
             "--cluster",
-            help="A preset such as dgx-h100, roce-24k or this-machine, its YAML file, or the file of `herd run`.",
+            help="DGX servers such as h100x8, a preset (dgx-h100, roce-24k, this-machine), its YAML file, or that of "
+            "`herd run`.",
         ),
     ] = "",
     gpus: GpusOption = None,
@@ -42,9 +43,18 @@ def plan_recipe(
     price: Annotated[float, typer.Option(help="Price of a GPU-hour.", min=0)] = 2.5,
     watts: Annotated[float, typer.Option(help="Power of a GPU; 0: the value of its preset.", min=0)] = 0.0,
     pue: Annotated[float, typer.Option(help="Power of the site divided by the power of its servers.", min=1)] = 1.1,
+    megawatts: Annotated[
+        float, typer.Option(help="Power of the site, which limits the GPUs; 0: no limit.", min=0)
+    ] = 0.0,
     sparse: Annotated[bool, typer.Option("--sparse", help="Use the GPU's peak with 2:4 sparsity.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page with plots to this file.")] = None,
     write: Annotated[Path | None, typer.Option(help="Write the layouts to a file for `herd run --cluster`.")] = None,
+    hosts: Annotated[
+        Path | None,
+        typer.Option(
+            help="Hosts, a server a line in the order of the wiring; --write puts them in the order of ranks."
+        ),
+    ] = None,
     root: RootOption = DEFAULT_ROOT,
     json_: JsonOption = False,
 ) -> None:
@@ -76,7 +86,7 @@ def plan_recipe(
             cluster = fabric_of(cluster)
             fabric, here = open_cluster(cluster, sparse)
         if fabric is None:
-            options = {"--gpus": gpus, "--html": html, "--write": write}
+            options = {"--gpus": gpus, "--html": html, "--write": write, "--hosts": hosts}
             if given := [name for name, value in options.items() if value]:
                 raise ValueError(
                     f"cluster: {', '.join(given)} need known devices and network; give a preset such as roce-24k "
@@ -96,13 +106,13 @@ def plan_recipe(
         from tasks.plan.cluster import plan_on_cluster, print_cluster_plan
 
         prices = {"gpu_hour": price, "pue": pue, **({"gpu_watts": watts} if watts else {})}
-        planned = plan_on_cluster(plan, cluster, gpus or [], prices, sparse, Root.parse(root))
+        planned = plan_on_cluster(plan, cluster, gpus or [], prices, sparse, Root.parse(root), megawatts, hosts)
         if json_:
             print_json({**plan_document(plan), **planned.as_json(top)})
         else:
             _print_plan(plan, warnings=False)
             print_cluster_plan(planned, out, top)
-            _print_warnings(plan)
+            _print_warnings(planned.plan)
         console = problems if json_ else out  # with --json standard output is JSON
         if html:
             from tasks.plan.page import write_page  # imports matplotlib
@@ -135,7 +145,7 @@ def _print_warnings(plan: RunPlan) -> None:
 def validate(
     only: Annotated[str, typer.Argument(help="One anchor, such as A7; empty: all.")] = "", json_: JsonOption = False
 ) -> None:
-    """Compare the planner with published figures (A1 to A23); exit status 1 if one is outside its target."""
+    """Compare the planner with published figures (A1 to A26); exit status 1 if one is outside its target."""
     from llama3.planner.validation.run import verify as verified
     from tasks.plan.tables import verdict_line, verify_table
 
@@ -204,6 +214,28 @@ def network(
                 out.print(f"[bold]{title}[/]")
                 out.print(table)
                 out.print()
+
+
+@planner.command()
+def hall(
+    name: Annotated[str, typer.Argument(help="A cluster: preset or YAML file.")],
+    megawatts: Annotated[float, typer.Option(help="Power of the site.", min=0)],
+    gpu_mb_s: Annotated[
+        float, typer.Option(help="MB/s of data that a GPU takes from reader hosts; 0: tokens are ready.", min=0)
+    ] = 0.0,
+    json_: JsonOption = False,
+) -> None:
+    """Show how many GPUs of a cluster a site's power feeds, in racks, with their reader hosts."""
+    from llama3.planner.topology import load_fabric
+    from tasks.plan.tables import hall_facts, hall_lines
+
+    with mistakes():
+        fabric = load_fabric(name)
+        if json_:
+            print(json.dumps(hall_facts(fabric, megawatts, gpu_mb_s), indent=1))
+        else:
+            for line in hall_lines(fabric, megawatts, gpu_mb_s):
+                out.print(line)
 
 
 @planner.command()

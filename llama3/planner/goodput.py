@@ -45,6 +45,38 @@ class CheckpointCosts:
 
 
 BYTECHECKPOINT = CheckpointCosts(0.59, 51.0, 129.0, "ByteCheckpoint, 405B on 8,960 GPUs (published)")
+PUBLISHED_BYTES, PUBLISHED_GPUS, PUBLISHED_BYTES_PER_S = 12 * 405.9e9, 8_960, 2e12
+"""Of that run: weights and both moments in fp32, GPUs, and the rate of its file system, which is assumed."""
+COPY_BYTES_PER_S = 10e9
+"""From a GPU to its host's memory, which blocks training. Assumed: a fifth of PCIe 5."""
+
+
+def scaled_costs(state_bytes: float, gpus: int, bytes_per_s: float) -> CheckpointCosts:
+    """Return the costs of a checkpoint of `state_bytes` on `gpus`, which store it at `bytes_per_s` together.
+
+    Bytes take their time; what is left of the published times grows with the processes, which plan, and wait for the
+    slowest, up to the published number. That split is assumed.
+    """
+
+    def scaled(published_s: float, published_rate: float, rate: float) -> float:
+        coordination = published_s - PUBLISHED_BYTES / published_rate
+        return state_bytes / rate + coordination * min(1.0, gpus / PUBLISHED_GPUS)
+
+    block = scaled(BYTECHECKPOINT.block_s, COPY_BYTES_PER_S * PUBLISHED_GPUS, COPY_BYTES_PER_S * gpus)
+    write = scaled(BYTECHECKPOINT.save_s - BYTECHECKPOINT.block_s, PUBLISHED_BYTES_PER_S, bytes_per_s)
+    load = scaled(BYTECHECKPOINT.load_s, PUBLISHED_BYTES_PER_S, bytes_per_s)
+    source = f"{BYTECHECKPOINT.source.removesuffix(' (published)')}, scaled by bytes and GPUs"
+    return CheckpointCosts(block, block + write, load, source)
+
+
+def shared_network_loss(exposed: float, sent_share: float, save_s: float, interval_s: float) -> float:
+    """Return the share of time that saves cost if they use the network of training.
+
+    During a save its bytes take `sent_share` of the cards' rate, at most half, as max-min fair flows do, so the exposed
+    messages, `exposed` of a step, take longer: exposed x u / (1 - u) x save / interval.
+    """
+    used = min(0.5, sent_share)
+    return exposed * used / (1 - used) * min(1.0, save_s / interval_s)
 
 
 @dataclass(frozen=True)

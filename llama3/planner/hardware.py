@@ -1,4 +1,4 @@
-"""Accelerators and servers as data: small YAML files with a source beside each figure.
+"""Accelerators, servers and data halls as data: small YAML files with a source beside each figure.
 
 A preset is meant to be copied and edited: `herd plan presets h100` prints it, and a file's path works in place of a
 preset's name. Figures that no maker publishes have the source "assumed"; `herd plan calibrate` measures a machine.
@@ -6,6 +6,7 @@ preset's name. Figures that no maker publishes have the source "assumed"; `herd 
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -85,11 +86,20 @@ class Server(SourcedFigures):
     """Rate of payload over the line rate."""
     overhead_watts: float = Field(ge=0)
     """Processors, fans, network cards and power supplies of a server, without its GPUs."""
+    frontend_gbit_s: float = Field(default=0.0, ge=0)
+    """Line rate of a server's cards for storage and data, on a network of their own; 0: both use the GPUs' cards."""
+    peak_watts: float = Field(default=0.0, ge=0)
+    """Nameplate of a server with its GPUs, for which circuits are built; 0: that of its GPUs and `overhead_watts`."""
 
     @property
     def nic_bytes_per_s(self) -> float:
         """Payload of one card, bytes per second."""
         return self.nic_gbit_s * self.nic_usable / 8 * 1e9
+
+    @property
+    def storage_bytes_per_s(self) -> float:
+        """Payload of the cards that reach storage, of a server, bytes per second."""
+        return self.frontend_gbit_s * self.nic_usable / 8 * 1e9 or self.gpus * self.nic_bytes_per_s
 
 
 def preset_names(field: str) -> list[str]:
@@ -164,3 +174,99 @@ def load_accelerator(named: str | dict[str, Any], near: Path | None = None, spar
 def load_server(named: str | dict[str, Any], near: Path | None = None) -> Server:
     """Return a preset, a file or a mapping as a server. Raises ValueError."""
     return validate_description(Server, read_description(named, "cluster.server", "link_gb_s", near), "cluster.server")
+
+
+# A data hall: how many GPUs a number of megawatts feeds
+
+
+class Hall(SourcedFigures):
+    """Racks, power and reader hosts of a cluster's site.
+
+    Site = racks x servers x nameplate x (1 + others) x PUE. Circuits are built for nameplates, so this is more than the
+    energy that `budget` counts. Data that are prepared while a model trains come from reader hosts, a tier of its own
+    (Zhao et al., ISCA 2022, arXiv 2108.09373); ready tokens need almost none.
+    """
+
+    rack_gpus: int = Field(ge=1)
+    """GPUs of a rack, if `rack_kw` allows them."""
+    rack_kw: float = Field(gt=0)
+    """Power that a rack may draw and its cooling removes."""
+    other_share: float = Field(ge=0)
+    """Power of switches, optics, storage and management over that of the GPU servers."""
+    pue: float = Field(ge=1)
+    """Power of the site over that of its equipment."""
+    racks: int = Field(default=0, ge=0)
+    """Racks that have a place; 0: power is the only limit."""
+    reader_mb_s: float = Field(gt=0)
+    """Data that a reader host hands to trainers, 10^6 bytes per second."""
+    reader_watts: float = Field(ge=0)
+    """Nameplate of a reader host."""
+    readers_inside: bool = True
+    """Whether reader hosts take their power from this site."""
+
+    def servers_per_rack(self, server: Server) -> int:
+        """Return the servers of a rack. Raises ValueError if not even one may be in it."""
+        count = min(self.rack_gpus // server.gpus, int(self.rack_kw * 1e3 // server.peak_watts))
+        if count < 1:
+            raise ValueError(
+                f"cluster.hall.rack_kw: {self.rack_kw:g} kW and {self.rack_gpus} GPUs hold no {server.name}, which has "
+                f"{server.gpus} GPUs and draws up to {server.peak_watts / 1e3:g} kW; write more"
+            )
+        return count
+
+
+@dataclass(frozen=True)
+class HallUse:
+    """What a number of GPUs takes in a hall."""
+
+    gpus: int
+    racks: int
+    rack_kw: float
+    """Nameplate of a full rack's servers."""
+    readers: int
+    """Reader hosts, inside or elsewhere."""
+    readers_inside: bool
+    megawatts: float
+    """Of the site, with cooling, and with the readers that are inside."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return every field."""
+        return asdict(self)
+
+
+def readers_per_trainer(trainer_mb_s: float, reader_mb_s: float) -> float:
+    """Return the reader hosts that feed a trainer which takes `trainer_mb_s`, 10^6 bytes per second."""
+    return trainer_mb_s / reader_mb_s
+
+
+def hall_use(hall: Hall, server: Server, gpus: int, gpu_mb_s: float = 0.0) -> HallUse:
+    """Return racks and power of `gpus`, each of which takes `gpu_mb_s` of data. Raises ValueError as `Hall` does."""
+    per_rack, servers = hall.servers_per_rack(server), -(-gpus // server.gpus)
+    readers = -int(-readers_per_trainer(gpus * gpu_mb_s, hall.reader_mb_s) // 1)
+    watts = servers * server.peak_watts * (1 + hall.other_share)
+    watts += readers * hall.reader_watts if hall.readers_inside else 0.0
+    rack_kw = per_rack * server.peak_watts / 1e3
+    return HallUse(gpus, -(-servers // per_rack), rack_kw, readers, hall.readers_inside, watts * hall.pue / 1e6)
+
+
+def gpus_within(hall: Hall, server: Server, megawatts: float, gpu_mb_s: float = 0.0) -> int:
+    """Return the GPUs, in whole racks, that a site of `megawatts` feeds and has places for.
+
+    Raises ValueError if that is not even one rack.
+    """
+    per_rack = hall.servers_per_rack(server)
+    watts = per_rack * server.peak_watts * (1 + hall.other_share)
+    if hall.readers_inside:
+        watts += readers_per_trainer(per_rack * server.gpus * gpu_mb_s, hall.reader_mb_s) * hall.reader_watts
+    count = int(megawatts * 1e6 / (watts * hall.pue))
+    if count < 1:
+        raise ValueError(
+            f"megawatts: {megawatts:g} do not feed one rack of {per_rack} {server.name}, which takes "
+            f"{watts * hall.pue / 1e6:.3g} with its share of switches and cooling; write more"
+        )
+    return min(count, hall.racks or count) * per_rack * server.gpus
+
+
+def load_hall(named: str | dict[str, Any], near: Path | None = None) -> Hall:
+    """Return a preset, a file or a mapping as a hall. Raises ValueError."""
+    return validate_description(Hall, read_description(named, "cluster.hall", "rack_kw", near), "cluster.hall")

@@ -1,7 +1,8 @@
 """Search of parallel layouts: which fit in memory, how fast each is, and why the others were rejected.
 
 Looks at every combination of TP, CP, PP, DP, virtual stages V, micro-batches in a row N and micro-batch size, with the
-cheapest ZeRO level and recomputation that fits. Memory comes from `llama3.parallel.memory`, time from `step_time`.
+cheapest ZeRO level, recomputation and compiled or eager blocks that fit. Memory comes from `llama3.parallel.memory`,
+time from `step_time`.
 Zero-bubble schedules, HSDP and tensor parallelism over more than one server are not searched; a user may ask for them.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from llama3.model.flops import flops_per_token
 from llama3.parallel.layout import Layout
@@ -21,6 +22,9 @@ from llama3.recipe.sections import Model
 
 RESERVE = 0.06
 """Share of a device's memory that stays free: CUDA context, buffers of collectives, fragmentation."""
+HEADROOM = 0.10
+"""The same for layouts that a plan proposes: the table of memory is up to 5 % off (docs/benchmarks), and less where
+torch decides what a compiled block keeps."""
 MICRO_BATCHES = (1, 2, 4, 8)
 LEAST_CHUNK = 4096
 """Fewest tokens per context-parallel rank: kernels are slower below (assumed)."""
@@ -49,11 +53,29 @@ class LayoutQuery:
     """Of one GPU."""
     server_gpus: int = 8
     precision: Literal["fp8", "bf16", "fp32", "fp64"] = "bf16"
+    reserve: float = RESERVE
+    """Share of `memory_bytes` that stays free."""
+    compiled: bool = False
+    """Whether compiled blocks are searched too."""
 
     @property
     def limit(self) -> float:
         """Bytes that a process may use."""
-        return self.memory_bytes * (1 - RESERVE)
+        return self.memory_bytes * (1 - self.reserve)
+
+    @property
+    def ladder(self) -> list[dict[str, Any]]:
+        """Fields of a layout in the order in which they are tried: `LADDER`, compiled blocks before eager ones.
+
+        An eager block keeps less, unless all of it is recomputed.
+        """
+        kinds = {"full": (True,)} if self.compiled else {}
+        both = (True, False) if self.compiled else (False,)
+        return [
+            {"zero": zero, "recompute": recompute, "compile": compiled}
+            for zero, recompute in LADDER
+            for compiled in kinds.get(recompute, both)
+        ]
 
 
 @dataclass(frozen=True)
@@ -192,19 +214,14 @@ def _powers(most: int) -> list[int]:
 
 
 def _first_that_fits(query: LayoutQuery, layout: Layout, load: Load) -> tuple[Layout, RankMemory] | Rejected:
-    """Return the layout with the cheapest ZeRO level and recomputation that fits, or why none does."""
-
-    def with_rung(number: int) -> Layout:
-        zero, recompute = LADDER[number]
-        return layout.model_copy(update={"zero": zero, "recompute": recompute})
-
-    for number in range(len(LADDER)):
-        tried = with_rung(number)
+    """Return the layout with the cheapest entry of the ladder that fits, or why none does."""
+    rungs = [layout.model_copy(update=fields) for fields in query.ladder]
+    for number, tried in enumerate(rungs):
         needs = _fullest(query, tried, load)
         if needs.total <= query.limit:
             return tried, needs
         # Most layouts that fail at all fail at the end of the ladder too; looking there first saves the others.
-        if number == 0 and (least := _fullest(query, with_rung(-1), load)).total > query.limit:
+        if number == 0 and (least := _fullest(query, rungs[-1], load)).total > query.limit:
             break
     return Rejected(layout, load.micro_batch, f"memory: {memory_error(least, query.limit)}", least.total)
 

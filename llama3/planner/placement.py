@@ -450,6 +450,26 @@ def minimum_cut(
     return PlacementChoice(best, traffic["recommended"], crossings, layer)
 
 
+def server_order(choice: PlacementChoice, layout: Layout, fabric: Fabric, sent: AxisBytes) -> tuple[Ints, float]:
+    """Return the servers of a job in the order of ranks, and the bytes of a step that then cross `choice.layer`.
+
+    A launcher numbers ranks server by server, so a recommended order that splits servers becomes one of whole servers:
+    by their first rank, or as wired, whichever crosses less.
+    """
+    gpus, world = fabric.server.gpus, choice.placement.world
+    servers, first = np.unique(choice.placement.gpus // gpus, return_index=True)
+
+    def crossing(order: Ints) -> float:
+        placed = (order[:, None] * gpus + np.arange(gpus)).reshape(-1)[:world]
+        traffic = axis_traffic(layout, fabric, Placement(placed), sent)
+        return bytes_above_server(traffic).get(choice.layer, 0.0)
+
+    orders = [servers, servers[np.argsort(first)]]
+    crossings = [crossing(order) for order in orders]
+    best = int(np.argmin(crossings))
+    return orders[best], crossings[best]
+
+
 def slot_groups(fabric: Fabric, slots: Ints) -> list[Ints]:
     """Return, for each oversubscribed tier, outermost first, [slots]: the group below it of each slot."""
     below = [layer.gpus for layer in fabric.layers()]

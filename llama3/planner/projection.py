@@ -15,6 +15,8 @@ from llama3.planner.budget import Budget
 from llama3.planner.collectives import Network
 from llama3.planner.device_curves import Curves
 from llama3.planner.layout_search import (
+    HEADROOM,
+    RESERVE,
     Candidate,
     LayoutQuery,
     SearchResult,
@@ -27,7 +29,6 @@ from llama3.planner.step_time import StepModel
 from llama3.planner.topology import Fabric
 from llama3.recipe.schedule import Schedule, Segment, StageSpan
 from llama3.recipe.schema import Recipe
-from llama3.recipe.sections import Model
 
 PIPELINE, CHUNK = 16, 8192
 """Pipeline ranks, and tokens per context-parallel rank, that limit the GPUs of a stage without a requested number."""
@@ -104,10 +105,17 @@ class Projection:
 
 
 def project(
-    recipe: Recipe, rows: int, fabric: Fabric, curves: Curves, places: Mapping[str, StagePlacement], gpus: int = 0
+    recipe: Recipe,
+    rows: int,
+    fabric: Fabric,
+    curves: Curves,
+    places: Mapping[str, StagePlacement],
+    gpus: int = 0,
+    most_gpus: int = 0,
 ) -> Projection:
-    """Return the projection of `recipe`; `places` by stage or part, others on `gpus` (0: as many as fit).
+    """Return the projection of `recipe`; `places` by stage or part, others on `gpus`.
 
+    `gpus` 0: as many as a layout can use, up to `most_gpus` (0: the whole cluster).
     Raises ValueError, one line per fault: too few GPUs in the cluster, a layout that does not fit, or no layout that
     fits, with the smallest number of GPUs that would do.
     """
@@ -117,38 +125,47 @@ def project(
     parts: list[ProjectedSegment] = []
     for span in Schedule(recipe).trained:
         place = places.get(span.name) or places.get(span.stage.name) or StagePlacement(gpus)
-        parts += _project_span(recipe.model, rows, fabric, curves, span, place, recipe.precision)
+        parts += _project_span(recipe, rows, fabric, curves, span, place, most_gpus or fabric.gpus)
     return Projection(recipe, rows, fabric, curves, tuple(parts))
 
 
-def max_gpus(fabric: Fabric, span: StageSpan) -> int:
-    """Return the largest power of two of the cluster's GPUs that is no more than the sequences of a step allow.
+def max_gpus(fabric: Fabric, span: StageSpan, most: int) -> int:
+    """Return the largest power of two up to `most` that is no more than the sequences of a step allow.
 
     One sequence may be split over a server by tensor parallelism, over 16 pipeline ranks, and by context parallelism
     into chunks of 8,192 tokens.
     """
-    most = fabric.gpus
     for segment in span.segments:
         parts = fabric.server.gpus * PIPELINE * max(1, segment.seq_len // CHUNK)
         most = min(most, segment.batch // segment.seq_len * parts)
     return 1 << (most.bit_length() - 1)
 
 
+def segment_query(
+    recipe: Recipe, rows: int, fabric: Fabric, segment: Segment, gpus: int, reserve: float = RESERVE
+) -> LayoutQuery:
+    """Return the query of a segment's layouts, eager and compiled, on `gpus` of a cluster."""
+    memory, per_server = fabric.accelerator.memory_gb * 1e9, fabric.server.gpus
+    query = LayoutQuery(recipe.model, rows, segment.seq_len, segment.batch, gpus, memory, per_server, recipe.precision)
+    return replace(query, reserve=reserve, compiled=True)
+
+
 def _project_span(
-    config: Model, rows: int, fabric: Fabric, curves: Curves, span: StageSpan, place: StagePlacement, compute: str
+    recipe: Recipe, rows: int, fabric: Fabric, curves: Curves, span: StageSpan, place: StagePlacement, most: int
 ) -> list[ProjectedSegment]:
-    """Return the segments of a span, all on the layout that is fastest for the segment with most tokens."""
+    """Return the segments of a span, all on the layout that is fastest for the segment with most tokens.
 
-    def query_for(segment: Segment, gpus: int) -> LayoutQuery:
-        memory, per_server = fabric.accelerator.memory_gb * 1e9, fabric.server.gpus
-        seq_len, batch = segment.seq_len, segment.batch
-        return LayoutQuery(config, rows, seq_len, batch, gpus, memory, per_server, compute)  # type: ignore[arg-type]
+    `most`: GPUs, if none are requested. A proposed layout leaves `HEADROOM` of a GPU's memory free, or, if none can,
+    `RESERVE`.
+    """
 
-    def on_layout(gpus: int, layout: Layout, micro_batch: int, result: SearchResult | None) -> list[ProjectedSegment]:
+    def on_layout(
+        gpus: int, layout: Layout, micro_batch: int, reserve: float, result: SearchResult | None
+    ) -> list[ProjectedSegment]:
         """Return each segment on one layout, whether or not it fits. Raises ValueError for an impossible layout."""
         parts = []
         for segment in span.segments:
-            query = query_for(segment, gpus)
+            query = segment_query(recipe, rows, fabric, segment, gpus, reserve)
             best = evaluate_layout(query, layout, micro_batch, fabric_step_model(query, fabric, curves))
             searched = result if result is not None and result.query.seq_len == segment.seq_len else None
             parts.append(
@@ -157,29 +174,30 @@ def _project_span(
         return parts
 
     if place.layout is not None:
-        parts = on_layout(place.gpus, place.layout, place.micro_batch, None)
+        parts = on_layout(place.gpus, place.layout, place.micro_batch, RESERVE, None)
         for part in parts:
-            check_fits(span.name, query_for(part.segment, place.gpus), part.best, fabric, curves)
+            query = segment_query(recipe, rows, fabric, part.segment, place.gpus)
+            check_fits(span.name, query, part.best, fabric, curves)
         return parts
     heaviest = max(span.segments, key=lambda segment: segment.tokens)
-    query = query_for(heaviest, place.gpus or max_gpus(fabric, span))
-    result = None
-    while not place.gpus and query.world > 1:  # no number was requested: halve until a layout fits
+    world, faults = place.gpus or max_gpus(fabric, span, most), ""
+    for reserve in (HEADROOM, RESERVE):
+        query = segment_query(recipe, rows, fabric, heaviest, world, reserve)
         result = search_layouts(query, fabric_step_model(query, fabric, curves))
-        if result.fitting:
-            break
-        query, result = replace(query, world=query.world // 2), None
-    result = result or _search(query, fabric, curves, span.name)
-    faults = ""
-    for candidate in result.fitting:
-        try:
-            parts = on_layout(result.query.world, candidate.layout, candidate.load.micro_batch, result)
-        except ValueError as error:  # the layout is impossible for another length of the stage
-            faults = faults or str(error)
-            continue
-        if all(part.best.margin >= 0 for part in parts):
-            return parts
-        faults = faults or "memory"
+        while not (result.fitting or place.gpus or query.world == 1):  # no number was requested: halve until one fits
+            query = replace(query, world=query.world // 2)
+            result = search_layouts(query, fabric_step_model(query, fabric, curves))
+        for candidate in result.fitting:
+            layout, micro_batch = candidate.layout, candidate.load.micro_batch
+            try:
+                parts = on_layout(query.world, layout, micro_batch, reserve, result)
+            except ValueError as error:  # the layout is impossible for another length of the stage
+                faults = faults or str(error)
+                continue
+            if all(part.best.margin >= 0 for part in parts):
+                return parts
+            faults = faults or "memory"
+    result = _search(query, fabric, curves, span.name)
     raise ValueError(
         f"{span.name}: no layout of {result.query.world:,} GPUs serves all its lengths ({faults}); take other GPUs, "
         "or let the stage advance from length to length, so that each has its own layout"
@@ -201,6 +219,7 @@ def _describe(candidate: Candidate) -> str:
     return (
         f"tp {layout.tp} x cp {layout.cp} x pp {layout.pp} x dp {candidate.dp}, zero {layout.zero}, recompute "
         f"{layout.recompute}, vpp {layout.vpp}, micro-batch {candidate.load.micro_batch}"
+        + (", compile" if layout.compile else "")
     )
 
 

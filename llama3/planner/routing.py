@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil, log2
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +26,10 @@ Floats = NDArray[np.float64]
 MOST_CARDS = 64
 """Cards of a rack in the model. More change little in how unevenly hashes distribute, but take longer to simulate."""
 SEEDS = 20
+BURST_BYTES = 64e6
+"""Bytes of a message that meets others at a link; assumed, about a layer's weights of a tensor-parallel rank."""
+DCQCN_PERIOD_S, DCQCN_PERIODS = 55e-6, 5
+"""Period of a sender's recovery, and the periods in which it goes half of the way back (Zhu et al., SIGCOMM 2015)."""
 RING = 16
 """Most members of the ring in `bandwidth_share`, each in another rack."""
 
@@ -193,14 +198,15 @@ def ring_share(job: RoutedJob) -> float:
 def bandwidth_share(fabric: Fabric) -> float:
     """Return the mean share of a card's rate that a ring over at most 16 racks of one zone gets.
 
-    Without the effect of oversubscription, which `Fabric.layers` has. 1 if the zone has only one rack.
+    With the loss by congestion control, and without the effect of oversubscription, which `Fabric.layers` has. 1 if the
+    zone has only one rack.
     """
     racks = min(RING, fabric.tiers[1].gpus // fabric.tiers[0].gpus) if len(fabric.tiers) > 1 else 1
     if racks == 1:
         return 1.0
     clos = make_zone(fabric, racks)
     share = ring_share(RoutedJob(clos, fabric.routing, fabric.queue_pairs, replica=clos.cards))
-    return min(1.0, share * fabric.tiers[1].oversubscription)
+    return min(1.0, share * fabric.tiers[1].oversubscription * congestion_share(fabric, 1 / share))
 
 
 def _hashed_paths(
@@ -239,6 +245,58 @@ def _sprayed_paths(clos: Clos, sources: Ints, targets: Ints, whole: Bools) -> sp
     weights = np.concatenate([np.ones(2 * len(sources)), parts, parts])
     numbers = np.concatenate([np.tile(np.arange(len(sources)), 2), flows, flows])
     return sparse.csr_array((weights, (links, numbers)), shape=(clos.links, len(sources)))
+
+
+# Congestion control: what a link with more offered load than it carries loses beyond its fair share.
+
+
+def congestion_share(fabric: Fabric, load: float) -> float:
+    """Return the share of a link's rate that flows get under the cluster's congestion control.
+
+    `load`: offered to the busiest link over its rate; up to 1 nothing is lost. Priority flow control (PFC) always acts.
+    """
+    rate = fabric.server.nic_bytes_per_s
+    buffer = float("inf") if fabric.buffer_mb is None else fabric.buffer_mb * 1e6
+    match fabric.congestion_control:
+        case "none":
+            return 1 - pfc_paused(load, BURST_BYTES, buffer)
+        case "dcqcn":
+            return dcqcn_share(rate, load, fabric.ecn_mb * 1e6)
+        case "receiver-driven":
+            window = fabric.in_flight_mb * 1e6  # of a sender; what senders have in flight together is the burst
+            paused = pfc_paused(load, min(BURST_BYTES, window * load), buffer)
+            return admission_share(rate, window, 2e-6 * fabric.tiers[-1].latency_us) * (1 - paused)
+
+
+def pfc_paused(load: float, burst: float, buffer: float) -> float:
+    """Return the share of a burst's time in which a switch pauses the links towards it, and with them other flows.
+
+    Of `burst` bytes, which arrive at `load` times the rate at which they leave, 1 - 1 / load queue up; the pause lasts
+    for what `buffer` does not hold: (1 - 1 / load) - buffer / burst.
+    """
+    return max(0.0, 1 - 1 / load - buffer / burst) if load > 1 else 0.0
+
+
+def dcqcn_share(rate: float, load: float, threshold: float) -> float:
+    """Return the mean use of a link of `rate` bytes per second at a load above 1, with senders under DCQCN.
+
+    A notification halves every sender; they do so until the link carries them, and then go half of the way back in each
+    period (Zhu et al., SIGCOMM 2015). Meanwhile the link empties the queue that made switches mark, `threshold` bytes.
+    A period holds more bytes the faster the link is, so a threshold that is enough at 40 Gb/s is too small at 400.
+    """
+    if load <= 1:
+        return 1.0
+    lowest = use = load / 2 ** ceil(log2(load))
+    missing, periods = 0.0, 0
+    while use < 1 and periods < DCQCN_PERIODS:
+        missing, periods, use = missing + 1 - use, periods + 1, (use + 2 * lowest) / 2
+    lost = max(0.0, missing * rate * DCQCN_PERIOD_S - threshold)
+    return 1 - lost / (rate * DCQCN_PERIOD_S * max(1, periods))
+
+
+def admission_share(rate: float, window: float, round_trip_s: float) -> float:
+    """Return the share of a card's rate that `window` bytes in flight allow: a receiver admits the next after those."""
+    return min(1.0, window / (rate * round_trip_s))
 
 
 # Max-min fairness. L links, F flows; rates in the unit of the capacities

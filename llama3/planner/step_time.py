@@ -72,8 +72,10 @@ def layer_work(config: Model, layout: Layout, load: Load) -> LayerWork:
         shapes = [param.shape for param in group]
         columns, inner = sum(shape[0] for shape in shapes), shapes[0][1]
         products.append((tokens, inner, columns // tp) if tp_axis == 0 else (tokens, inner // tp, columns))
-    norms_and_sums = 2 * (2 + 3) * config.dim
-    hidden = 5 * config.ffn + 2 * (config.dim + config.kv_dim)  # silu and product; rotation of queries and keys
+    # Compiled, a sum and the norm after it are one pass, and so are silu and its product: 4 and 3 tensors, not 5 and 5.
+    norms_and_sums, gated = (2 * 4, 3) if layout.compile else (2 * (2 + 3), 5)
+    hidden = gated * config.ffn + 2 * (config.dim + config.kv_dim)  # silu and product; rotation of queries and keys
+    norms_and_sums *= config.dim
     moved = tokens // tp * (norms_and_sums + hidden) * c
     return LayerWork(tuple(products), 2.0 * tokens * load.seq_len * config.dim / tp, load.seq_len, float(moved))
 
@@ -266,11 +268,13 @@ class StepModel:
         if key not in self._cache:
             head = head_work(self.config, self.rows, layout, load)
             spent = [
-                compute_seconds(layer_work(self.config, layout, load), self.curves, layout.recompute),
+                compute_seconds(
+                    layer_work(self.config, layout, load), self.curves, layout.recompute, again=not layout.compile
+                ),
                 compute_seconds(embedding_work(self.config, layout, load), self.curves, "none", again=False),
                 compute_seconds(head, self.curves, "none", again=False),
             ]
-            world, timed = layout.model_parallel, list[LayerSeconds]()
+            world, timed = layout.model_parallel * layout.dp_replicate, list[LayerSeconds]()
             for seconds, stage in zip(spent, self._pieces, strict=True):
                 sent = stage_volumes(stage, self.config, self.rows, layout, world, load)
                 tp, cp = (self._seconds(sent, axis, layout, world) for axis in ("tp", "cp"))

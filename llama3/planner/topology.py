@@ -16,9 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from llama3.planner.hardware import (
     Accelerator,
+    Hall,
     Server,
     SourcedFigures,
     load_accelerator,
+    load_hall,
     load_server,
     preset_names,
     read_description,
@@ -26,6 +28,8 @@ from llama3.planner.hardware import (
 )
 
 FIELD = "cluster"
+DGX = {"a100": "dgx-a100", "h100": "dgx-h100", "h200": "dgx-h100"}
+"""Server of the GPUs of a small cluster such as h100x8."""
 Routing = Literal["ecmp", "pinning", "e-ecmp", "adaptive"]
 
 
@@ -58,8 +62,19 @@ class Fabric(SourcedFigures):
     """Innermost first; the last one joins the whole cluster."""
     uplinks: float = Field(default=1.0, gt=0)
     """Capacity of a rack switch's uplinks over that of its downlinks."""
+    congestion_control: Literal["none", "dcqcn", "receiver-driven"] = "none"
+    """none: PFC alone (RoCE), or credits (InfiniBand); dcqcn: senders slow down at marks of the switches;
+    receiver-driven: a receiver admits what it has buffers for, as NCCL does."""
+    buffer_mb: float | None = Field(default=None, ge=0)
+    """Buffer of a spine's port, 10^6 bytes; null: deep enough for any burst."""
+    ecn_mb: float = Field(default=0.2, ge=0)
+    """Queue at which switches mark every packet for DCQCN, 10^6 bytes."""
+    in_flight_mb: float = Field(default=8.0, gt=0)
+    """Bytes that a receiver admits from a sender: NCCL's channels times the buffer of one, 10^6 bytes."""
     storage_gb_s: float = Field(default=2000.0, gt=0)
     """Sustained write rate of the file system for the whole cluster, 10^9 bytes per second."""
+    hall: Hall | None = None
+    """Racks, power and readers of its site; null: unknown."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Fabric:
@@ -90,6 +105,10 @@ class Fabric(SourcedFigures):
         """Servers of the whole cluster."""
         return self.gpus // self.server.gpus
 
+    def storage_bytes_per_s(self, gpus: int) -> float:
+        """Return the rate at which the servers of a job on `gpus` read and write storage together."""
+        return min(self.storage_gb_s * 1e9, -(-gpus // self.server.gpus) * self.server.storage_bytes_per_s)
+
     def layers(self) -> list[Layer]:
         """Return the rate of a GPU inside a server and across each tier, innermost first."""
         server, rate = self.server, self.server.nic_bytes_per_s
@@ -116,11 +135,37 @@ def fabric_names() -> list[str]:
     return preset_names("tiers")
 
 
+def is_fabric_name(named: str) -> bool:
+    """Return whether `named` is a preset or a small cluster such as h100x8, which no file is needed for."""
+    return named in fabric_names() or _small_fabric(named) is not None
+
+
+def _small_fabric(named: str) -> dict[str, Any] | None:
+    """Return the description of a small cluster such as h100x8: DGX servers on one network; None for another name.
+
+    Raises ValueError for a number of GPUs that are no whole servers.
+    """
+    name, _, count = named.rpartition("x")
+    if name not in DGX or not count.isdecimal():
+        return None
+    gpus, server = int(count), load_server(DGX[name])
+    if not gpus or (gpus > server.gpus and gpus % server.gpus):
+        near = max(1, round(gpus / server.gpus)) * server.gpus
+        raise ValueError(f"{FIELD}: {named}: {gpus} GPUs are no whole servers of {server.gpus}; write {name}x{near}")
+    own = server.model_dump() | {"gpus": min(gpus, server.gpus)}
+    figures = {"network": "infiniband", "routing": "adaptive", "storage_gb_s": 20.0}
+    sources = dict.fromkeys((*figures, "tiers"), "assumed; copy a preset for your own")
+    tiers = [{"name": "cluster", "gpus": gpus}]
+    return {"name": named, "accelerator": name, "server": own, "tiers": tiers, "sources": sources, **figures}
+
+
 def load_fabric(named: str, sparse: bool = False) -> Fabric:
-    """Return the cluster of a preset or a YAML file. Raises ValueError, a line per fault.
+    """Return the cluster of a preset, of a name such as h100x8, or of a YAML file. Raises ValueError, a line per fault.
 
     `sparse` allows a peak with 2:4 sparsity.
     """
+    if (small := _small_fabric(named)) is not None:
+        return make_fabric(small, None, sparse)
     near = Path(named).parent
     return make_fabric(read_description(named, FIELD, "tiers"), near, sparse)
 
@@ -131,6 +176,11 @@ def make_fabric(data: dict[str, Any], near: Path | None = None, sparse: bool = F
         if field not in data:
             raise ValueError(f"{FIELD}.{field}: is missing; write a preset such as {preset}, or its figures")
     accelerator = load_accelerator(data["accelerator"], near, sparse)
-    return validate_description(
-        Fabric, {**data, "accelerator": accelerator, "server": load_server(data["server"], near)}, FIELD
-    )
+    server = load_server(data["server"], near)
+    if not server.peak_watts:
+        watts = server.gpus * accelerator.watts + server.overhead_watts
+        server = server.model_copy(update={"peak_watts": watts})
+    parts: dict[str, Any] = {"accelerator": accelerator, "server": server}
+    if data.get("hall") is not None:
+        parts["hall"] = load_hall(data["hall"], near)
+    return validate_description(Fabric, {**data, **parts}, FIELD)

@@ -7,7 +7,7 @@ The closed form (`goodput`) gives the checkpoint interval, the simulation the sp
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappushpop
 from math import floor
 
@@ -26,9 +26,17 @@ from llama3.planner.reliability import FailureModel, Fleet, Trace, llama3_failur
 SEEDS = range(64)
 RECOVERY = Recovery(notice_s=30.0, timeout_s=600.0, relaunch_s=300.0)
 """Assumed: half a minute to detect a dead process, the timeout of collectives for a hang, five minutes to relaunch."""
+LEAST_RELAUNCH_S, RELAUNCH_GPUS = 60.0, 16_384
+"""Assumed: a job of one process relaunches in a minute, one of 16,384 in `RECOVERY.relaunch_s`."""
 DAYS, UPTIME_SEEDS = 54.0, range(16)
 TARGET = 0.90
 """Effective training time that plans aim for (arXiv 2407.21783, section 3.3.4: more than 90 %)."""
+
+
+def scaled_recovery(gpus: int) -> Recovery:
+    """Return the recovery of a job on `gpus`: the more processes find and join each other, the longer it takes."""
+    more = (RECOVERY.relaunch_s - LEAST_RELAUNCH_S) * gpus / RELAUNCH_GPUS
+    return replace(RECOVERY, relaunch_s=LEAST_RELAUNCH_S + more)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow.parquet as parquet
 import yaml
@@ -20,36 +20,48 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from llama3.evaluate.held_out import document_bytes, longest_sequence
-from llama3.evaluate.needle import KINDS, context_lengths
-from llama3.evaluate.suite import recipe_suite, stage_suite_name, with_suite
-from llama3.evaluate.task import WRITTEN
-from llama3.model.flops import flops_per_token, parameter_count, vocab_rows
-from llama3.parallel.layout import Layout
-from llama3.parallel.memory import BYTES, DECODED, inference_bytes, stages
+from llama3.model.flops import parameter_count, vocab_rows
+from llama3.parallel.comm_records import Collective
+from llama3.parallel.memory import stages
 from llama3.planner.budget import Budget, Prices, StageTime, StorageUse, checkpoint_bytes
+from llama3.planner.collectives import Network, fastest_algorithm
 from llama3.planner.comm_volume import stage_volumes
-from llama3.planner.goodput import BYTECHECKPOINT, CheckpointCosts, Recovery
-from llama3.planner.placement import AxisBytes, AxisTraffic, PlacementChoice, minimum_cut
+from llama3.planner.goodput import CheckpointCosts, Recovery, scaled_costs, shared_network_loss
+from llama3.planner.hardware import hall_use
+from llama3.planner.layout_search import HEADROOM
+from llama3.planner.placement import AxisBytes, AxisTraffic, PlacementChoice, minimum_cut, server_order
 from llama3.planner.projection import ProjectedSegment, Projection, Sensitivity, project, sensitivities
 from llama3.planner.routing import bandwidth_share
 from llama3.planner.step_time import layer_work
-from llama3.planner.topology import Fabric, fabric_names, load_fabric
-from llama3.planner.uptime import RECOVERY, Uptime, uptime
+from llama3.planner.topology import Fabric, fabric_names, is_fabric_name, load_fabric
+from llama3.planner.uptime import RECOVERY, Uptime, scaled_recovery, uptime
 from llama3.recipe.load import digest, resolved
-from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
 from llama3.train import metrics
 from storage.artifact import flatten
 from storage.object_artifact import open_store
 from storage.root import Root
 from tasks.cluster import Cluster
-from tasks.plan.options import check_stage_names, device_curves, open_cluster, parse_gpus, stage_placements
-from tasks.plan.predict import place_evaluation
+from tasks.format import format_bytes
+from tasks.plan.options import (
+    check_stage_names,
+    device_curves,
+    free_gpus,
+    open_cluster,
+    parse_gpus,
+    read_hosts,
+    stage_placements,
+)
+from tasks.plan.predict import EvaluationCost, evaluation_cost
 from tasks.plan.recipe import RunPlan
 from tasks.plan.tables import (
     best_table,
+    format_amount,
+    format_days,
+    format_energy,
     format_memory,
+    hall_facts,
+    hall_line,
     plain_table,
     projection_json,
     rejected_table,
@@ -98,7 +110,12 @@ class ClusterPlan:
     uptimes: dict[int, Uptime]
     """By number of GPUs."""
     budget: Budget
-    evaluation: EvaluationCost
+    measured: tuple[CheckpointCosts, Recovery] | None
+    """Costs of saves and restarts in an earlier run."""
+    evaluation: EvaluationCost | None
+    """None if the cluster cannot evaluate the model; a warning of the plan says why."""
+    hosts: tuple[str, ...] = ()
+    """Name of each server's host; "" for one that other jobs use. Empty: not known, and all are free."""
 
     @property
     def main(self) -> ProjectedSegment:
@@ -108,8 +125,16 @@ class ClusterPlan:
     @cached_property
     def placement(self) -> PlacementChoice:
         """The recommended rank order of the main part."""
-        best = self.main.best
-        return minimum_cut(best.layout, best.world, self.projection.fabric, sent_bytes(self.projection, self.main))
+        best, fabric = self.main.best, self.projection.fabric
+        free = free_gpus(self.hosts, fabric) if self.hosts else None
+        return minimum_cut(best.layout, best.world, fabric, sent_bytes(self.projection, self.main), free)
+
+    @cached_property
+    def host_order(self) -> tuple[list[str], float]:
+        """The main part's hosts in the order of ranks, and the bytes of a step that cross the placement's layer."""
+        best, fabric = self.main.best, self.projection.fabric
+        servers, crossing = server_order(self.placement, best.layout, fabric, sent_bytes(self.projection, self.main))
+        return [self.hosts[server] for server in servers], crossing
 
     def effects(self) -> dict[str, list[Sensitivity]]:
         """Return the three unknowns that move each quantity most."""
@@ -117,6 +142,7 @@ class ClusterPlan:
 
     def as_json(self, most: int) -> dict[str, Any]:
         """Return every figure that is shown."""
+        fabric, state_bytes = self.projection.fabric, self.budget.stored.checkpoint_bytes
         return {
             **projection_json(self.projection, most),
             "budget": self.budget.as_dict(),
@@ -134,19 +160,28 @@ class ClusterPlan:
                     "spare_hosts": reliability.spares,
                     "restart_budget_s": reliability.restart_budget_s,
                     "checkpoint_costs": vars(reliability.costs),
+                    "storing_s": state_bytes / fabric.storage_bytes_per_s(reliability.gpus),
                 }
                 for reliability in self.uptimes.values()
             ],
             "placement": {
                 "bytes": self.placement.crossing,
                 "traffic": [axis.as_dict() for axis in self.placement.traffic],
+                "hosts": self.host_order[0] if self.hosts else None,
+                "hosts_bytes": self.host_order[1] if self.hosts else None,
             },
-            "evaluation": self.evaluation.as_dict(),
+            "saving_loss": saving_loss(fabric, self.main, self.uptimes[self.main.best.world], state_bytes),
+            "nccl": nccl_variables(self.projection, self.main),
+            "power": hall_use(fabric.hall, fabric.server, self.main.best.world).as_dict() if fabric.hall else None,
+            "evaluation": self.evaluation.as_dict() if self.evaluation else None,
             "warnings": self.plan.warnings,
         }
 
     def write_cluster(self, path: Path) -> None:
-        """Write the file for `herd run --cluster`: the main part's layout, and stages that differ."""
+        """Write the file for `herd run --cluster`: the main part's layout, stages that differ, what launchers need.
+
+        With `hosts` a file of the same name with the ending .hosts lists them in the order of ranks.
+        """
 
         def fields(part: ProjectedSegment) -> dict[str, Any]:
             # The lengths of a stage share a layout; a shorter step may split into smaller micro-batches by itself.
@@ -154,9 +189,17 @@ class ClusterPlan:
             layout = part.best.layout.model_dump(exclude_defaults=True)
             return {"processes": part.best.world, "micro_batch": max(sizes), "layout": layout}
 
+        nodes: dict[str, dict[str, Any]] = {"slurm": {}, "kubernetes": {}}
+        if variables := nccl_variables(self.projection, self.main):
+            nodes = {launcher: {"environment": dict(variables)} for launcher in nodes}
+        if self.hosts:
+            names = path.with_suffix(".hosts")
+            names.write_text("".join(f"{host}\n" for host in self.host_order[0]))
+            nodes["slurm"]["host_file"] = str(names.absolute())
         main = fields(self.main)
         others = {part.stage: fields(part) for part in self.projection.parts if fields(part) != main}
-        cluster = {**main, "fabric": self.named, **({"stages": others} if others else {})}
+        settings = {launcher: own for launcher, own in nodes.items() if own}
+        cluster = {**main, "fabric": self.named, **({"stages": others} if others else {}), **settings}
         path.write_text(yaml.safe_dump(cluster, sort_keys=False))
 
 
@@ -167,10 +210,13 @@ def plan_on_cluster(
     prices: Mapping[str, float] | None = None,
     sparse: bool = False,
     root: Root | None = None,
+    megawatts: float = 0.0,
+    hosts: Path | None = None,
 ) -> ClusterPlan:
     """Return the plan on the cluster `named`; `prices` are fields of `Prices`.
 
-    `root` has calibrations, and measurements of earlier runs of the recipe. Raises ValueError, a line per fault.
+    `megawatts`: power of the site, which limits the GPUs; 0: not at all. `hosts`: see `read_hosts`. `root` has
+    calibrations, and measurements of earlier runs of the recipe. Raises ValueError, a line per fault.
     """
     fabric, place = open_cluster(named, sparse)
     if fabric is None:
@@ -178,6 +224,9 @@ def plan_on_cluster(
             f"cluster.fabric: {named} names none, so its devices and network are unknown; write fabric: with one of "
             f"{', '.join(fabric_names())}, or the path of a YAML file like them (herd plan presets)"
         )
+    fed = min(fabric.gpus, int(hall_facts(fabric, megawatts, 0.0)["gpus"])) if megawatts else fabric.gpus
+    names = read_hosts(hosts, fabric) if hosts else ()
+    free = len(free_gpus(names, fabric)) if hosts else fabric.gpus
     paid = Prices(**{**power_per_gpu(fabric), **(prices or {})})
     everywhere, places = parse_gpus(gpus)
     check_stage_names(plan.recipe, places)
@@ -187,11 +236,56 @@ def plan_on_cluster(
                 f"gpus: {', '.join(gpus)} is given, but {named} sets the GPUs of each stage; edit the file"
             )
         places, named = stage_placements(plan.recipe, place), place.fabric
-    projection = project(plan.recipe, plan.rows, fabric, device_curves(fabric, root), places, everywhere)
+    most = max([everywhere, *(stage.gpus for stage in places.values())])
+    for limit, field in ((fed, f"megawatts: {megawatts:g} feed"), (free, f"hosts: {hosts} names hosts with")):
+        if limit < min(most, fabric.gpus):
+            raise ValueError(f"{field} {limit:,} GPUs of {fabric.name}, not {most:,}; ask for fewer")
+    limit = min(fed, free)
+    projection = project(plan.recipe, plan.rows, fabric, device_curves(fabric, root), places, everywhere, limit)
     measured = measured_costs(root, plan.recipe.name) if root is not None else None
-    lasting = named if named in fabric_names() else str(Path(named).absolute())  # holds in any folder
-    cost = evaluation_cost(plan.recipe, place or Cluster(fabric=named))
-    return ClusterPlan(plan, lasting, projection, *estimate_uptime_and_budget(plan, projection, paid, measured), cost)
+    lasting = named if is_fabric_name(named) else str(Path(named).absolute())  # holds in any folder
+    warnings, cost = headroom_warnings(projection), None
+    try:
+        cost = evaluation_cost(plan.recipe, place or Cluster(fabric=named))
+    except ValueError as error:
+        warnings.append(f"{error}; herd run refuses this before it starts")
+    plan = replace(plan, warnings=[*plan.warnings, *warnings])
+    uptimes, budget = estimate_uptime_and_budget(plan, projection, paid, measured)
+    return ClusterPlan(plan, lasting, projection, uptimes, budget, measured, cost, names)
+
+
+def nccl_variables(projection: Projection, part: ProjectedSegment) -> dict[str, str]:
+    """Return the variables that make NCCL send as the plan assumes; none for a job on one server.
+
+    The algorithm is named for all-reduces only: others have but a ring, and NVLink's switches inside a server.
+    """
+    best, fabric = part.best, projection.fabric
+    if best.world <= fabric.server.gpus:
+        return {}
+    network = Network(fabric, bandwidth_share(fabric))
+    algorithms = {
+        fastest_algorithm(
+            "all-reduce", message.bytes, network.group(message.axis, best.layout, best.world), network.layers
+        )
+        for message in sent_messages(projection, part)
+        if message.kind == "all-reduce" and message.axis in ("fsdp", "replica")
+    }
+    names = {algorithm for algorithm, _ in algorithms}
+    flows = {"NCCL_IB_QPS_PER_CONNECTION": str(fabric.queue_pairs)} if fabric.queue_pairs > 1 else {}
+    return flows | ({"NCCL_ALGO": f"allreduce:{names.pop()}"} if len(names) == 1 else {})
+
+
+def headroom_warnings(projection: Projection) -> list[str]:
+    """Return a line for the stages whose layouts leave too little memory free."""
+    memory = projection.fabric.accelerator.memory_gb * 1e9
+    full = {part.stage: part for part in projection.parts if part.best.memory.total > (1 - HEADROOM) * memory}
+    if not full:
+        return []
+    most = max(part.best.memory.total for part in full.values()) / memory
+    return [
+        f"layout: {', '.join(full)} take {most:.0%} of a GPU's memory; the estimate may be 5 % off, and NCCL, the CUDA "
+        "context and fragments need some of the rest; take more GPUs, or measure a step before you rely on it"
+    ]
 
 
 def power_per_gpu(fabric: Fabric) -> dict[str, float]:
@@ -204,13 +298,11 @@ def estimate_uptime_and_budget(
 ) -> tuple[dict[int, Uptime], Budget]:
     """Return the reliability of each number of GPUs, and the budget.
 
-    `measured`: costs of saves and restarts in an earlier run; None: the published figures.
+    `measured`: as in `job_uptime`.
     """
-    per_host = projection.fabric.server.gpus
-    interval = checkpoint_interval_s(plan.recipe, projection.main)
-    costs, recovery = measured or (BYTECHECKPOINT, RECOVERY)
+    fabric, state_bytes = projection.fabric, checkpoint_bytes(plan.parameters)
     sizes = sorted({part.best.world for part in projection.parts})
-    uptimes = {size: uptime(size, interval, costs, recovery, gpus_per_host=per_host) for size in sizes}
+    uptimes = {size: job_uptime(projection, size, measured) for size in sizes}
     times = tuple(
         StageTime(
             part.stage,
@@ -218,15 +310,40 @@ def estimate_uptime_and_budget(
             part.segment.steps,
             part.best.world,
             part.best.time.total,
-            uptimes[part.best.world].share,
+            uptimes[part.best.world].share / (1 + saving_loss(fabric, part, uptimes[part.best.world], state_bytes)),
             part.best.time.gemm_bound,
             part.best.time.exposed_comm,
         )
         for part in projection.parts
     )
     main = projection.main.best.world
-    spares = replace(prices, spare_share=uptimes[main].spares * per_host / main)
+    spares = replace(prices, spare_share=uptimes[main].spares * fabric.server.gpus / main)
     return uptimes, Budget(times, spares, storage_use(plan))
+
+
+def job_uptime(projection: Projection, gpus: int, measured: tuple[CheckpointCosts, Recovery] | None = None) -> Uptime:
+    """Return the reliability of the recipe on `gpus`.
+
+    `measured`: costs of saves and restarts in an earlier run; None: the published figures, scaled to this size.
+    """
+    recipe, fabric = projection.recipe, projection.fabric
+    state_bytes = checkpoint_bytes(parameter_count(recipe.model, projection.rows))
+    costs, recovery = measured or (
+        scaled_costs(state_bytes, gpus, fabric.storage_bytes_per_s(gpus)),
+        scaled_recovery(gpus),
+    )
+    interval = checkpoint_interval_s(recipe, projection.main)
+    return uptime(gpus, interval, costs, recovery, gpus_per_host=fabric.server.gpus)
+
+
+def saving_loss(fabric: Fabric, part: ProjectedSegment, reliability: Uptime, state_bytes: float) -> float:
+    """Return the share of time that saves cost because they use the network of training; 0 with a frontend network."""
+    gpus, costs = part.best.world, reliability.costs
+    if fabric.server.frontend_gbit_s or gpus <= fabric.server.gpus:
+        return 0.0
+    sent = state_bytes / max(costs.save_s - costs.block_s, 1e-3) / (gpus * fabric.server.nic_bytes_per_s)
+    exposed = part.best.time.exposed_comm / part.best.time.total
+    return shared_network_loss(exposed, sent, costs.save_s, reliability.interval_s)
 
 
 def checkpoint_interval_s(recipe: Recipe, part: ProjectedSegment) -> float:
@@ -257,84 +374,18 @@ def storage_use(plan: RunPlan) -> StorageUse:
 
 def sent_bytes(projection: Projection, part: ProjectedSegment) -> AxisBytes:
     """Return the bytes that a GPU in the middle of the pipeline sends in a step, by axis."""
+    best = part.best
+    return AxisBytes.from_collectives(sent_messages(projection, part), best.layout, best.load.micro_batches)
+
+
+def sent_messages(projection: Projection, part: ProjectedSegment) -> list[Collective]:
+    """Return the messages of a GPU in the middle of the pipeline."""
     best, config = part.best, projection.recipe.model
-    messages = [
+    return [
         message
         for stage in stages(config, best.layout, best.layout.pp // 2)
         for message in stage_volumes(stage, config, projection.rows, best.layout, best.world, best.load)
     ]
-    return AxisBytes.from_collectives(messages, best.layout, best.load.micro_batches)
-
-
-# What evaluation costs. How many questions the published tasks have is assumed, so that a plan needs no data.
-
-QUESTIONS, QUESTION_TOKENS, BUILT_IN_TOKENS = 2_000, 256, 64
-"""Questions of a published task without `evaluate.limit`, tokens read for one without its shared examples, and tokens
-of a built-in question."""
-EFFICIENCY = 0.5
-"""Share of a large product's rate that scoring reaches, and of the memory bandwidth that generating does: assumed."""
-FP32_SHARE = 67 / 989
-"""FP32 products without tensor cores over BF16 ones (H100 SXM data sheet)."""
-
-
-class EvaluationCost(NamedTuple):
-    """Estimate of all evaluations and gates of a run."""
-
-    layout: Layout
-    processes: int
-    process_bytes: float
-    evaluations: int
-    gates: int
-    read: float
-    """Tokens read by scoring."""
-    written: float
-    """Tokens generated."""
-    seconds: float
-
-    @property
-    def gpu_hours(self) -> float:
-        return self.seconds * self.processes / 3600
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**self._asdict(), "layout": self.layout.model_dump(include={"tp", "pp"}), "gpu_hours": self.gpu_hours}
-
-
-def evaluation_cost(recipe: Recipe, cluster: Cluster) -> EvaluationCost:
-    """Return the estimate for `cluster`, which has a fabric. Raises ValueError as `place_evaluation` does."""
-    layout, processes = place_evaluation(recipe, cluster)
-    accelerator, section, rows = load_fabric(cluster.fabric).accelerator, recipe.evaluate, vocab_rows(recipe)
-    schedule, domains = Schedule(recipe), sum(bool(sources) for sources in recipe.sources.values())
-    window = min(recipe.model.max_seq_len, longest_sequence(recipe))
-    evaluated = [*(section.after or [recipe.stages[-1].name]), "champion"]
-    work: list[tuple[float, int]] = []  # positions, and the sequence length that attention sees
-    written = 0.0
-    for suite in (recipe_suite(with_suite(recipe, stage_suite_name(recipe, name))) for name in evaluated):
-        if "bits" in suite.built_in:
-            work.append((section.documents * domains * document_bytes(recipe) / 4, window))
-        if "needle" in suite.built_in:
-            work += [(section.needles * len(KINDS) * length, length) for length in context_lengths(window)]
-        count = section.limit or QUESTIONS
-        work.append((len(suite.built_in) * section.questions * BUILT_IN_TOKENS, BUILT_IN_TOKENS))
-        work.append((len(suite.tasks) * count * QUESTION_TOKENS, QUESTION_TOKENS))
-        answers = [task.definition for task in suite.tasks if not isinstance(task.definition, Path)]
-        written += sum(
-            count * task.writing.samples * task.writing.max_tokens for task in answers if task.kind in WRITTEN
-        )
-    gated = [(span, part) for span in schedule.spans if span.stage.gates for part in span.parts]
-    for span, part in gated:
-        if "needle" in span.stage.gates:
-            work.append((section.needles * part.lengths[-1], part.lengths[-1]))
-        if "short-context" in span.stage.gates:
-            work.append((2 * section.documents * domains * span.lengths[0], span.lengths[0]))
-    flops = sum(positions * flops_per_token(recipe.model, rows, length).causal / 3 for positions, length in work)
-    rate = accelerator.reached_tflops * 1e12 * EFFICIENCY * (1 if section.precision == "bf16" else FP32_SHARE)
-    weights = BYTES[section.precision] * parameter_count(recipe.model, rows)
-    token_s = weights / layout.tp / (accelerator.memory_tb_s * 1e12 * EFFICIENCY)  # stage after stage
-    replicas = processes // layout.model_parallel
-    seconds = flops / rate / processes + written / DECODED["cuda"] / replicas * token_s
-    need = inference_bytes(recipe.model, rows, layout, BYTES[section.precision], "cuda")
-    read = sum(positions for positions, _ in work)
-    return EvaluationCost(layout, processes, need, len(evaluated), len(gated), read, written, seconds)
 
 
 # Console output
@@ -365,7 +416,7 @@ def print_cluster_plan(planned: ClusterPlan, out: Console, top: int) -> None:
     for line in (
         *placement_lines(planned),
         *budget_lines(planned),
-        evaluation_line(planned),
+        *evaluation_lines(planned),
         *uptime_lines(planned),
     ):
         out.print(escape(line))
@@ -410,28 +461,26 @@ def placement_lines(planned: ClusterPlan) -> Iterator[str]:
             name: cut.crossing[name].get(cut.layer, 0.0) / 1e12 for name in ("recommended", "contiguous", "random")
         }
         parts = ", ".join(f"{name} {size:,.2f} TB" for name, size in sizes.items())
+        if planned.hosts:
+            parts += f", hosts of the file in order {planned.host_order[1] / 1e12:,.2f} TB"
         yield f"placed   over the {cut.layer} layer in a step: {parts}"
+    if variables := nccl_variables(planned.projection, planned.main):
+        yield f"nccl     {', '.join(f'{name}={value}' for name, value in variables.items())}"
 
 
 def budget_lines(planned: ClusterPlan) -> Iterator[str]:
     """Yield days, GPU-hours, money, energy and storage, and the unknowns they depend on most."""
 
-    def short(value: float) -> str:
-        if value >= 1e6:
-            return f"{value / 1e6:,.4g}M"
-        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-    budget = planned.budget
-    energy = f"{budget.mwh / 1e3:,.1f} GWh" if budget.mwh >= 1e3 else f"{short(budget.mwh * 1e3)} kWh"
+    budget, short = planned.budget, format_amount
     yield ""
     yield (
-        f"takes    {budget.days:,.1f} days, {short(budget.gpu_hours)} GPU-hours, {short(budget.money)} at "
-        f"{budget.prices.gpu_hour:g} per GPU-hour, {energy}"
+        f"takes    {format_days(budget.days)}, {short(budget.gpu_hours)} GPU-hours, {short(budget.money)} at "
+        f"{budget.prices.gpu_hour:g} per GPU-hour, {format_energy(budget.mwh)}"
     )
     kept = budget.stored
     yield (
-        f"stores   tokens {kept.token_bytes / 1e12:,.1f} TB, {kept.checkpoints:,.0f} checkpoints of "
-        f"{kept.checkpoint_bytes / 1e12:,.2f} TB: {short(budget.storage_money)}"
+        f"stores   tokens {format_bytes(kept.token_bytes)}, {kept.checkpoints:,.0f} checkpoints of "
+        f"{format_bytes(kept.checkpoint_bytes)}: {short(budget.storage_money)}"
     )
     for name, moving in planned.effects().items():
         parts = "; ".join(
@@ -441,11 +490,12 @@ def budget_lines(planned: ClusterPlan) -> Iterator[str]:
         yield f"{name.replace('_', '-'):<10}hang on {parts}"
 
 
-def evaluation_line(planned: ClusterPlan) -> str:
-    """Return where and for how long the models of the run are evaluated."""
-    cost = planned.evaluation
+def evaluation_lines(planned: ClusterPlan) -> Iterator[str]:
+    """Yield where and for how long the models of the run are evaluated."""
+    if (cost := planned.evaluation) is None:
+        return
     gates = f" and {cost.gates} gates" if cost.gates else ""
-    return (
+    yield (
         f"scores   {cost.evaluations} evaluations{gates} in {planned.plan.recipe.evaluate.precision} on "
         f"{cost.processes} GPU{'s' * (cost.processes > 1)} (tp {cost.layout.tp} x pp {cost.layout.pp}, "
         f"{cost.process_bytes / 1e9:,.1f} GB each): about {cost.seconds / 3600:,.1f} h, {cost.gpu_hours:,.0f} GPU-hours"
@@ -469,10 +519,18 @@ def uptime_lines(planned: ClusterPlan) -> Iterator[str]:
             f"saving   every {_time(reliability.interval_s)} as the recipe says; best {_time(cadence.interval_s)} "
             f"({share}); {restart}"
         )
-    costs = next(iter(planned.uptimes.values())).costs
-    least = planned.budget.stored.checkpoint_bytes / planned.projection.fabric.storage_gb_s / 1e9
+    fabric, main, state_bytes = planned.projection.fabric, planned.main, planned.budget.stored.checkpoint_bytes
+    reliability, gpus = planned.uptimes[main.best.world], main.best.world
+    costs, least = reliability.costs, state_bytes / fabric.storage_bytes_per_s(gpus)
     seconds = f"a save blocks {costs.block_s:.3g} s and takes {costs.save_s:.3g} s, loading {costs.load_s:.3g} s"
-    yield f"         {seconds} ({costs.source}); the file system alone needs {least:.1f} s for one"
+    yield f"         {seconds} ({costs.source}); its bytes alone need {least:.2g} s"
+    network = f"the frontend network, {fabric.server.frontend_gbit_s:g} Gb/s a server"
+    if not fabric.server.frontend_gbit_s:
+        loss = saving_loss(fabric, main, reliability, state_bytes)
+        network = f"the network of training, which costs {loss:.2%} of the time"
+    yield f"         saves and data use {network}"
+    if fabric.hall is not None:
+        yield hall_line(hall_use(fabric.hall, fabric.server, gpus))
 
 
 def _time(seconds: float) -> str:
@@ -536,8 +594,7 @@ def compare_fabrics(
     for fabric in [load_fabric(name) for name in clusters]:
         curves = device_curves(fabric, root)
         projection = project(recipe, vocab_rows(recipe), fabric, curves, places, everywhere)
-        main = projection.main
-        reliability = uptime(main.best.world, checkpoint_interval_s(recipe, main), gpus_per_host=fabric.server.gpus)
+        reliability = job_uptime(projection, projection.main.best.world)
         planned.append(ClusterProjection(projection, bandwidth_share(fabric), reliability))
     tracker = MLflowTracker(root, f"{recipe.name}-plan")
     recorded = [replace(plan, run=_record(tracker, plan.projection, plan.uptime)) for plan in planned]
@@ -561,7 +618,7 @@ def fabrics_table(found: Sequence[ClusterProjection]) -> Table:
             f"{best.tflops:.0f}",
             f"{plan.uptime.share:.1%}",
             f"{plan.days:.1f}",
-            f"{plan.gpu_hours / 1e6:.2f}M",
+            format_amount(plan.gpu_hours),
             f"{plan.days / found[0].days - 1:+.1%}",
         )
     return table

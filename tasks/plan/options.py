@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llama3.planner.device_curves import Curves, derate_for_step, prior_curves
 from llama3.planner.projection import StagePlacement
-from llama3.planner.topology import Fabric, fabric_names, load_fabric
+from llama3.planner.topology import Fabric, is_fabric_name, load_fabric
 from llama3.recipe.base import read_yaml
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import Recipe
@@ -37,6 +40,33 @@ def parse_gpus(asked: Sequence[str]) -> tuple[int, dict[str, StagePlacement]]:
     return everywhere, places
 
 
+def read_hosts(path: Path, fabric: Fabric) -> tuple[str, ...]:
+    """Return the host of each server from a file, a line a server in the order of the wiring.
+
+    An empty line, or one that begins with #, is a server that other jobs use. Raises ValueError.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"hosts: cannot read {path}: {error}; give a text file, a host a line") from None
+    hosts = tuple("" if line.startswith("#") else line for line in lines)
+    names = [host for host in hosts if host]
+    if twice := sorted({host for host in names if names.count(host) > 1}):
+        raise ValueError(f"hosts: {path} names {twice[0]} twice; name each host once")
+    if not names or len(hosts) > fabric.servers:
+        raise ValueError(
+            f"hosts: {path} has {len(hosts):,} lines with {len(names):,} hosts, and {fabric.name} {fabric.servers:,} "
+            "servers; write a line for each server, in the order of the wiring"
+        )
+    return hosts
+
+
+def free_gpus(hosts: Sequence[str], fabric: Fabric) -> NDArray[np.int64]:
+    """Return the GPUs of the servers whose hosts are named."""
+    free, size = np.flatnonzero([bool(host) for host in hosts]), fabric.server.gpus
+    return (free[:, None] * size + np.arange(size)).reshape(-1)
+
+
 def check_stage_names(recipe: Recipe, places: Mapping[str, StagePlacement]) -> None:
     """Raise ValueError for a stage that the recipe does not have."""
     known = Schedule(recipe).names
@@ -49,7 +79,7 @@ def open_cluster(named: str, sparse: bool = False) -> tuple[Fabric | None, Clust
 
     The fabric is None if such a file names none. Raises ValueError.
     """
-    if named in fabric_names() or not Path(named).is_file():
+    if is_fabric_name(named) or not Path(named).is_file():
         return load_fabric(named, sparse), None
     data = read_yaml(Path(named))
     if isinstance(data, dict) and "tiers" in data:

@@ -9,15 +9,24 @@ import numpy as np
 
 from llama3.parallel.memory import RankCoords, memory
 from llama3.planner.goodput import effective_time
-from llama3.planner.layout_search import LayoutQuery, search_layouts
-from llama3.planner.projection import fabric_step_model
-from llama3.planner.uptime import uptime
+from llama3.planner.layout_search import RESERVE, LayoutQuery, search_layouts
+from llama3.planner.projection import fabric_step_model, segment_query
 from storage.filesystem import write_atomic
 from tasks.format import templates
 from tasks.plan import plots
-from tasks.plan.cluster import ClusterPlan, budget_lines, fabric_lines, placement_lines, uptime_lines
+from tasks.plan.cluster import ClusterPlan, budget_lines, fabric_lines, job_uptime, placement_lines, uptime_lines
 from tasks.plan.recipe import stage_rows
-from tasks.plan.tables import NAMES, format_degrees, format_layout, format_memory, format_pipeline, rejection_reasons
+from tasks.plan.tables import (
+    NAMES,
+    format_amount,
+    format_days,
+    format_degrees,
+    format_energy,
+    format_layout,
+    format_memory,
+    format_pipeline,
+    rejection_reasons,
+)
 
 LAYOUTS = 12
 """On the page; the rest is in --json."""
@@ -52,6 +61,9 @@ def render_plan_page(planned: ClusterPlan) -> str:
             degrees=format_degrees,
             inner=format_pipeline,
             layout_words=format_layout,
+            takes=format_days(planned.budget.days).rsplit(" ", 1),
+            amount=format_amount,
+            energy=format_energy(planned.budget.mwh),
             figures=plan_figures(planned),
         )
     )
@@ -103,12 +115,10 @@ def plan_figures(planned: ClusterPlan) -> list[tuple[str, str, str]]:
 
 
 def _query(planned: ClusterPlan, world: int) -> LayoutQuery:
-    projection, segment = planned.projection, planned.main.segment
-    fabric, recipe = projection.fabric, projection.recipe
-    memory_bytes, servers = fabric.accelerator.memory_gb * 1e9, fabric.server.gpus
-    return LayoutQuery(
-        recipe.model, projection.rows, segment.seq_len, segment.batch, world, memory_bytes, servers, recipe.precision
-    )
+    projection = planned.projection
+    reserve = planned.main.found.query.reserve if planned.main.found else RESERVE
+    segment = planned.main.segment
+    return segment_query(projection.recipe, projection.rows, projection.fabric, segment, world, reserve)
 
 
 def cost_points(planned: ClusterPlan) -> Sequence[tuple[int, float, float]]:
@@ -121,9 +131,7 @@ def cost_points(planned: ClusterPlan) -> Sequence[tuple[int, float, float]]:
         query = _query(planned, world)
         fitting = search_layouts(query, fabric_step_model(query, projection.fabric, projection.curves)).fitting
         if fitting:
-            share = uptime(
-                world, reliability.interval_s, reliability.costs, gpus_per_host=projection.fabric.server.gpus
-            ).share
+            share = job_uptime(projection, world, planned.measured).share
             slower = fitting[0].time.total / main.best.time.total * reliability.share / share
             days = planned.budget.days * slower
             hours = days * 24 * world

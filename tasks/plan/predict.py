@@ -10,13 +10,18 @@ from __future__ import annotations
 import math
 import subprocess
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import psutil
 
-from llama3.model.flops import flops_per_token, vocab_rows
+from llama3.evaluate.held_out import document_bytes, longest_sequence
+from llama3.evaluate.needle import KINDS, context_lengths
+from llama3.evaluate.suite import recipe_suite, stage_suite_name, with_suite
+from llama3.evaluate.task import WRITTEN
+from llama3.model.flops import flops_per_token, parameter_count, vocab_rows
 from llama3.parallel.layout import FIELD, Layout
-from llama3.parallel.memory import BYTES, Load, RankMemory, inference_bytes, inference_layout, memory
+from llama3.parallel.memory import BYTES, DECODED, Load, RankMemory, inference_bytes, inference_layout, memory
 from llama3.planner.collectives import Network
 from llama3.planner.device_curves import Curves
 from llama3.planner.layout_search import LADDER, MICRO_BATCHES, RESERVE, memory_error, split_micro_batches
@@ -212,3 +217,74 @@ def local_calibration(root: Root, device: str = "auto") -> Curves | None:
     from llama3.train.device import device_name
 
     return load_calibration(root, device_name(resolve_device(device)))
+
+
+# What evaluation costs. How many questions the published tasks have is assumed, so that a plan needs no data.
+
+QUESTIONS, QUESTION_TOKENS, BUILT_IN_TOKENS = 2_000, 256, 64
+"""Questions of a published task without `evaluate.limit`, tokens read for one without its shared examples, and tokens
+of a built-in question."""
+EFFICIENCY = 0.5
+"""Share of a large product's rate that scoring reaches, and of the memory bandwidth that generating does: assumed."""
+FP32_SHARE = 67 / 989
+"""FP32 products without tensor cores over BF16 ones (H100 SXM data sheet)."""
+
+
+class EvaluationCost(NamedTuple):
+    """Estimate of all evaluations and gates of a run."""
+
+    layout: Layout
+    processes: int
+    process_bytes: float
+    evaluations: int
+    gates: int
+    read: float
+    """Tokens read by scoring."""
+    written: float
+    """Tokens generated."""
+    seconds: float
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.seconds * self.processes / 3600
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**self._asdict(), "layout": self.layout.model_dump(include={"tp", "pp"}), "gpu_hours": self.gpu_hours}
+
+
+def evaluation_cost(recipe: Recipe, cluster: Cluster) -> EvaluationCost:
+    """Return the estimate for `cluster`, which has a fabric. Raises ValueError as `place_evaluation` does."""
+    layout, processes = place_evaluation(recipe, cluster)
+    accelerator, section, rows = load_fabric(cluster.fabric).accelerator, recipe.evaluate, vocab_rows(recipe)
+    schedule, domains = Schedule(recipe), sum(bool(sources) for sources in recipe.sources.values())
+    window = min(recipe.model.max_seq_len, longest_sequence(recipe))
+    evaluated = [*(section.after or [recipe.stages[-1].name]), "champion"]
+    work: list[tuple[float, int]] = []  # positions, and the sequence length that attention sees
+    written = 0.0
+    for suite in (recipe_suite(with_suite(recipe, stage_suite_name(recipe, name))) for name in evaluated):
+        if "bits" in suite.built_in:
+            work.append((section.documents * domains * document_bytes(recipe) / 4, window))
+        if "needle" in suite.built_in:
+            work += [(section.needles * len(KINDS) * length, length) for length in context_lengths(window)]
+        count = section.limit or QUESTIONS
+        work.append((len(suite.built_in) * section.questions * BUILT_IN_TOKENS, BUILT_IN_TOKENS))
+        work.append((len(suite.tasks) * count * QUESTION_TOKENS, QUESTION_TOKENS))
+        answers = [task.definition for task in suite.tasks if not isinstance(task.definition, Path)]
+        written += sum(
+            count * task.writing.samples * task.writing.max_tokens for task in answers if task.kind in WRITTEN
+        )
+    gated = [(span, part) for span in schedule.spans if span.stage.gates for part in span.parts]
+    for span, part in gated:
+        if "needle" in span.stage.gates:
+            work.append((section.needles * part.lengths[-1], part.lengths[-1]))
+        if "short-context" in span.stage.gates:
+            work.append((2 * section.documents * domains * span.lengths[0], span.lengths[0]))
+    flops = sum(positions * flops_per_token(recipe.model, rows, length).causal / 3 for positions, length in work)
+    rate = accelerator.reached_tflops * 1e12 * EFFICIENCY * (1 if section.precision == "bf16" else FP32_SHARE)
+    weights = BYTES[section.precision] * parameter_count(recipe.model, rows)
+    token_s = weights / layout.tp / (accelerator.memory_tb_s * 1e12 * EFFICIENCY)  # stage after stage
+    replicas = processes // layout.model_parallel
+    seconds = flops / rate / processes + written / DECODED["cuda"] / replicas * token_s
+    need = inference_bytes(recipe.model, rows, layout, BYTES[section.precision], "cuda")
+    read = sum(positions for positions, _ in work)
+    return EvaluationCost(layout, processes, need, len(evaluated), len(gated), read, written, seconds)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from llama3.parallel.layout import Layout
 from llama3.planner.collectives import ALL, collective_seconds, contiguous_group, crossover, fastest_algorithm
-from llama3.planner.hardware import PRESETS
+from llama3.planner.hardware import PRESETS, HallUse, gpus_within, hall_use
 from llama3.planner.layout_search import Candidate, Rejected, SearchResult, memory_error
 from llama3.planner.projection import ProjectedSegment, Projection
 from llama3.planner.routing import RING, RoutedJob, make_zone, ring_share, slowdown
@@ -59,17 +59,36 @@ def plain_table(*headers: str, left: Sequence[str] = ()) -> Table:
     return table
 
 
+def format_amount(value: float) -> str:
+    """Return GPU-hours or money: `640`, `31,200`, `30.39M`."""
+    if value >= 1e6:
+        return f"{value / 1e6:,.4g}M"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def format_days(days: float) -> str:
+    """Return a wall time: `77.3 days`, `5.2 hours`."""
+    return f"{days:,.1f} days" if days >= 2 else f"{days * 24:.3g} hours"
+
+
+def format_energy(mwh: float) -> str:
+    """Return an energy: `31.3 GWh`, `640 kWh`."""
+    return f"{mwh / 1e3:,.1f} GWh" if mwh >= 1e3 else f"{format_amount(mwh * 1e3)} kWh"
+
+
 def format_layout(layout: Layout) -> str:
-    """Return ZeRO-3 and recomputation, where a layout has them."""
-    zero = f"Z{layout.zero}" if layout.zero != 2 else ""
-    return f"{zero} {layout.recompute if layout.recompute != 'none' else ''}".strip()
+    """Return ZeRO-3, recomputation and compiled blocks, where a layout has them."""
+    zero, recompute = f"Z{layout.zero}" if layout.zero != 2 else "", layout.recompute.removesuffix("none")
+    return " ".join(filter(None, (zero, recompute, "compiled" if layout.compile else "")))
 
 
 def stages_table(projection: Projection) -> Table:
     """Return a row per segment: its layout, memory, step and days without interruptions."""
+    unit, seconds = ("days", 86_400) if sum(part.seconds for part in projection.parts) > 2 * 86_400 else ("hours", 3600)
     table = plain_table(
-        "stage", "seq_len", "GPUs", DEGREES, "V·N·mb", "GB", "step s", "TFLOP/s", "days", "", left=("stage", "")
+        "stage", "seq_len", "GPUs", DEGREES, "V·N·mb", "GB", "step s", "TFLOP/s", unit, "", left=("stage", "")
     )
+    table.columns[-1].no_wrap = False  # in a narrow terminal figures stay whole
     for part in projection.parts:
         best = part.best
         table.add_row(
@@ -81,7 +100,7 @@ def stages_table(projection: Projection) -> Table:
             f"{best.memory.total / 1e9:.1f}",
             f"{best.time.total:.2f}",
             f"{best.tflops:.0f}",
-            f"{part.seconds / 86_400:.2f}",
+            f"{part.seconds / seconds:.2f}",
             format_layout(best.layout),
         )
     return table
@@ -113,6 +132,7 @@ def time_table(part: ProjectedSegment) -> Table:
 def best_table(found: SearchResult, most: int) -> Table:
     """Return the fastest layouts."""
     table = plain_table("", DEGREES, "V·N·mb", "step s", "slower", "GB", "free GB", "", left=("",))
+    table.columns[-1].no_wrap = False
     for number, candidate in enumerate(found.fitting[:most], 1):
         table.add_row(
             str(number),
@@ -209,6 +229,44 @@ def candidate_json(one: Candidate) -> dict[str, Any]:
         "memory": one.memory.as_dict(),
         "free_bytes": one.margin,
     }
+
+
+# `herd plan hall`: power, racks and readers
+
+
+def hall_facts(fabric: Fabric, megawatts: float, gpu_mb_s: float) -> dict[str, Any]:
+    """Return what `megawatts` feed of a cluster's GPUs, each of which takes `gpu_mb_s` from reader hosts.
+
+    Raises ValueError for a cluster without a hall, and for too little power.
+    """
+    if fabric.hall is None:
+        raise ValueError(f"cluster.hall: {fabric.name} has none, so its racks are unknown; write hall: meta-hall")
+    gpus = gpus_within(fabric.hall, fabric.server, megawatts, gpu_mb_s)
+    inner = next((tier for tier in reversed(fabric.tiers[:-1]) if tier.gpus <= gpus), fabric.tiers[0])
+    groups = {"group": inner.name, "whole_groups": gpus // inner.gpus, "group_gpus": inner.gpus}
+    return {**hall_use(fabric.hall, fabric.server, gpus, gpu_mb_s).as_dict(), **groups}
+
+
+def hall_lines(fabric: Fabric, megawatts: float, gpu_mb_s: float) -> Iterator[str]:
+    """Yield the same as text."""
+    facts = hall_facts(fabric, megawatts, gpu_mb_s)
+    left = facts["gpus"] - facts["whole_groups"] * facts["group_gpus"]
+    yield (
+        f"{megawatts:g} MW feed {facts['gpus']:,} {fabric.accelerator.name} of {fabric.name}: {facts['racks']:,} racks "
+        f"of {facts['rack_kw']:g} kW; {facts['whole_groups']:,} {facts['group']}s of {facts['group_gpus']:,}"
+        + (f" and {left:,} more" if left else "")
+    )
+    yield hall_line(HallUse(**{name: facts[name] for name in HallUse.__annotations__}))
+
+
+def hall_line(use: HallUse) -> str:
+    """Return the power of a number of GPUs and the reader hosts that feed them."""
+    where = "inside" if use.readers_inside else "outside the hall"
+    readers = f"; {use.readers:,} reader hosts {where}" if use.readers else "; no reader hosts: the tokens are ready"
+    return (
+        f"power    {use.gpus:,} GPUs in {use.racks:,} racks take {use.megawatts:.3g} MW of the site by nameplate, with "
+        f"switches and cooling{readers}"
+    )
 
 
 # `herd plan network`: collectives by message size and ranks, and the share of a card's rate under each routing
@@ -330,7 +388,7 @@ def presets_table() -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for header in ("preset", "kind", "what it is"):
         table.add_column(header)
-    kinds = {"tiers": "cluster", "link_gb_s": "server", "dense_tflops": "GPU"}
+    kinds = {"tiers": "cluster", "link_gb_s": "server", "dense_tflops": "GPU", "rack_kw": "hall"}
     for path in sorted(PRESETS.iterdir(), key=lambda path: path.name):
         text = path.read_text()
         data, first = yaml.safe_load(text), text.splitlines()[0]

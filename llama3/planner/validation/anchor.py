@@ -15,7 +15,7 @@ class Anchor:
     """A prediction, the published figure, and the verdict."""
 
     number: str
-    """A1 .. A23."""
+    """A1 .. A26."""
     what: str
     """The quantity, in words."""
     predicted: float

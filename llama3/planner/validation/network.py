@@ -1,4 +1,5 @@
-"""Anchors A15 to A19: routing in an AI zone, halving against rings, RoCE against InfiniBand, rank placement."""
+"""Anchors A15 to A19 and A26: routing in an AI zone, halving against rings, RoCE against InfiniBand, rank placement,
+congestion control."""
 
 from __future__ import annotations
 
@@ -37,7 +38,19 @@ from llama3.planner.placement import (
 )
 from llama3.planner.projection import project_on_fabric
 from llama3.planner.published import fitted_h100_curves, meta_layout, table4_query
-from llama3.planner.routing import SEEDS, Clos, RoutedJob, make_zone, pair_rates, ring_share
+from llama3.planner.routing import (
+    BURST_BYTES,
+    SEEDS,
+    Clos,
+    RoutedJob,
+    admission_share,
+    bandwidth_share,
+    dcqcn_share,
+    make_zone,
+    pair_rates,
+    pfc_paused,
+    ring_share,
+)
 from llama3.planner.topology import Fabric, Layer, load_fabric
 from llama3.planner.validation.anchor import Anchor
 from llama3.recipe.sections import Model
@@ -56,6 +69,10 @@ LARGE = 2.0**30
 KINDS: tuple[Kind, ...] = ("reduce-scatter", "all-gather", "all-reduce")
 NEAR: Algorithm = "halving nearest-first"
 FAR: Algorithm = "halving farthest-first"
+
+DCQCN_THRESHOLD = 200e3
+"""Bytes queued at which every packet is marked, at 40 Gb/s (Zhu et al., SIGCOMM 2015)."""
+SHALLOW, CHANNEL_BYTES = 1e6, 512 * 2**10
 
 FABRICS_SOURCE = "arXiv 2407.21783, section 3.3.1: tuned to equivalent performance; no figure is published"
 MOST = 0.02
@@ -211,6 +228,46 @@ def _at_least(number: str, what: str, value: float, bound: float, published: flo
 
 def _missed(number: str, what: str, value: float, bound: float, note: str = "") -> Anchor:
     return Anchor(number, what, 100 * value, None, "%", f"must miss >= {100 * bound:g} %", value < bound, note, True)
+
+
+# A26: congestion control
+
+
+def congestion_anchors() -> list[Anchor]:
+    """Return A26: DCQCN at 40 Gb/s and at ten times that, PFC with deep buffers, receiver-driven admission.
+
+    Meta publishes no figure of its transport: DCQCN off at 400 Gb/s, no lasting pauses, NCCL's buffers tuned.
+    """
+
+    def incast(gbit_s: float) -> float:
+        """Return the least use of a link that 2 to 16 senders share, with the thresholds of 40 Gb/s."""
+        return min(dcqcn_share(gbit_s / 8 * 1e9, senders, DCQCN_THRESHOLD) for senders in range(2, 17))
+
+    fabric = load_fabric("roce-24k")
+    load, rate = 1 / bandwidth_share(fabric), fabric.server.nic_bytes_per_s
+    round_trip = 2e-6 * fabric.tiers[-1].latency_us
+    paused = [100 * pfc_paused(load, BURST_BYTES, buffer) for buffer in (float("inf"), SHALLOW)]
+    admitted = [admission_share(rate, channels * CHANNEL_BYTES, round_trip) for channels in (16, 1)]
+    deep = f"{NETWORK_SOURCE}, section 5: spines with deep buffers never paused racks for long; load {load:.2f}"
+    calls = f"{NETWORK_SOURCE}, section 5: channels and their buffers bound what is in flight; 512 KiB each is assumed"
+    busy, idle = "use of a link under DCQCN, 2 to 16 senders, 40 Gb/s", "ablation: the same thresholds at 400 Gb/s"
+    return [
+        _at_least("A26", busy, incast(40), 0.975, 0.975, "Zhu et al., SIGCOMM 2015: always more than 39 of 40 Gb/s"),
+        _missed("A26", idle, incast(400), 0.975, f"{NETWORK_SOURCE}: default settings lost performance; DCQCN is off"),
+        Anchor("A26", "time that a burst pauses others, deep buffers", paused[0], 0.0, "%", "0", not paused[0], deep),
+        Anchor(
+            "A26",
+            "ablation: 1 MB of buffer at a port",
+            paused[1],
+            0.0,
+            "%",
+            "must miss 0",
+            paused[1] > 1,
+            ablation=True,
+        ),
+        _at_least("A26", "share of a card that 16 admitted channels allow", admitted[0], CARD, None, calls),
+        _missed("A26", "ablation: one channel", admitted[1], CARD),
+    ]
 
 
 # A17: a step on tuned RoCE and on InfiniBand

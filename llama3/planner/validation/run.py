@@ -1,4 +1,5 @@
-"""Anchors A9 to A14 and A20: FLOPs, GPU-hours and steps of the 405B's schedule, failures, effective time, a slow host.
+"""Anchors A9 to A14, A20, A24 and A25: FLOPs, GPU-hours and steps of the 405B's schedule, failures, effective time, a
+slow host, power and racks, reader hosts.
 
 Rates of failure are published counts over published hours, or one published rate per server; nothing is fitted.
 """
@@ -16,6 +17,7 @@ from llama3.model.flops import flops_per_token
 from llama3.parallel.layout import ROWS, TABLE_4
 from llama3.planner.budget import StageTime, total_days_and_gpu_hours
 from llama3.planner.goodput import BYTECHECKPOINT, CheckpointCosts, Recovery, effective_time, first_order_effective_time
+from llama3.planner.hardware import hall_use, readers_per_trainer
 from llama3.planner.layout_search import evaluate_layout
 from llama3.planner.published import llama3_model, llama_405b_config, meta_layout, table4_query
 from llama3.planner.reliability import (
@@ -29,9 +31,15 @@ from llama3.planner.reliability import (
     slowdown_by_rank,
     slowdown_without_waiting,
 )
+from llama3.planner.topology import load_fabric
 from llama3.planner.uptime import monte_carlo
 from llama3.planner.validation.anchor import Anchor, within
-from llama3.planner.validation.network import fabric_anchors, network_anchors, placement_anchors
+from llama3.planner.validation.network import (
+    congestion_anchors,
+    fabric_anchors,
+    network_anchors,
+    placement_anchors,
+)
 from llama3.planner.validation.step import (
     megascale_anchors,
     megatron_anchors,
@@ -295,6 +303,47 @@ def _slow_host() -> list[Anchor]:
     ]
 
 
+# A24 and A25: power, racks and reader hosts
+
+READERS = {"RM1": (16.50, 0.68, 0.8, 24.16), "RM2": (4.69, 0.50, 1.2, 9.44), "RM3": (12.00, 0.22, 0.8, 55.22)}
+"""Model: GB/s that a trainer of eight GPUs takes, that a reader hands over, that it reads, and readers of a trainer."""
+READER_SOURCE = "Zhao et al., ISCA 2022, arXiv 2108.09373: rates with two digits"
+SITE = "SemiAnalysis, 100,000 H100 clusters, June 2024; nameplates of NVIDIA, PUE assumed"
+
+
+def hall_anchors() -> list[Anchor]:
+    """Return A24, power and racks, and A25, reader hosts.
+
+    That other equipment takes a tenth is from the source of the 150 MW, so A24 tests the sum, not its parts.
+    """
+    fabric = load_fabric("roce-24k")
+    assert fabric.hall is not None
+    hall, server = fabric.hall, fabric.server
+    use = hall_use(hall, server, 100_000)
+    bare = hall_use(hall.model_copy(update={"other_share": 0.0, "pue": 1.0}), server, 100_000).megawatts
+    cards = 100_000 * fabric.accelerator.watts / 1e6
+    racks = hall_use(hall, server, 3_072).racks
+    anchors = [
+        Anchor("A24", what, ours, 150.0, "MW", "must miss 5 %" if ablation else "+-5 %",
+               within(ours, 150.0, 0.05) != ablation, note, ablation)
+        for what, ours, note, ablation in (
+            ("site of 100,000 H100", use.megawatts, SITE, False),
+            ("ablation: GPUs alone", cards, "", True),
+            ("ablation: servers alone", bare, "", True),
+        )
+    ]  # fmt: skip
+    what, source = "racks of a pod of 3,072 GPUs", "arXiv 2407.21783, section 3.3.1"
+    anchors.append(Anchor("A24", what, float(racks), 192.0, "", "192", racks == 192, source))
+    for model, (trainer, hands, reads, published) in READERS.items():
+        for ablation, rate in ((False, hands), (True, reads)):
+            readers = readers_per_trainer(trainer, rate)
+            ok = within(readers, published, 0.03) != ablation
+            what = f"reader hosts of a trainer, {model}"
+            what, target = (f"ablation: {what}, by what they read", "must miss 3 %") if ablation else (what, "+-3 %")
+            anchors.append(Anchor("A25", what, readers, published, "", target, ok, READER_SOURCE, ablation))
+    return anchors
+
+
 # All anchors, for `herd plan validate`. docs/explanations/planning/limits.md says what they cannot validate.
 
 ANCHORS = (
@@ -308,6 +357,8 @@ ANCHORS = (
     network_anchors,
     placement_anchors,
     fabric_anchors,
+    congestion_anchors,
+    hall_anchors,
 )
 
 

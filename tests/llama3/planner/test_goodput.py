@@ -19,6 +19,8 @@ from llama3.planner.goodput import (
     failure_cost_share,
     first_order_effective_time,
     longest_restart,
+    scaled_costs,
+    shared_network_loss,
 )
 
 MTTI_S = 54 * 86_400 / 466
@@ -111,3 +113,31 @@ def test_mistakes_are_named() -> None:
     ]:
         with pytest.raises(ValueError, match=words):
             call()  # type: ignore[operator]
+
+
+def test_the_published_job_has_the_published_times_and_a_small_one_less() -> None:
+    published = scaled_costs(12 * 405.9e9, 8_960, 2e12)
+    for name in ("block_s", "save_s", "load_s"):
+        assert getattr(published, name) == pytest.approx(getattr(BYTECHECKPOINT, name))
+    small = scaled_costs(12 * 8e9, 8, 24e9)  # an 8B on one server, whose storage takes 4 s for it
+    assert small.block_s == pytest.approx(12 * 8e9 / 8 / 10e9, rel=0.01)
+    assert 4 < small.save_s - small.block_s < 4.1
+    assert 4 < small.load_s < 4.2
+    assert "scaled" in small.source
+
+
+@given(st.floats(1e9, 1e13), st.integers(1, 100_000), st.floats(1e9, 1e13))
+def test_more_bytes_and_slower_storage_never_take_less(state: float, gpus: int, rate: float) -> None:
+    costs, larger, slower = (
+        scaled_costs(*job) for job in ((state, gpus, rate), (2 * state, gpus, rate), (state, gpus, rate / 2))
+    )
+    assert costs.save_s < larger.save_s
+    assert costs.save_s < slower.save_s
+    assert costs.block_s == slower.block_s < larger.block_s
+
+
+def test_saves_that_share_the_network_cost_what_messages_wait() -> None:
+    assert shared_network_loss(0.2, 0.25, 60, 600) == pytest.approx(0.2 / 3 * 0.1)
+    assert shared_network_loss(0.2, 5.0, 60, 600) == shared_network_loss(0.2, 0.5, 60, 600) == pytest.approx(0.02)
+    assert shared_network_loss(0.0, 0.5, 60, 600) == shared_network_loss(0.2, 0.0, 60, 600) == 0
+    assert shared_network_loss(0.2, 0.25, 900, 600) == pytest.approx(0.2 / 3)

@@ -34,10 +34,10 @@ def test_grand_teton_has_the_stated_priors() -> None:
 
 def test_unknown_hardware_is_not_guessed() -> None:
     with pytest.raises(
-        ValueError, match=r"'b300' is unknown hardware, and nothing is guessed .* presets are h100, h200"
+        ValueError, match=r"'b300' is unknown hardware, and nothing is guessed .* presets are a100, h100, h200"
     ):
         load_accelerator("b300")
-    with pytest.raises(ValueError, match="preset: 'b300' is unknown; there are a100-8, ai-zone"):
+    with pytest.raises(ValueError, match="preset: 'b300' is unknown; there are a100, a100-8, ai-zone"):
         preset_text("b300")
 
 

@@ -74,10 +74,10 @@ def test_without_a_wish_as_many_gpus_are_taken_as_can_work() -> None:
 
 def test_the_most_gpus_follow_from_sequences_of_the_smallest_step() -> None:
     spans = Schedule(recipe()).trained
-    assert [max_gpus(fabric(), span) for span in spans] == [64, 64]
+    assert [max_gpus(fabric(), span, 64) for span in spans] == [64, 64]
     tiny = Schedule(recipe("stages=[{name: main, until: 64Mi, seq_len: 4096, batch: 4Ki, mix: base}]")).trained[0]
     large = fabric(tiers=[{"name": "cluster", "gpus": 4096}])
-    assert max_gpus(large, tiny) == 8 * 16  # one sequence: a server by 16 ranks of a pipeline
+    assert max_gpus(large, tiny, large.gpus) == 8 * 16  # one sequence: a server by 16 ranks of a pipeline
 
 
 def test_a_layout_that_does_not_fit_is_refused_with_one_that_does() -> None:
@@ -88,7 +88,7 @@ def test_a_layout_that_does_not_fit_is_refused_with_one_that_does() -> None:
     remedy = str(told.value).rsplit("; ", 1)[1]
     assert remedy.startswith("tp ")
     assert float(remedy.rsplit(" ", 1)[1]) <= 7.5  # GB that it needs
-    assert "micro-batch 1 would, with" in remedy
+    assert "micro-batch 1, compile would, with" in remedy
 
 
 def test_what_fits_nowhere_names_the_smallest_number_of_gpus_that_would_do() -> None:

@@ -7,7 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.planner.routing import Clos, RoutedJob, Slowdown, bandwidth_share, pair_rates, ring_share, slowdown
+from llama3.planner.routing import (
+    Clos,
+    RoutedJob,
+    Slowdown,
+    admission_share,
+    bandwidth_share,
+    congestion_share,
+    dcqcn_share,
+    pair_rates,
+    pfc_paused,
+    ring_share,
+    slowdown,
+)
 from llama3.planner.topology import Routing, load_fabric
 
 ZONE = Clos(8)
@@ -166,3 +178,48 @@ def test_a_zone_of_few_racks_has_no_ring_over_sixteen() -> None:
 def test_one_switch_has_nothing_to_choose() -> None:
     roce = load_fabric("roce-24k")
     assert bandwidth_share(roce.model_copy(update={"tiers": roce.tiers[:1], "routing": "ecmp", "queue_pairs": 1})) == 1
+
+
+# Congestion control
+
+
+@given(st.floats(0.1, 64), st.floats(1e9, 1e11), st.floats(0, 1e8))
+def test_congestion_costs_nothing_below_load_1_and_never_more_than_there_is(
+    load: float, rate: float, held: float
+) -> None:
+    paused, used = pfc_paused(load, 64e6, held), dcqcn_share(rate, load, held)
+    assert 0 <= paused < 1
+    assert 0.5 <= used <= 1
+    if load <= 1:
+        assert (paused, used) == (0, 1)
+    assert pfc_paused(load, 64e6, held / 2) >= paused
+    assert dcqcn_share(rate, load, held / 2) <= used <= dcqcn_share(rate / 2, load, held)
+
+
+def test_what_a_buffer_does_not_hold_pauses_others() -> None:
+    assert pfc_paused(2, 64e6, 0) == 0.5  # a link needs twice the time of the burst
+    assert pfc_paused(2, 64e6, 16e6) == 0.25
+    assert pfc_paused(2, 64e6, 32e6) == 0
+
+
+def test_senders_that_halved_come_back_in_periods() -> None:
+    """Three senders: a link of 40 Gb/s is 3/4 full for one period of 55 us, which 69 kB of queue bridge."""
+    rate = 5e9
+    assert dcqcn_share(rate, 3, 0) == pytest.approx(0.75)
+    assert dcqcn_share(rate, 3, 0.25 * 55e-6 * rate) == 1
+    assert dcqcn_share(rate, 2, 0) == 1
+
+
+def test_congestion_control_is_the_clusters() -> None:
+    roce = load_fabric("roce-24k")
+
+    def share(**changes: object) -> float:
+        return congestion_share(roce.model_copy(update=changes), 1.1)
+
+    assert share() == share(congestion_control="none") == 1
+    assert share(congestion_control="none", buffer_mb=1) == pytest.approx(1 - (1 - 1 / 1.1 - 1 / 64))
+    assert (
+        share(congestion_control="none", buffer_mb=0.2) < share(buffer_mb=0.2) < 1
+    )  # admission sends fewer bytes at once
+    assert share(congestion_control="dcqcn") < share(congestion_control="dcqcn", ecn_mb=10) == 1
+    assert share(in_flight_mb=0.5) == pytest.approx(0.5e6 / (48.5e9 * 28e-6)) == admission_share(48.5e9, 0.5e6, 28e-6)

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from llama3.planner.hardware import preset_text
-from llama3.planner.topology import Fabric, fabric_names, load_fabric, make_fabric
+from llama3.planner.topology import Fabric, fabric_names, is_fabric_name, load_fabric, make_fabric
 
 ROCE: dict[str, Any] = yaml.safe_load(preset_text("roce-24k"))
 
@@ -57,3 +57,24 @@ def test_a_users_file_may_name_presets_and_files_beside_it(tmp_path: Path) -> No
     (tmp_path / "ours.yaml").write_text(yaml.safe_dump({**ROCE, "name": "ours", "accelerator": "gpu.yaml"}))
     fabric = load_fabric(str(tmp_path / "ours.yaml"))
     assert (fabric.name, fabric.accelerator.name) == ("ours", "mine")
+
+
+def test_a_small_cluster_needs_no_file() -> None:
+    eight, one, many = (load_fabric(name) for name in ("h100x8", "h200x1", "a100x64"))
+    assert (eight.gpus, eight.servers, eight.accelerator.name, eight.server.frontend_gbit_s) == (8, 1, "h100", 400)
+    assert (one.gpus, one.server.gpus, one.accelerator.memory_gb) == (1, 1, 141)
+    assert (many.servers, many.accelerator.dense_tflops, many.server.nic_gbit_s) == (8, 312, 200)
+    assert is_fabric_name("h100x8")
+    assert not is_fabric_name("b300x8")
+    for name, told in (("h100x12", "12 GPUs are no whole servers of 8; write h100x16"), ("h100x0", "write h100x8")):
+        with pytest.raises(ValueError, match=told):
+            load_fabric(name)
+
+
+def test_storage_is_as_fast_as_the_file_system_and_the_cards_allow() -> None:
+    fabric = load_fabric("roce-24k")
+    assert fabric.storage_bytes_per_s(8) == pytest.approx(200 / 8 * 0.97 * 1e9)
+    assert fabric.storage_bytes_per_s(16) == 2 * fabric.storage_bytes_per_s(8)
+    assert fabric.storage_bytes_per_s(16_384) == 2e12
+    shared = fabric.model_copy(update={"server": fabric.server.model_copy(update={"frontend_gbit_s": 0})})
+    assert shared.storage_bytes_per_s(8) == 8 * fabric.server.nic_bytes_per_s

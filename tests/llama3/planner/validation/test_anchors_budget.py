@@ -8,7 +8,16 @@ import pytest
 
 from llama3.parallel.layout import TABLE_4
 from llama3.planner.validation.anchor import Anchor
-from llama3.planner.validation.run import SCHEDULE, budget_anchors, gpu_hours, modeled_tflops, steps, table_4
+from llama3.planner.validation.network import congestion_anchors
+from llama3.planner.validation.run import (
+    SCHEDULE,
+    budget_anchors,
+    gpu_hours,
+    hall_anchors,
+    modeled_tflops,
+    steps,
+    table_4,
+)
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +73,15 @@ def test_smaller_batches_are_slower_than_the_published_ones() -> None:
     small, half, whole, _ = (modeled_tflops(part) for part in SCHEDULE)
     assert small < half < TABLE_4[0].tflops
     assert whole == pytest.approx(TABLE_4[1].tflops, rel=0.03)
+
+
+def test_power_readers_and_congestion_hold_and_their_ablations_miss() -> None:
+    rows = [*hall_anchors(), *congestion_anchors()]
+    assert [row.what for row in rows if row.wrong or row.known] == []
+    for number, tolerance in (("A24", 0.05), ("A25", 0.03), ("A26", None)):
+        mine = [row for row in rows if row.number == number]
+        assert {row.ablation for row in mine} == {False, True}
+        assert all(row.note for row in mine if not row.ablation)
+        for row in mine if tolerance else ():
+            assert row.error is not None
+            assert (abs(row.error) <= tolerance) != row.ablation, row.what
