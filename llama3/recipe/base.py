@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,9 +31,22 @@ MAX_ALIASED = 100_000
 """Maximum values of all expanded aliases of a file."""
 
 
+MAX_DEPTH = 2000
+"""Levels up to which libyaml reads a text: it calls itself for each, and 50,000 overflow the stack of the process."""
+
+
 def read_plain(text: str | bytes) -> Any:
     """Return the plain data of a YAML text. Raises yaml.YAMLError."""
-    loader = yaml.SafeLoader(text)
+    # libyaml takes an eighth of the time, but its errors do not quote the line; a level needs a bracket or a column
+    shown = text.decode(errors="replace") if isinstance(text, bytes) else text
+    columns = max(map(len, shown.splitlines()), default=0)
+    if 2 * (shown.count("[") + shown.count("{") + columns) < MAX_DEPTH:
+        with suppress(yaml.YAMLError, UnicodeError):
+            return _construct(getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text))
+    return _construct(yaml.SafeLoader(text))
+
+
+def _construct(loader: Any) -> Any:
     try:
         node = loader.get_single_node()
         if node is None:

@@ -172,7 +172,22 @@ def test_small_aliases_are_allowed() -> None:
     assert read_plain("") is None
 
 
-@pytest.mark.parametrize("text", ["[" * 5000, "a: " * 5000, "{a: " * 5000 + "}" * 5000])
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_libyaml_reads_what_python_reads(path: Path) -> None:
+    expected = yaml.load(path.read_text(), yaml.SafeLoader)
+    assert read_plain(path.read_text()) == read_plain(path.read_bytes()) == expected
+
+
+def test_a_mistake_in_yaml_is_quoted(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("name: a\nmix: [1, 2\nseed: 1\n")
+    with pytest.raises(RecipeError, match=r"line 3, column 5:\n +seed: 1\n +\^"):
+        load_recipe(tmp_path / "r.yaml")
+
+
+DEEP = ["[" * 5000, "a: " * 5000, "{a: " * 5000 + "}" * 5000, "- " * 100_000, "[a: " * 100_000]
+
+
+@pytest.mark.parametrize("text", DEEP, ids=lambda text: text[:3].strip())
 def test_deep_nesting_is_a_line_and_no_traceback(text: str, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(text)
     with pytest.raises(RecipeError, match="is not YAML"):
