@@ -17,7 +17,6 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from storage.digests import FileDigest, digest_file, digest_folder, digest_json
+from storage.digests import FileDigest, digest_file, digest_folder, digest_json, parallel_map
 from storage.filesystem import sync_folder, write_atomic
 from storage.processes import boot_id
 from storage.signing import sign, signature_error
@@ -239,8 +238,8 @@ def wrong_files(folder: Path, files: Mapping[str, FileDigest], stamp: VerifiedFi
     stats = {name: FileStat.from_path(folder / name) for name in files}
     wrong = {name for name, entry in files.items() if (stat := stats[name]) is None or stat.bytes != entry.bytes}
     unknown = [name for name in files if name not in wrong and known.get(name) != stats[name]]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        intact = list(pool.map(lambda name: _is_intact(folder / name, files[name], again), unknown))
+    threads = min(8, os.cpu_count() or 1)
+    intact = parallel_map(lambda name: _is_intact(folder / name, files[name], again), unknown, threads)
     stamp.add({name: stat for name, ok in zip(unknown, intact, strict=True) if ok and (stat := stats[name])})
     return sorted(wrong.union(name for name, ok in zip(unknown, intact, strict=True) if not ok))
 

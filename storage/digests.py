@@ -99,6 +99,9 @@ def parallel_map(work: Callable[[T], R], items: Iterable[T], threads: int = THRE
 
     After an error no queued item is started: `pool.map` would, and a server that hangs would cost its deadline twice.
     """
+    items = list(items)
+    if len(items) == 1:  # a thread takes longer than a small file
+        return [work(items[0])]
     failed = threading.Event()
 
     def guarded(item: T) -> R:
