@@ -25,6 +25,9 @@ FIRST_READ = 2**16
 SKIPS = "skips.json"
 HEALTH = "health.jsonl"
 """Beside the journal, in its format: the health of the nodes at chosen steps. The supervisor writes it."""
+Series = list[tuple[int, float]]
+"""(position in tokens, value)"""
+SERIES = "SELECT key, position, value FROM read_parquet($tables) ORDER BY key, position"
 
 
 @dataclass(frozen=True)
@@ -219,6 +222,20 @@ def device_hours(work: Path) -> float:
         last = max((time for time in times if began <= time < following), default=began)
         total += attempt["processes"] * max(0.0, attempt.get("ended", last) - began)
     return total / 3600
+
+
+def read_series(tables: Iterable[Path], query: str = SERIES, **values: Any) -> dict[str, Series]:
+    """Return the series that `query` with `values` selects from such tables of consecutive stages, each continuous."""
+    import duckdb
+
+    series: dict[str, Series] = {}
+    values["tables"] = [str(table) for table in tables]
+    if values["tables"]:
+        with duckdb.connect() as connection:
+            connection.execute("SET enable_progress_bar = false")
+            for key, position, value in connection.execute(query, values).fetchall():
+                series.setdefault(key, []).append((position, value))
+    return series
 
 
 class SkippedRange(BaseModel):

@@ -11,6 +11,7 @@ import hashlib
 import json
 import urllib.request
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from statistics import fmean
@@ -25,20 +26,20 @@ from llama3.recipe.base import DOMAINS
 from llama3.recipe.load import resolved
 from llama3.recipe.units import tokens
 from llama3.train import metrics
+from llama3.train.journal import Series, read_series
 from storage.artifact import flatten
 from storage.filesystem import write_atomic
 from storage.object_artifact import open_store
 from storage.root import Root
 from tasks.format import templates
-from tasks.report.data import Series, read_series
 from tasks.report.plots import INK, as_svg
 from tasks.runs.provenance import differences_line, provenance_facts
 from tasks.runs.records import RunRecord, Runs
-from tasks.tracking.mlflow import MLflowTracker
-from tasks.tracking.mlflow_store import server_uri
+from tasks.tracking.mlflow_store import call_server, server_uri
 from tasks.tracking.steps import scores_of
 
-POINTS = 2000
+POINTS = 500
+"""Of a curve on the page, which is 650 pixels wide; more would be drawn over each other."""
 PALETTE = ("#3b6fb6", "#d1603d", "#3f9b6c", "#8a63b8", "#b8860b", "#c2477f", "#2f9aa8", "#6b7280")
 FIGURES = {
     "Loss": ("Training loss, nats per token, against tokens seen.", [metrics.LOSS]),
@@ -53,15 +54,16 @@ LOCAL_SERVER = "http://127.0.0.1:5000"
 Rows = list[tuple[str, list[str]]]
 """Names, each with its value in each run."""
 THINNED = """
-WITH numbered AS (
-    SELECT key, position, value, count(*) OVER (PARTITION BY key) AS total,
-        row_number() OVER (PARTITION BY key ORDER BY position) AS number
-    FROM read_parquet($tables) WHERE list_contains($keys, key)
+WITH points AS (SELECT key, position, value FROM read_parquet($tables) WHERE list_contains($keys, key)),
+spans AS (SELECT key, count(*) AS total, max(position) AS high FROM points GROUP BY key),
+steps AS (
+    SELECT max(position) FROM points WHERE key = (SELECT arg_max(key, total) FROM spans)
+    GROUP BY position * $points // (SELECT max(high) FROM spans)
 )
-SELECT key, position, value FROM numbered
-WHERE (total - number) % greatest(1, total // $points) = 0 ORDER BY key, position
+SELECT key, position, value FROM points JOIN spans USING (key)
+WHERE total <= $points OR position = high OR position IN (FROM steps) ORDER BY key, position
 """
-"""About `points` of each series, and always its last one."""
+"""At most `points` of each series, evenly over the tokens, and always its last one."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,9 @@ def compare_runs(root: Root, names: list[str]) -> Comparison:
         for artifact in artifacts:
             if artifact.manifest.kind in ("evaluation", "gate"):
                 scores |= scores_of(artifact)
-        series = read_series(stages, THINNED, keys=[key for _, keys in FIGURES.values() for key in keys], points=POINTS)
+        tables = [stage.part("metrics.parquet") for stage in stages]
+        keys = [key for _, shown in FIGURES.values() for key in shown]
+        series = read_series(tables, THINNED, keys=keys, points=POINTS)
         plain = resolved(runs.recipe(record.name))
         recipes.append(flatten({**plain, "stages": {stage["name"]: stage for stage in plain["stages"]}}))
         positions.append(max((int(stage.metadata["end"]) for stage in stages), default=0))
@@ -166,7 +170,7 @@ def comparison_url(root: Root, compared: Comparison) -> str:
     write_atomic(page, text)
     if not root.is_local:
         root.write(text, FOLDER, page.name)
-    return _mlflow_url(root, [run.record for run in compared.runs]) or page.as_uri()
+    return _mlflow_url([run.record for run in compared.runs]) or page.as_uri()
 
 
 def _html(compared: Comparison) -> str:
@@ -190,7 +194,10 @@ def _curves(runs: list[ComparedRun], keys: list[str]) -> str:
     columns = min(2, len(keys))
     rows = -(-len(keys) // columns)
     height = 3.4 if rows == 1 else 2.6 * rows
-    figure, axes = plt.subplots(rows, columns, figsize=(9, height), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(rows, columns, figsize=(9, height), squeeze=False)
+    # in inches; a layout engine takes as long as the drawing
+    spaces = {"left": 0.75 / 9, "right": 1 - 0.1 / 9, "top": 1 - 0.3 / height, "bottom": 0.55 / height}
+    figure.subplots_adjust(**spaces, wspace=0.22, hspace=0.5)
     for axis, key in zip(axes.flat, keys, strict=False):
         for index, run in enumerate(runs):
             points = run.series.get(key, [])
@@ -237,32 +244,30 @@ COLUMNS = {"Loss": 1, "Loss by domain": 2, "Throughput": 2, DIFFERENCES: 1}
 """Charts side by side; elsewhere three."""
 
 
-def _mlflow_url(root: Root, records: list[RunRecord]) -> str:
+def _mlflow_url(records: list[RunRecord]) -> str:
     """Return the address of MLflow's prepared charts of the runs, or "" if no MLflow server answers.
 
     Runs of one family get charts over tokens, those of several MLflow's plain comparison.
     """
     server = server_uri() or LOCAL_SERVER
-    tracker = MLflowTracker(root, records[0].family)
     if not all(record.mlflow_experiment for record in records):
         return ""
+    run_ids, experiments = [record.mlflow_run for record in records], {record.mlflow_experiment for record in records}
     try:
         urllib.request.urlopen(f"{server}/health", timeout=2).close()
-    except (OSError, ValueError):
+        known = [call_server(server, f"runs/get?run_id={run_id}")["run"]["data"] for run_id in run_ids]
+    except (OSError, ValueError, KeyError):  # no MLflow, or one that does not have these runs
         return ""
-    run_ids, experiments = [record.mlflow_run for record in records], {record.mlflow_experiment for record in records}
-
-    def prepare() -> str:
-        keys = {key for run_id in run_ids for key in tracker.client.get_run(run_id).data.metrics}
+    if len(experiments) == 1:
+        keys = {metric["key"] for data in known for metric in data.get("metrics", [])}
         created = round(max(datetime.fromisoformat(record.started).timestamp() for record in records) * 1000)
-        key, names = chart_view_key(run_ids), [record.name for record in records]
-        tag = chart_view_tag(names, run_ids, keys, created)
-        tracker.client.set_experiment_tag(records[0].mlflow_experiment, TAG + key, tag)
-        return key
-
-    if len(experiments) == 1 and (key := tracker.reach.attempt(prepare, "")):
-        shown = f"workflowType=machine_learning&compareRunsMode=CHART&viewStateShareKey={key}"
-        return f"{server}/#/experiments/{experiments.pop()}/runs?{shown}"
+        key, experiment = chart_view_key(run_ids), records[0].mlflow_experiment
+        tag = chart_view_tag([record.name for record in records], run_ids, keys, created)
+        view = {"experiment_id": experiment, "key": TAG + key, "value": tag}
+        with suppress(OSError):  # an account that may only read
+            call_server(server, "experiments/set-experiment-tag", view)
+            shown = f"workflowType=machine_learning&compareRunsMode=CHART&viewStateShareKey={key}"
+            return f"{server}/#/experiments/{experiment}/runs?{shown}"
     ids, spaces = (quote(json.dumps(value, separators=(",", ":"))) for value in (run_ids, sorted(experiments)))
     return f"{server}/#/compare-runs?runs={ids}&experiments={spaces}&workflowType=machine_learning"
 

@@ -9,7 +9,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import pyarrow.parquet as pq
 from rich.console import Console
 from rich.markup import escape
@@ -24,6 +23,7 @@ from llama3.recipe.schedule import Schedule, StageSpan
 from llama3.recipe.schema import Recipe
 from llama3.train import metrics
 from llama3.train.averaging import Choice
+from llama3.train.journal import Series, read_series
 from storage.artifact import Artifact
 from storage.object_artifact import open_store
 from storage.root import Root
@@ -33,9 +33,6 @@ from tasks.runs.records import RunRecord, Runs
 from tasks.tracking.mlflow import MLflowTracker
 
 Row = dict[str, Any]
-Series = list[tuple[int, float]]
-"""(position in tokens, value)"""
-SERIES = "SELECT key, position, value FROM read_parquet($tables) ORDER BY key, position"
 COUNTS = ("read", "read_bytes", "kept", "kept_bytes", "held_out", "held_out_bytes")
 
 
@@ -147,7 +144,7 @@ def collect_report_data(root: Root, name: str) -> ReportData:
     record, recipe = runs.find(name), runs.recipe(name)
     artifacts = {step: store.load(entry.artifact) for step, entry in record.steps.items()}
     trained = [(span, artifacts[span.name]) for span in Schedule(recipe).trained if span.name in artifacts]
-    series = read_series([artifact for _, artifact in trained])
+    series = read_series(artifact.part("metrics.parquet") for _, artifact in trained)
     prefix = "evaluate-"
     evaluations = {step.removeprefix(prefix): artifacts[step] for step in artifacts if step.startswith(prefix)}
     champion = evaluations.pop("champion", None)
@@ -178,18 +175,6 @@ def collect_report_data(root: Root, name: str) -> ReportData:
         decision=promotion.decision if promotion else None,
         mlflow={key: value for key, value in sorted(tags.items()) if value and not key.startswith("mlflow.")},
     )
-
-
-def read_series(stages: list[Artifact], query: str = SERIES, **values: Any) -> dict[str, Series]:
-    """Return the metrics of `stages` that `query` with `values` selects, each continuous over the stages."""
-    series: dict[str, Series] = {}
-    if stages:
-        values["tables"] = [str(stage.part("metrics.parquet")) for stage in stages]
-        with duckdb.connect() as connection:
-            connection.execute("SET enable_progress_bar = false")
-            for key, position, value in connection.execute(query, values).fetchall():
-                series.setdefault(key, []).append((position, value))
-    return series
 
 
 def _stage_row(span: StageSpan, artifact: Artifact, series: dict[str, Series], outcome: str) -> StageRow:

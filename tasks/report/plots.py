@@ -9,24 +9,24 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import numpy as np
-import pyarrow.parquet as parquet
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter
 
-from llama3.evaluate.needle import scores_by_length
-from llama3.evaluate.scores import Scores
-from llama3.evaluate.statistics import proportion
-from llama3.export.card import StageLine
 from llama3.recipe.base import CONVERSATIONS
 from llama3.recipe.units import tokens
-from llama3.studies.forecast import Forecast, ForecastFit, Interval
 from llama3.train import metrics
-from storage.artifact import Artifact
-from tasks.report.data import DataPage, ReportData, Series, StageRow
+from llama3.train.journal import Series, read_series
+
+if TYPE_CHECKING:  # `herd compare` draws without a second of imports
+    from llama3.evaluate.scores import Scores
+    from llama3.export.card import StageLine
+    from llama3.studies.forecast import Forecast, ForecastFit, Interval
+    from storage.artifact import Artifact
+    from tasks.report.data import DataPage, ReportData, StageRow
 
 matplotlib.use("svg")
 COLOURS = {"general": "#3b6fb6", "math": "#d1603d", "code": "#3f9b6c", "multilingual": "#8a63b8"}
@@ -134,10 +134,9 @@ def draw_curve(stages: list[Artifact], lines: list[StageLine], path: Path) -> No
 
     `lines` mark where each stage begins.
     """
-    points: dict[int, float] = {}
-    for stage in stages:
-        table = parquet.read_table(stage.part("metrics.parquet"), filters=[("key", "=", metrics.LOSS)])
-        points |= {row["position"]: row["value"] for row in table.to_pylist()}
+    query = "SELECT key, position, value FROM read_parquet($tables) WHERE key = $key ORDER BY position"
+    tables = (stage.part("metrics.parquet") for stage in stages)
+    points = dict(read_series(tables, query, key=metrics.LOSS).get(metrics.LOSS, []))
     positions = sorted(points)
     losses = [points[position] for position in positions]
     size = max(MIN_STEPS, len(losses) // MEANS)
@@ -232,6 +231,8 @@ def bits_per_byte(data: ReportData) -> str:
 
 def needle_heatmap(scores: Scores) -> str | None:
     """Return the heat map of needle scores by length and depth as SVG text; None if `scores` has no grid."""
+    from llama3.evaluate.needle import scores_by_length
+
     cells = scores_by_length(scores)
     if not cells:
         return None
@@ -283,6 +284,8 @@ def length_histogram(page: DataPage) -> str:
 
 def forecast_plot(fit: ForecastFit, target: Forecast) -> str:
     """Draw the two steps of a forecast: likelihood over compute, accuracy over likelihood; mark `target`."""
+    from llama3.evaluate.statistics import proportion
+
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained", width_ratios=(1.1, 1))
     ends = {point.run: point for point in sorted(fit.points, key=lambda point: point.flops)}.values()
     inner = [point for point in fit.points if point not in ends]

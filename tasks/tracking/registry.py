@@ -144,10 +144,10 @@ def labels_with_alias(root: Root) -> list[str]:
     if uri.startswith("sqlite:///") and not (root.local / "mlflow.db").exists():
         return []
     labels: list[str] = []
+    tracker = MLflowTracker(root, "")
+    if not tracker.reach.wait(WAIT_S, print):
+        raise ValueError(f"MLflow at {tracker.uri} does not answer, and it might know a champion; start it first")
     for family in sorted({record.family for record in Runs(root).all()}):
-        tracker = MLflowTracker(root, family)
-        if not tracker.reach.wait(WAIT_S, print):
-            raise ValueError(f"MLflow at {tracker.uri} does not answer, and it might know a champion; start it first")
         versions = [
             tracker.client.get_model_version(model.name, version)
             for model in tracker.client.search_registered_models(f"name = '{family}'")

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as parquet
-
 from llama3.train import metrics
 from llama3.train.journal import Record
 from storage.artifact import Artifact, Store
@@ -152,6 +150,8 @@ def send_records(tracker: Tracker, runs: list[str], records: Iterable[Record], t
 
 def read_series(table: Path) -> list[Record]:
     """Return the records of a finished stage (`metrics.parquet`) as they were in its journal."""
+    import pyarrow.parquet as parquet
+
     records: dict[int, tuple[float, dict[str, float]]] = {}
     for row in parquet.read_table(table).to_pylist():
         records.setdefault(row["position"], (row["time"], {}))[1][row["key"]] = row["value"]
