@@ -145,6 +145,7 @@ class Team:
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": public.rstrip("/") or f"http://127.0.0.1:{port}",
             "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,orphans",
             "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
             **({"PREFECT_SERVER_UI_API_URL": f"{public.rstrip('/')}/api"} if public else {}),
         }

@@ -1,6 +1,6 @@
 """The services of a team on one machine: Postgres, a Prefect server, an MLflow server and a worker, as plain processes.
 
-    python -m deploy.team up --env /etc/herd/team.env      (also: down, status, environment, run SERVICE)
+    python -m deploy.team up --env /etc/herd/team.env      (also: down, status, environment, purge, run SERVICE)
 
 No containers, and nothing to install but Debian's postgresql: each service is a process with a pid file and a log below
 one folder, bound to loopback; a reverse proxy with TLS goes in front (docs/tutorials/team.md). systemd runs the very
@@ -33,6 +33,7 @@ import psutil
 from deploy.services import Service, Team, identity, postgres_program
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+PURGED = "90d"
 DATABASES = ("prefect", "mlflow", "mlflow_auth")
 SECRET = ("HERD_DB_PASSWORD", "HERD_AUTH")
 START_S, STOP_S = 120.0, 90.0
@@ -176,6 +177,15 @@ def status(team: Team) -> int:
     return 0 if well else 3
 
 
+def purge(team: Team) -> None:
+    """Delete for good what has been in MLflow's trash for PURGED; `herd gc` knows no password of Postgres."""
+    from mlflow.cli import gc  # in this process: others can read a command line
+
+    os.environ.update(team.client())
+    words = ["--backend-store-uri", team.database("mlflow", "+psycopg2"), "--older-than", PURGED]
+    gc.main(words, standalone_mode=False)
+
+
 def running(team: Team, service: Service) -> psutil.Process | None:
     """Return the process of a service if it lives; a number that now belongs to another process does not count."""
     try:
@@ -248,7 +258,7 @@ def settings(file: Path | None) -> dict[str, str]:
 def main() -> int:
     """Do what the command line asks for; a mistake is a line on stderr and status 2."""
     parser = argparse.ArgumentParser(prog="python -m deploy.team", description="Services of a team on one machine.")
-    parser.add_argument("command", choices=["up", "down", "status", "environment", "register", "run"])
+    parser.add_argument("command", choices=["up", "down", "status", "environment", "register", "purge", "run"])
     parser.add_argument("service", nargs="?", default="", help="what `run` becomes: postgres, mlflow, prefect, worker")
     parser.add_argument("--env", type=Path, help="file of NAME=value lines; without, the environment")
     words = parser.parse_args()
@@ -269,7 +279,7 @@ def obey(team: Team, command: str, service: str) -> int:
         case "run":
             run(team, team.service(service))
         case _:
-            {"up": up, "down": down, "register": register}[command](team)
+            {"up": up, "down": down, "register": register, "purge": purge}[command](team)
     return 0
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from prefect import flow, get_client, get_run_logger
 from prefect.artifacts import create_table_artifact
+from prefect.settings import PREFECT_API_URL
 
 from flows.crash_recovery import thin_out
+from flows.local_server import is_temporary
 from flows.recipe_form import ReportParameters, RootParameters, field_at
 from flows.run_lifecycle import FlowResult, existing_run, find_run, flow_state
 from llama3.recipe.units import Duration
@@ -15,7 +19,7 @@ from tasks.cluster import Cluster
 from tasks.console import Console, current_console
 from tasks.format import format_bytes
 from tasks.report.run import write_report
-from tasks.runs.gc import delete_items, gc_lines, gc_rows, gc_table, plan_gc
+from tasks.runs.gc import GcPlan, delete_items, delete_rows, gc_lines, gc_rows, gc_table, plan_gc, plan_rows
 from tasks.runs.integrity import verify as read_all
 from tasks.runs.recovery import GRACE_S, Reconciled
 from tasks.runs.recovery import reconcile as reconcile_root
@@ -38,36 +42,57 @@ class RetentionParameters(RootParameters):
     older_than: str = field_at(
         1, "Older than", "7 d", "Only artifacts that are older than this are deleted: 12 h, 7 d."
     )
-    dry_run: bool = field_at(2, "Dry run", True, "Only list the artifacts that would be deleted.")
+    dry_run: bool = field_at(2, "Dry run", True, "Only list what would be deleted.")
+    databases: str = field_at(
+        3,
+        "Databases",
+        "90 d",
+        "In Prefect's and MLflow's databases only what ended before: 90 d; empty: delete nothing there.",
+    )
 
 
 @flow(name="gc", persist_result=False)
 def gc(config: RetentionParameters = RetentionParameters()) -> str:  # noqa: B008  (Prefect reads the default)
-    """Delete artifacts that no kept run, alias or live process needs, and return the result in one line."""
+    """Delete artifacts that no kept run, alias or live process needs, and old rows of databases; return one line."""
 
     def delete() -> FlowResult:
-        text = clean_up(config.root_at, config.keep_runs, config.older_than, config.dry_run, current_console())
+        keep, age = config.keep_runs, config.older_than
+        text = clean_up(config.root_at, keep, age, config.dry_run, current_console(), config.databases)
         return FlowResult(text, text)
 
     return flow_state(delete)
 
 
-def clean_up(root: Root, keep_runs: int, older_than: str, dry_run: bool, console: Console) -> str:
-    """Delete (or list), show the table on the console and in Prefect, and return the result in one line."""
-    try:
-        age = Duration.parse(older_than)
-    except ValueError as error:
-        raise ValueError(f"older_than: {error}") from error
-    plan = plan_gc(root, keep_runs, int(age), labels_with_alias(root))
+def clean_up(root: Root, keep_runs: int, older_than: str, dry_run: bool, console: Console, databases: str = "") -> str:
+    """Delete (or list), show the table on the console and in Prefect, and return the result in one line.
+
+    `databases` is the age from which on rows of Prefect's and MLflow's databases are deleted; empty: none are.
+    """
+    ages = {}
+    for field, text in {"older_than": older_than, **({"databases": databases} if databases.strip() else {})}.items():
+        try:
+            ages[field] = int(Duration.parse(text))
+        except ValueError as error:
+            raise ValueError(f"{field}: {error}") from error
+    aliases = labels_with_alias(root)
+    plan = plan_gc(root, keep_runs, ages["older_than"], aliases)
     deleted = None if dry_run else delete_items(root, plan)
+    if "databases" in ages:
+        with ExitStack() as stack:
+            lasting = PREFECT_API_URL.value() and not is_temporary()
+            client = stack.enter_context(get_client(sync_client=True)) if lasting else None
+            rows = plan_rows(root, plan, keep_runs, ages["databases"], aliases, client)
+            if deleted is not None:
+                deleted += delete_rows(root, rows, ages["databases"], client)
+        plan = GcPlan((*plan.items, *rows.items), plan.made)
     for line in gc_lines(plan)[:MOST_LISTED] if dry_run else []:
         console.log(f"  would delete {line}")
     console.table(gc_table(plan, deleted))
     if dry_run:
         text = f"dry run: {len(plan.doomed)} of {len(plan.items)} would be deleted, {format_bytes(plan.freed)}"
     else:
-        freed = sum(item.bytes for item in deleted or [])
-        text = f"deleted {format_bytes(freed)} of {format_bytes(sum(item.bytes for item in plan.items))}"
+        freed = format_bytes(sum(item.bytes for item in deleted or []))
+        text = f"deleted {len(deleted or [])} of {len(plan.items)}, {freed}"
     prefect_artifacts.table("gc", gc_rows(plan, deleted), text)
     prefect_artifacts.flush()
     return text

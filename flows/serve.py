@@ -334,6 +334,7 @@ class Servers:
             "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
             "PREFECT_WORKER_QUERY_SECONDS": "5",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,orphans",  # artifacts of the flow runs that gc deletes
             "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
             "MLFLOW_TRACKING_URI": self.mlflow,
             "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",

@@ -242,15 +242,18 @@ def sync(run: str, root: RootOption = DEFAULT_ROOT) -> None:
 def gc(
     keep_runs: Annotated[int, typer.Option(min=1, help="Newest runs of each family to keep.")] = 5,
     older_than: Annotated[str, typer.Option(help="Delete only older artifacts: 12 h, 7 d.")] = "7 d",
+    databases: Annotated[
+        str, typer.Option(help="In Prefect's and MLflow's databases only what ended before; empty: nothing there.")
+    ] = "90 d",
     delete: Annotated[bool, typer.Option("--delete", help="Delete; without it, only list.")] = False,
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
-    """List or delete artifacts that no kept run, alias or live process needs."""
+    """List or delete artifacts that no kept run, alias or live process needs, and old rows of databases."""
     from flows.maintenance import clean_up
     from tasks.console import TerminalConsole
 
     with mistakes():
-        out.print(clean_up(Root.parse(root), keep_runs, older_than, not delete, TerminalConsole()))
+        out.print(clean_up(Root.parse(root), keep_runs, older_than, not delete, TerminalConsole(), databases))
 
 
 def verify(

@@ -1,17 +1,24 @@
-"""Garbage collection: delete old artifacts that no kept run, alias or live process needs.
+"""Garbage collection: delete old artifacts that no kept run, alias or live process needs, and rows of databases.
 
 Kept are the newest runs of each family, runs unfinished within the last month, runs of a study's report, models with an
 alias, and all inputs of these. Nothing of a family is deleted while a run of it is active, or while the registry does
-not answer. Unfinished work is deleted after a month without writes. Records, reports and decisions are kept.
+not answer. Unfinished work is deleted after a month without writes. Records, reports and decisions are kept. Of
+Prefect's and MLflow's databases goes what ended long ago, if the root can show it again.
 """
 
 from __future__ import annotations
 
+import os
+import sqlite3
+import subprocess
+import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -28,6 +35,11 @@ from tasks.promotion.log import aliased_labels
 from tasks.runs.progress import IN_PROGRESS
 from tasks.runs.records import RunRecord, Runs
 from tasks.study.records import Studies
+from tasks.tracking.mlflow import MLflowTracker
+from tasks.tracking.mlflow_store import NAME, VARIABLE, database_uri, tracking_uri
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.filters import FlowRunFilter
 
 WORK = "work"
 COPY = "local copy"
@@ -49,6 +61,8 @@ class GcItem:
     """Why it is kept; empty: it is deleted."""
     copy: Path | None = None
     """The folder of a local copy or page cache; None: the artifact itself."""
+    ids: tuple[str, ...] = ()
+    """Rows of a database: the flow run, or the MLflow runs of a run and its steps."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +104,20 @@ def is_open(record: RunRecord, now: float) -> bool:
     return record.state != "finished" and now - last < OPEN_S
 
 
+def newest_runs(records: list[RunRecord], keep_runs: int) -> list[RunRecord]:
+    """Return the newest `keep_runs` of each family of `records`, which are oldest first."""
+    families: dict[str, list[RunRecord]] = {}
+    for record in records:
+        families.setdefault(record.family, []).append(record)
+    return [record for runs in families.values() for record in runs[-keep_runs:]]
+
+
+def study_runs(root: Root, records: list[RunRecord]) -> list[RunRecord]:
+    """Return those of `records` that the report of a study is made from."""
+    recipes = {digest for study in Studies(root).all(strict=True) for digest in study.recipes}
+    return [record for record in records if record.state == "finished" and record.recipe_digest in recipes]
+
+
 def plan_gc(
     root: Root, keep_runs: int, older_than_s: float, aliases: Iterable[str], now: float | None = None
 ) -> GcPlan:
@@ -110,10 +138,9 @@ def plan_gc(
         for label, artifact in artifacts.items()
         if artifact.manifest.kind == "evaluation" and artifact.manifest.inputs.get("checkpoint") in keys
     ]
-    families = {record.family for record in records}
-    newest_runs = {kept.name for family in families for kept in [r for r in records if r.family == family][-keep_runs:]}
+    newest = newest_runs(records, keep_runs)
     open_runs = [record for record in records if is_open(record, at)]
-    recipes = {digest for study in Studies(root).all(strict=True) for digest in study.recipes}
+    of_studies = study_runs(root, records)
     calibrations: dict[tuple[str, str], str] = {}  # the last of each device and type
     for artifact in sorted(artifacts.values(), key=lambda artifact: artifact.created):
         if artifact.manifest.kind == CALIBRATION:
@@ -127,8 +154,8 @@ def plan_gc(
 
     needed = {
         "a model with an alias needs it": with_inputs([*aliased, *evaluations], artifacts),
-        "a kept run needs it": inputs_of([*(r for r in records if r.name in newest_runs), *open_runs]),
-        "a study needs it": inputs_of(r for r in records if r.state == "finished" and r.recipe_digest in recipes),
+        "a kept run needs it": inputs_of([*newest, *open_runs]),
+        "a study needs it": inputs_of(of_studies),
         "predictions need it": set(calibrations.values()),
         "a process is active": {
             label
@@ -202,20 +229,21 @@ def gc_table(plan: GcPlan, deleted: list[GcItem] | None) -> Table:
 def gc_lines(plan: GcPlan) -> list[str]:
     """Return one line for each item to delete."""
     return [
-        f"{item.label} ({item.kind}), {format_bytes(item.bytes)}, {format_duration(item.age_s)} old"
+        f"{item.label} ({item.kind}), {'' if item.ids else f'{format_bytes(item.bytes)}, '}"
+        f"{format_duration(item.age_s)} old"
         for item in plan.doomed
     ]
 
 
 def _row(kind: str, items: list[GcItem], deleted: list[GcItem]) -> dict[str, str]:
     """Return a line of the table; `deleted` are some of `items`."""
-    freed = sum(item.bytes for item in deleted)
+    freed, sized = sum(item.bytes for item in deleted), kind not in ROWS
     return {
         "kind": kind,
         "kept": str(len(items) - len(deleted)),
-        "kept bytes": format_bytes(sum(item.bytes for item in items) - freed),
+        "kept bytes": format_bytes(sum(item.bytes for item in items) - freed) if sized else "",
         "deleted": str(len(deleted)),
-        "deleted bytes": format_bytes(freed),
+        "deleted bytes": format_bytes(freed) if sized else "",
     }
 
 
@@ -250,3 +278,139 @@ def _unfinished(root: Root, older_than_s: float, now: float) -> list[GcItem]:
         why = "" if age > older_than_s else "a run may continue it"
         items.append(GcItem(f"{WORK}/{name}", UNFINISHED, total, age, why))
     return items
+
+
+# Rows of databases. Prefect's is expendable: a flow run goes with its logs when it ended long ago and no kept run links
+# to it. MLflow's has the only copy of a run whose artifacts were deleted: only what `herd mlflow sync` would send again
+# goes, first to MLflow's trash, where a person can restore it, and as long after that for good.
+
+FLOW_RUN, MLFLOW_RUN, TRASH = "flow run", "MLflow run", "MLflow trash"
+ROWS = (FLOW_RUN, MLFLOW_RUN, TRASH)
+TAG = "herd"
+"""Tag of the flow runs of prefect.yaml; the server may have others, of other people."""
+BATCH = 50
+"""Flow runs that Prefect deletes in one call."""
+
+
+def plan_rows(
+    root: Root, plan: GcPlan, keep_runs: int, older_than_s: float, aliases: Iterable[str], client: Any = None
+) -> GcPlan:
+    """Return which rows of Prefect's and MLflow's databases to keep and which to delete; not the younger flow runs.
+
+    `plan` is that of the artifacts, `aliases` are as for `plan_gc`, `client` (a SyncPrefectClient) is that of the
+    Prefect server, if one outlives its runs. Raises what MLflow and Prefect raise if they do not answer.
+    """
+    records, now = Runs(root).all(strict=True), plan.made
+    kept = {record.name for record in [*newest_runs(records, keep_runs), *study_runs(root, records)]}
+    kept |= {record.name for record in records if record.state == "running" or is_open(record, now)}
+    aliased = {*aliased_labels(root), *aliases}
+    there = {item.label for item in plan.items if item.why and item.copy is None}
+    trackers: dict[str, MLflowTracker] = {}
+    items = []
+    for record in records:
+        age, made = now - datetime.fromisoformat(record.ended or record.started).timestamp(), record.steps.values()
+        ids: tuple[str, ...] = ()
+        if record.name in kept:
+            why = "a kept run needs it"
+        elif any(step.artifact in aliased for step in made):
+            why = "a model with an alias needs it"
+        elif age <= older_than_s:
+            why = "it is new"
+        elif not made or not all(step.artifact in there for step in made):
+            why = "nothing else has its curves: its artifacts were deleted"
+        else:
+            if (tracker := trackers.get(record.family)) is None:
+                tracker = trackers[record.family] = MLflowTracker(root, record.family)
+            runs = tracker.client.search_runs([tracker.experiment], tracker.query(record.name))
+            ids, states = tuple(str(run.info.run_id) for run in runs), {run.info.status for run in runs}
+            why = "" if states == {"FINISHED"} else "a step that failed left no artifact"
+            if not runs:
+                continue
+        items.append(GcItem(record.name, MLFLOW_RUN, 0, age, why, ids=ids))
+    items += _trash(root, older_than_s, now)
+    if client is not None:
+        links = {record.prefect_run: record.name in kept for record in records}
+        links |= {study.prefect_run: True for study in Studies(root).all(strict=True)}
+        items += _flow_runs(client, links, older_than_s, now)
+    return GcPlan(tuple(items), now)
+
+
+def _trash(root: Root, older_than_s: float, now: float) -> Iterator[GcItem]:
+    """Yield the runs that were deleted in MLflow; only of its file in the root's folder, other databases are remote."""
+    path = root.local / NAME
+    if path.exists():
+        query = "SELECT name, run_uuid, deleted_time FROM runs WHERE lifecycle_stage = 'deleted' AND deleted_time > 0"
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=30)) as connection:
+            for name, run_id, deleted in connection.execute(query).fetchall():
+                age = now - deleted / 1000
+                yield GcItem(name, TRASH, 0, age, "" if age > older_than_s else "it is new", ids=(run_id,))
+
+
+def _flow_runs(client: Any, links: Mapping[str, bool], older_than_s: float, now: float) -> Iterator[GcItem]:
+    """Yield the flow runs that ended so long ago and have herd's tag or stand in `links`: whether their run is kept."""
+    after = 0
+    while page := client.read_flow_runs(flow_run_filter=_ended(now - older_than_s), limit=BATCH, offset=after):
+        after += len(page)
+        for each in page:
+            name = str(each.id)
+            if each.end_time is not None and (TAG in each.tags or name in links):
+                why = "a kept run links to it" if links.get(name) else ""
+                yield GcItem(each.name, FLOW_RUN, 0, now - each.end_time.timestamp(), why, ids=(name,))
+
+
+def _ended(before: float, ids: Sequence[str] = (), parents: Sequence[str] = ()) -> FlowRunFilter:
+    """Return the filter of flow runs that ended before that time: below `parents`, or (of `ids`) without a parent."""
+    from prefect.client.schemas.filters import FlowRunFilter
+
+    chosen: dict[str, Any] = {"parent_task_run_id": {"is_null_": True}}
+    if parents:
+        chosen = {"parent_flow_run_id": {"any_": [*parents]}}
+    elif ids:
+        chosen["id"] = {"any_": [*ids]}
+    state = {"type": {"any_": ["COMPLETED", "FAILED", "CANCELLED", "CRASHED"]}}
+    until = {"before_": datetime.fromtimestamp(before, UTC)}
+    return FlowRunFilter.model_validate({"state": state, "end_time": until, **chosen})
+
+
+def delete_rows(root: Root, plan: GcPlan, older_than_s: float, client: Any = None) -> list[GcItem]:
+    """Delete the rows that `plan` says and return them; what goes on by now is kept."""
+    families = {record.name: record.family for record in Runs(root).all(strict=True) if record.state == "finished"}
+    doomed = {kind: [item for item in plan.doomed if item.kind == kind] for kind in ROWS}
+    deleted = []
+    for start in range(0, len(doomed[FLOW_RUN]) if client else 0, BATCH):
+        batch = {item.ids[0]: item for item in doomed[FLOW_RUN][start : start + BATCH]}
+        deleted += [batch[name] for name in _delete_flow_runs(client, [*batch], plan.made - older_than_s)]
+    for item in doomed[MLFLOW_RUN]:
+        if item.label in families:
+            tracker = MLflowTracker(root, families[item.label])
+            for run_id in item.ids:
+                tracker.client.delete_run(run_id)
+            deleted.append(item)
+    if doomed[TRASH]:  # by MLflow's own command, which deletes the files of the runs too
+        command = [sys.executable, "-m", "mlflow", "gc", "--backend-store-uri", database_uri(root)]
+        command += ["--older-than", f"{int(older_than_s)}s"]
+        environment = {**os.environ, VARIABLE: tracking_uri(root)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"mlflow gc failed: {done.stderr.strip()[-500:]}")
+        deleted += doomed[TRASH]
+    return deleted
+
+
+def _delete_flow_runs(client: Any, ids: list[str], before: float) -> list[str]:
+    """Delete flow runs and those below them, if they still are ended; return which of `ids` were."""
+
+    def delete(ids: list[str]) -> list[str]:
+        chosen = _ended(before, ids).model_dump(mode="json", exclude_unset=True)
+        answer = client.request("POST", "/flow_runs/bulk_delete", json={"flow_runs": chosen, "limit": BATCH})
+        return [str(name) for name in answer.json()["deleted"]]
+
+    below: list[str] = []
+    parents = ids
+    while parents:
+        parents = [str(each.id) for each in client.read_flow_runs(flow_run_filter=_ended(time.time(), parents=parents))]
+        below += parents
+    gone = delete(ids)
+    for start in range(0, len(below), BATCH):  # without a parent by now
+        delete(below[start : start + BATCH])
+    return gone

@@ -105,7 +105,9 @@ def test_up_run_down(team: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert watched.returncode == 0, watched.stdout + watched.stderr
     script = "import mlflow; mlflow.set_experiment('e'); mlflow.start_run(); mlflow.log_text('hello', 'a.txt')"
+    script += "; mlflow.end_run(); mlflow.delete_run(mlflow.last_active_run().info.run_id)"
     subprocess.run([sys.executable, "-c", script], env=surroundings, check=True, capture_output=True, timeout=400)
+    assert "permanently deleted" not in command(team, "purge"), "it is new"
 
     ids = [int(file.read_text().split()[0]) for file in (Team(settings(team)).folder / "run").glob("*.pid")]
     everything = [

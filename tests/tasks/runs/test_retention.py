@@ -7,10 +7,15 @@ import os
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prefect import flow, get_client, task
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import AwaitingRetry, Completed, Failed, Running, State
 from rich.console import Console as RichConsole
 
 from flows.maintenance import clean_up
@@ -23,7 +28,7 @@ from storage.objects import list_objects, put_bytes
 from storage.root import Root
 from tasks.console import TerminalConsole
 from tasks.promotion.log import PENDING_APPROVAL, Promotion, PromotionLog, aliased_labels, last_promotion
-from tasks.runs.gc import COPY, GcPlan, delete_items, gc_rows, plan_gc, with_inputs
+from tasks.runs.gc import COPY, TAG, GcItem, GcPlan, delete_items, delete_rows, gc_rows, plan_gc, plan_rows, with_inputs
 from tasks.runs.records import RunRecord, Runs, StepRecord
 from tasks.study.records import Studies, StudyRecord
 from tests.tasks.standing_root import commit
@@ -269,11 +274,16 @@ def test_the_flow_lists_and_then_deletes(root: Root) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keep", "age", "names"), [(0, "7 d", "keep_runs: 0"), (1, "7", "older_than: '7' is not a time")]
+    ("keep", "ages", "names"),
+    [
+        (0, ("7 d", ""), "keep_runs: 0"),
+        (1, ("7", ""), "older_than: '7' is not a time"),
+        (1, ("7 d", "90"), "databases: '90' is not a time"),
+    ],
 )
-def test_wrong_words_are_refused(root: Root, keep: int, age: str, names: str) -> None:
+def test_wrong_words_are_refused(root: Root, keep: int, ages: tuple[str, str], names: str) -> None:
     with pytest.raises(ValueError, match=names):
-        clean_up(root, keep, age, False, TerminalConsole(RichConsole(file=io.StringIO())))
+        clean_up(root, keep, ages[0], False, TerminalConsole(RichConsole(file=io.StringIO())), ages[1])
 
 
 def test_the_log_names_what_must_stay(root: Root) -> None:
@@ -322,3 +332,48 @@ def test_what_is_referenced_is_never_deleted(tmp_path_factory: pytest.TempPathFa
 
 
 STATES = ["finished", "finished", "failed", "running"]
+
+
+@flow(name="retained")
+def pipeline() -> None:
+    """What flow runs of these tests are runs of; it never runs."""
+
+
+@task
+def variant() -> None: ...
+
+
+def test_old_flow_runs_go_with_their_children_and_what_a_kept_run_links_to_stays(
+    root: Root, prefect_server: dict[str, str]
+) -> None:
+    with temporary_settings({PREFECT_API_URL: prefect_server["api"]}), get_client(sync_client=True) as client:
+
+        def made(state: State[None], tag: str = TAG, parent: UUID | None = None) -> str:
+            return str(client.create_flow_run(pipeline, state=state, tags=[tag], parent_task_run_id=parent).id)
+
+        old, retried, linked, parent = (made(Completed()) for _ in range(4))
+        running, foreign = made(Running()), made(Failed(), "of others")
+        child = made(Completed(), "", client.create_task_run(variant, UUID(parent), "0").id)
+        record = ended(root, 1, [])
+        record.prefect_run = linked
+        Runs(root).save(record)
+
+        def listed(older_than_s: float) -> dict[str, GcItem]:
+            rows = plan_rows(root, planned(root), 1, older_than_s, (), client).items
+            mine = (old, retried, linked, parent, running, foreign, child)
+            return {item.ids[0]: item for item in rows if item.ids and item.ids[0] in mine}
+
+        assert listed(LATER + 60) == {}, "they are younger"
+        items = listed(LATER - 60)
+        assert {name: item.why for name, item in items.items()} == {
+            **dict.fromkeys((old, retried, parent), ""),
+            linked: "a kept run links to it",
+        }
+        client.set_flow_run_state(UUID(retried), AwaitingRetry(), force=True)  # since it was listed
+        deleted = delete_rows(root, GcPlan(tuple(items.values()), time.time() + LATER), LATER - 60, client)
+        assert {item.ids[0] for item in deleted} == {old, parent}
+        for name in (linked, retried, running, foreign):
+            client.read_flow_run(UUID(name))
+        for name in (old, parent, child):
+            with pytest.raises(ObjectNotFound):
+                client.read_flow_run(UUID(name))

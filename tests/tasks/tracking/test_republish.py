@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow.exceptions import MlflowException
 
 from llama3.recipe.schedule import Schedule
 from llama3.train import metrics
@@ -13,6 +16,7 @@ from llama3.train.journal import Journal, Record
 from storage.processes import free_port
 from storage.root import Root
 from tasks.console import TerminalConsole
+from tasks.runs.gc import TRASH, GcItem, GcPlan, delete_rows, plan_gc, plan_rows
 from tasks.runs.records import Runs, StepRecord
 from tasks.stages.follow import JournalTailer
 from tasks.tracking.backfill import backfill_run, catch_up, watch_outages
@@ -20,6 +24,8 @@ from tasks.tracking.mlflow import MLflowTracker
 from tasks.tracking.steps import Thinning
 from tests.tasks.mlflow_server import empty_database, use
 from tests.tasks.tracked_run import TrackedRun, models, records, seen, two_runs
+
+DAY = 86400.0
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +165,46 @@ def test_a_server_that_is_away_is_a_plain_error(root: Root, monkeypatch: pytest.
     use(monkeypatch, f"http://127.0.0.1:{free_port()}")
     with pytest.raises(ValueError, match="does not answer; start it"):
         backfill_run(root, "tiny-1")
+
+
+def test_a_run_is_deleted_from_mlflow_only_while_the_root_can_show_it_again(root: Root, tmp_path: Path) -> None:
+    copy = Root.parse(shutil.copytree(root.local, tmp_path / "root"))
+    copy.remove("promotions")  # the model of tiny-1 would be kept for a rollback
+    tracker, later = MLflowTracker(copy, "tiny"), time.time() + 200 * DAY
+    before = seen(tracker, ["tiny-1", "tiny-2"])
+
+    def planned(artifacts_kept_s: float) -> dict[str, GcItem]:
+        rows = plan_rows(copy, plan_gc(copy, 1, artifacts_kept_s, (), later), 1, 90 * DAY, ())
+        return {item.label: item for item in rows.items}
+
+    assert planned(7 * DAY)["tiny-1"].why == "nothing else has its curves: its artifacts were deleted"
+    rows = planned(365 * DAY)
+    assert (rows["tiny-1"].why, len(rows["tiny-1"].ids), rows["tiny-2"].why) == ("", 6, "a kept run needs it")
+    tracker.client.set_terminated(Runs(copy).find("tiny-1").steps["main"].mlflow_run, "FAILED")
+    assert planned(365 * DAY)["tiny-1"].why == "a step that failed left no artifact"
+    tracker.client.set_terminated(Runs(copy).find("tiny-1").steps["main"].mlflow_run, "FINISHED")
+    assert [item.label for item in delete_rows(copy, GcPlan(tuple(rows.values()), later), 90 * DAY)] == ["tiny-1"]
+    assert {name.split()[0] for name in seen(tracker, ["tiny-1", "tiny-2"])} == {"tiny-2"}
+    assert backfill_run(copy, "tiny-1").gone == 0
+    restored = seen(tracker, ["tiny-1", "tiny-2"])
+    assert {*before} - {*restored} == {"tiny-1 promote"}, "its log was removed"
+    assert all(run["points"] == before[name]["points"] for name, run in restored.items())
+    trash = planned(365 * DAY)
+    assert sum(item.kind == TRASH and not item.why for item in trash.values()) == 6, "days after they were deleted"
+
+
+@pytest.mark.slow
+def test_mlflows_trash_is_emptied_of_what_is_old(root: Root, tmp_path: Path) -> None:
+    copy = Root.parse(shutil.copytree(root.local, tmp_path / "root"))
+    tracker, runs = MLflowTracker(copy, "tiny"), Runs(copy)
+    kept, thrown = runs.find("tiny-2").mlflow_run, runs.find("tiny-1").mlflow_run
+    expected = seen(tracker, ["tiny-2"])
+    tracker.client.delete_run(thrown)
+    young = plan_rows(copy, GcPlan((), time.time()), 1, DAY, ())
+    assert [item.why for item in young.items if item.kind == TRASH] == ["it is new"]
+    old = plan_rows(copy, GcPlan((), time.time() + 1), 5, 0, ())
+    assert [(item.kind, item.ids) for item in delete_rows(copy, old, 0)] == [(TRASH, (thrown,))]
+    with pytest.raises(MlflowException, match="not found"):
+        tracker.client.get_run(thrown)
+    assert tracker.client.get_run(kept)
+    assert seen(tracker, ["tiny-2"]) == expected
