@@ -202,6 +202,32 @@ def storage(
 
 
 @bench.command()
+def load(
+    json_: JsonOption = False,
+    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: status,compare/cpu")] = "",
+    artifacts: Annotated[int, typer.Option(min=400, help="In the root, of a tenth as many runs.")] = 10_000,
+    points: Annotated[
+        int, typer.Option(help="Of all runs in MLflow's SQLite file; 45 million take 20 GB.")
+    ] = 4_500_000,
+    postgres_points: Annotated[int, typer.Option(help="Of all runs in MLflow's Postgres.")] = 4_500_000,
+    queued: Annotated[int, typer.Option(min=1, help="Runs queued at once.")] = 20,
+    out_: OutOption = None,
+    work: Annotated[Path | None, typer.Option(help="Folder to work in; an earlier call's root is used again.")] = None,
+) -> None:
+    """A root and databases in use for a year: status, compare, gc, verify, MLflow, and 20 runs queued at once."""
+    from benchmarks.load import LoadSession, LoadSettings, load_rows
+    from benchmarks.rows import installed
+
+    names = tuple(filter(None, only.split(",")))
+    with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
+        folder = work.absolute() if work else Path(temporary)
+        settings = LoadSettings(folder, names, artifacts, points, postgres_points, queued)
+        with _mistakes(), LoadSession(settings) as session:
+            rows = told(load_rows(session), json_)
+        tell({}, rows, installed(("mlflow", "prefect", "duckdb")), json_, out_)
+
+
+@bench.command()
 def orchestration(
     recipe: Annotated[Path, typer.Argument(help="Recipe to run both ways.")] = Path("recipes/quickstart.yaml"),
     json_: JsonOption = False,

@@ -257,6 +257,23 @@ CHAOS_TARGETS: Mapping[str, Target] = {
 }
 """Rows of `python -m benchmarks chaos`, before those of the recovery times."""
 
+LOAD_TARGETS: Mapping[str, Target] = {
+    "status/cpu": Target(2, "CPU s", "at most"),
+    "compare/cpu": Target(3, "CPU s", "at most"),
+    "compare/server": Target(None, "CPU s"),
+    "gc/cpu": Target(None, "CPU s"),
+    "gc/linear": Target(1.1, "power of the artifacts", "at most"),
+    "verify/cpu": Target(None, "CPU s"),
+    "verify/linear": Target(1.1, "power of the artifacts", "at most"),
+    "mlflow/list": Target(3, "CPU s", "at most"),
+    "mlflow/curves": Target(3, "CPU s", "at most"),
+    "postgres/list": Target(3, "CPU s", "at most"),
+    "postgres/curves": Target(3, "CPU s", "at most"),
+    "queued/ended": Target(100, "% of the runs"),
+    "queued/cpu": Target(None, "CPU s a run"),
+}
+"""Every row of `python -m benchmarks load`, in order."""
+
 _BOUNDS = {
     **TARGETS,
     **HOUSE_TARGETS,
@@ -268,6 +285,7 @@ _BOUNDS = {
     **PLAN_TARGETS,
     **STUDY_TARGETS,
     **CHAOS_TARGETS,
+    **LOAD_TARGETS,
 }
 
 
