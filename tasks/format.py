@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rich import box
 from rich.cells import cell_len
@@ -19,19 +19,6 @@ from rich.table import Table
 from rich.text import Text
 
 from storage.root import DEFAULT_ROOT, Root
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
-
-def templates(name: str) -> Environment:
-    """Return the jinja environment of `tasks/templates` for the template `name`; values in HTML are escaped."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    loader, escape = PackageLoader("tasks"), name.endswith(".html")
-    return Environment(
-        loader=loader, autoescape=escape, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
 
 
 def command(root: Root, *words: str) -> str:

@@ -40,10 +40,10 @@ from llama3.tokens.chat import END_OF_TURN, TEMPLATE_FILE, encode_chat, special_
 from llama3.tokens.tokenizer import Tokenizer
 from storage.processes import in_background
 from storage.root import Root
-from tasks.format import templates
 from tasks.models.lookup import load_runner, model_folder
 from tasks.promotion.log import current_aliases, read_log
 from tasks.report.card import make_card
+from tasks.report.html import render
 
 NO_TEMPLATE = (
     "is a base model and has no chat template; fine-tune it in a stage with `kind: sft`, or send the text to "
@@ -240,9 +240,8 @@ def render_page(served: Served, root: Root, folder: Path) -> str:
     checkpoint = card.digests.get("checkpoint", "")
     log = read_log(root, card.name) if checkpoint else ()
     aliases = [alias for alias, label in current_aliases(log).items() if label == checkpoint]
-    page = templates("serve.html")
-    page.filters["tokens"] = tokens
-    return page.get_template("serve.html").render(served=served, card=card, checkpoint=checkpoint, aliases=aliases)
+    facts = {"card": card, "checkpoint": checkpoint, "aliases": aliases}
+    return render("serve.html", {"tokens": tokens}, served=served, **facts)
 
 
 def check_access(host: str, token: str) -> None:

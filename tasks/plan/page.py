@@ -12,7 +12,6 @@ from llama3.planner.goodput import effective_time
 from llama3.planner.layout_search import RESERVE, LayoutQuery, search_layouts
 from llama3.planner.projection import fabric_step_model, segment_query
 from storage.filesystem import write_atomic
-from tasks.format import templates
 from tasks.plan import plots
 from tasks.plan.cluster import ClusterPlan, budget_lines, fabric_lines, job_uptime, placement_lines, uptime_lines
 from tasks.plan.recipe import stage_rows
@@ -27,6 +26,7 @@ from tasks.plan.tables import (
     format_pipeline,
     rejection_reasons,
 )
+from tasks.report.html import render
 
 LAYOUTS = 12
 """On the page; the rest is in --json."""
@@ -42,30 +42,27 @@ def write_page(planned: ClusterPlan, path: Path) -> None:
 def render_plan_page(planned: ClusterPlan) -> str:
     """Return the page of a plan as HTML text."""
     main = planned.main
-    return (
-        templates("plan.html")
-        .get_template("plan.html")
-        .render(
-            planned=planned,
-            main=main,
-            best=main.best,
-            stages=stage_rows(planned.plan),
-            fabric=list(fabric_lines(planned.projection.fabric, planned.projection.curves.source)),
-            money=[line for line in (*placement_lines(planned), *budget_lines(planned)) if line],
-            failures=list(uptime_lines(planned)),
-            seconds=sorted(main.best.time.as_dict().items(), key=lambda pair: -pair[1]),
-            names=NAMES,
-            words=format_memory(main.best, main.best.memory.total + main.best.margin),
-            found=main.found.fitting[:LAYOUTS] if main.found else [],
-            reasons=rejection_reasons(main.found) if main.found else [],
-            degrees=format_degrees,
-            inner=format_pipeline,
-            layout_words=format_layout,
-            takes=format_days(planned.budget.days).rsplit(" ", 1),
-            amount=format_amount,
-            energy=format_energy(planned.budget.mwh),
-            figures=plan_figures(planned),
-        )
+    return render(
+        "plan.html",
+        planned=planned,
+        main=main,
+        best=main.best,
+        stages=stage_rows(planned.plan),
+        fabric=list(fabric_lines(planned.projection.fabric, planned.projection.curves.source)),
+        money=[line for line in (*placement_lines(planned), *budget_lines(planned)) if line],
+        failures=list(uptime_lines(planned)),
+        seconds=sorted(main.best.time.as_dict().items(), key=lambda pair: -pair[1]),
+        names=NAMES,
+        words=format_memory(main.best, main.best.memory.total + main.best.margin),
+        found=main.found.fitting[:LAYOUTS] if main.found else [],
+        reasons=rejection_reasons(main.found) if main.found else [],
+        degrees=format_degrees,
+        inner=format_pipeline,
+        layout_words=format_layout,
+        takes=format_days(planned.budget.days).rsplit(" ", 1),
+        amount=format_amount,
+        energy=format_energy(planned.budget.mwh),
+        figures=plan_figures(planned),
     )
 
 

@@ -16,10 +16,11 @@ from llama3.planner.placement import AxisTraffic, Placement
 from llama3.planner.projection import ProjectedSegment
 from llama3.planner.step_time import PipelineTiming
 from llama3.planner.topology import Fabric
-from tasks.report.plots import FAINT, INK, as_svg
+from tasks.report.html import FAINT, INK
+from tasks.report.plots import as_svg
 
 PALETTE = ("#3b6fb6", "#d1603d", "#3f9b6c", "#8a63b8", "#c9a227", "#4aa3b5", "#b65a86", "#7a7f87", "#9bb13c", "#a5714a")
-FREE = "#e6e9ed"
+FREE = (0.5, 0.5, 0.5, 0.2)
 AXES = {"tp": PALETTE[0], "cp": PALETTE[4], "pp": PALETTE[2], "dp": PALETTE[1], "replica": PALETTE[3]}
 MEMORY = {
     "activations": PALETTE[0],

@@ -40,7 +40,7 @@ from storage.filesystem import write_atomic
 from storage.processes import processors
 from storage.root import Root
 from tasks.cluster import Cluster, EvaluationCluster, StageCluster
-from tasks.format import FittedTable, format_bytes, format_duration, templates
+from tasks.format import FittedTable, format_bytes, format_duration
 from tasks.models.start import embedding_rows, known_tokenizer
 from tasks.plan.cluster import storage_use
 from tasks.plan.predict import device_memory, place_evaluation
@@ -52,6 +52,7 @@ from tasks.plan.recipe import (
     make_plan,
     survey_chats,
 )
+from tasks.report.html import render
 from tasks.runs.preflight import check_place
 from tasks.runs.records import RunRecord, Runs
 
@@ -575,11 +576,8 @@ def print_rehearsal(found: Rehearsal, console: Console) -> None:
 def write_rehearsal(found: Rehearsal, folder: Path) -> Path:
     """Write `rehearsal.html` and `rehearsal.json` into `folder`; return the page."""
     page = folder / "rehearsal.html"
-    text = (
-        templates(page.name)
-        .get_template(page.name)
-        .render(found=found, headers=STAGE_HEADERS, rows=found.stage_rows(), unproven=unproven(found.scaled))
-    )
+    facts = {"headers": STAGE_HEADERS, "rows": found.stage_rows(), "unproven": unproven(found.scaled)}
+    text = render(page.name, found=found, **facts)
     write_atomic(page, text)
     write_atomic(page.with_suffix(".json"), json.dumps(found.as_dict(), indent=1))
     return page

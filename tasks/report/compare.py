@@ -19,20 +19,19 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from matplotlib import pyplot as plt
-from matplotlib.ticker import FuncFormatter
 from rich.table import Table
 
+from llama3.evaluate.scores import LANGUAGE
 from llama3.recipe.base import DOMAINS
 from llama3.recipe.load import resolved
-from llama3.recipe.units import tokens
 from llama3.train import metrics
 from llama3.train.journal import Series, read_series
 from storage.artifact import flatten
 from storage.filesystem import write_atomic
 from storage.object_artifact import open_store
 from storage.root import Root
-from tasks.format import templates
-from tasks.report.plots import INK, as_svg
+from tasks.report.html import Curve, chart, render
+from tasks.report.plots import as_svg
 from tasks.runs.provenance import differences_line, provenance_facts
 from tasks.runs.records import RunRecord, Runs
 from tasks.tracking.mlflow_store import call_server, server_uri
@@ -178,38 +177,27 @@ def _html(compared: Comparison) -> str:
     for title, (note, keys) in FIGURES.items():
         if shown := [key for key in keys if any(run.series.get(key) for run in compared.runs)]:
             figures.append((title, note, _curves(compared.runs, shown)))
-    if scores := sorted({key for run in compared.runs for key in run.scores}):
+    if scores := sorted({key for run in compared.runs for key in run.scores if LANGUAGE not in key}):
         figures.append(("Evaluations", "The last score of each kind.", _bars(compared.runs, scores)))
     tables = [
         ("Results", compared.results),
         ("Recipe fields that differ", compared.differences),
         ("Code, software, devices and cluster that differ", compared.made_with),
     ]
-    page = templates("comparison.html").get_template("comparison.html")
-    return page.render(names=compared.names, tables=tables, figures=figures, line=compared.line)
+    return render("comparison.html", names=compared.names, tables=tables, figures=figures, line=compared.line)
 
 
 def _curves(runs: list[ComparedRun], keys: list[str]) -> str:
-    """Draw one panel for each key, one line for each run."""
-    columns = min(2, len(keys))
-    rows = -(-len(keys) // columns)
-    height = 3.4 if rows == 1 else 2.6 * rows
-    figure, axes = plt.subplots(rows, columns, figsize=(9, height), squeeze=False)
-    # in inches; a layout engine takes as long as the drawing
-    spaces = {"left": 0.75 / 9, "right": 1 - 0.1 / 9, "top": 1 - 0.3 / height, "bottom": 0.55 / height}
-    figure.subplots_adjust(**spaces, wspace=0.22, hspace=0.5)
-    for axis, key in zip(axes.flat, keys, strict=False):
-        for index, run in enumerate(runs):
-            points = run.series.get(key, [])
-            style = {"color": PALETTE[index % len(PALETTE)], "linewidth": 1.4, "label": run.record.name}
-            axis.plot([position for position, _ in points], [value for _, value in points], **style)
-        axis.set_title(key, fontsize=10, color=INK)
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tokens(value)))
-        axis.set_xlabel("tokens", fontsize=9)
-    for axis in axes.flat[len(keys) :]:
-        axis.set_visible(False)
-    axes.flat[0].legend()
-    return as_svg(figure)
+    """Return one chart for each key, one line for each run."""
+    charts = []
+    for key in keys:
+        curves = [
+            Curve(run.record.name, run.series.get(key, []), PALETTE[index % len(PALETTE)])
+            for index, run in enumerate(runs)
+        ]
+        if any(curve.points for curve in curves):
+            charts.append(chart(key, curves))
+    return f'<div class="charts">{"".join(charts)}</div>'
 
 
 def _bars(runs: list[ComparedRun], keys: list[str]) -> str:

@@ -13,24 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import numpy as np
+from cycler import cycler
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter
 
-from llama3.recipe.base import CONVERSATIONS
 from llama3.recipe.units import tokens
 from llama3.train import metrics
-from llama3.train.journal import Series, read_series
+from llama3.train.journal import read_series
+from tasks.report.html import COLOURS, DIM, FAINT, GROUPS, INK
 
 if TYPE_CHECKING:  # `herd compare` draws without a second of imports
     from llama3.evaluate.scores import Scores
     from llama3.export.card import StageLine
     from llama3.studies.forecast import Forecast, ForecastFit, Interval
     from storage.artifact import Artifact
-    from tasks.report.data import DataPage, ReportData, StageRow
+    from tasks.report.data import DataPage, ReportData
 
 matplotlib.use("svg")
-COLOURS = {"general": "#3b6fb6", "math": "#d1603d", "code": "#3f9b6c", "multilingual": "#8a63b8"}
-INK, FAINT = "#30363d", "#d8dee4"
 plt.rcParams.update(
     {
         "font.size": 10,
@@ -41,6 +40,8 @@ plt.rcParams.update(
         "axes.spines.right": False,
         "axes.edgecolor": INK,
         "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.prop_cycle": cycler(color=[*COLOURS.values(), "#b8860b", "#c2477f"]),
         "grid.color": FAINT,
         "grid.linewidth": 0.6,
         "text.color": INK,
@@ -50,15 +51,11 @@ plt.rcParams.update(
         "legend.frameon": False,
     }
 )
-SMOOTH = 9
-"""Steps of the smoothed curve."""
 MEANS, MIN_STEPS = 50, 4
 """Points of a card's smooth curve, each the mean of its share of the steps, and the fewest steps of a mean."""
 CURVE_POINTS = 60
 """Points at which a fitted curve is drawn."""
 LINE, TARGET = COLOURS["general"], COLOURS["math"]
-GROUPS = {**COLOURS, CONVERSATIONS: "#6b6b6b"}
-"""Colors of the domains, and of conversations."""
 TITLE = "Needles"
 NOTE = (
     "Share of hidden sentences found (multi-key, four choices, so guessing finds a quarter), by the length of the text "
@@ -69,64 +66,12 @@ NOTE = (
 def as_svg(figure: Any) -> str:
     """Return `figure` as SVG text without dates, and close it."""
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    figure.savefig(
+        buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    )
     plt.close(figure)
     text = buffer.getvalue()
     return text[text.index("<svg") :]
-
-
-# Training curves.
-
-
-def loss(data: ReportData) -> str:
-    figure, axis = _over_tokens(data, "loss, nats per token")
-    points = data.series[metrics.LOSS]
-    axis.plot(*_xy(points), color="#9aa4af", linewidth=0.8, label="each step")
-    axis.plot(*_xy(_smooth(points)), color=INK, linewidth=1.8, label=f"mean of {SMOOTH} steps")
-    return _with_legend(figure)
-
-
-def domain_loss(data: ReportData) -> str:
-    figure, axis = _over_tokens(data, "loss, nats per token")
-    for domain, color in GROUPS.items():
-        points = data.series.get(metrics.domain_loss(domain), [])
-        if points or domain in COLOURS:
-            axis.plot(*_xy(_smooth(points)), color=color, linewidth=1.6, label=domain)
-    return _with_legend(figure)
-
-
-def held_out(data: ReportData) -> str:
-    figure, axis = _over_tokens(data, "bits per byte")
-    for domain, color in COLOURS.items():
-        points = data.series.get(metrics.held_out(domain), [])
-        axis.plot(*_xy(points), color=color, linewidth=1.4, marker="o", markersize=3, label=domain)
-    axis.plot(*_xy(data.series[metrics.HELD_OUT]), color=INK, linewidth=1.8, marker="o", markersize=4, label="all")
-    return _with_legend(figure)
-
-
-def schedule(data: ReportData) -> str:
-    figure, axis = _over_tokens(data, "learning rate")
-    axis.plot(*_xy(data.series[metrics.LEARNING_RATE]), color="#3b6fb6", linewidth=1.8, label="learning rate")
-    axis.set_ylim(bottom=0)
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    batch = axis.twinx()
-    batch.grid(visible=False)
-    batch.spines["right"].set_visible(True)
-    for key, color, label in (
-        (metrics.BATCH_TOKENS, "#d1603d", "batch, tokens"),
-        (metrics.SEQ_LEN, "#3f9b6c", "sequence"),
-    ):
-        batch.step(*_xy(data.series[key]), where="pre", color=color, linewidth=1.4, label=label)
-    batch.set_yscale("log", base=2)
-    batch.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    return _with_legend(figure)
-
-
-def throughput(data: ReportData) -> str:
-    figure, axis = _over_tokens(data, "tokens per second")
-    axis.plot(*_xy(data.series[metrics.TOKENS_PER_S]), color="#3f9b6c", linewidth=1.2)
-    axis.set_ylim(bottom=0)
-    return as_svg(figure)
 
 
 def draw_curve(stages: list[Artifact], lines: list[StageLine], path: Path) -> None:
@@ -142,7 +87,7 @@ def draw_curve(stages: list[Artifact], lines: list[StageLine], path: Path) -> No
     size = max(MIN_STEPS, len(losses) // MEANS)
     means = [[fmean(v[start : start + size]) for start in range(0, len(v), size)] for v in (positions, losses)]
     figure, axis = plt.subplots(figsize=(8, 3.4), layout="constrained")
-    axis.plot(positions, losses, color="#9aa4af", linewidth=0.9, label="each step")
+    axis.plot(positions, losses, color=DIM, linewidth=0.9, label="each step")
     axis.plot(*means, color=INK, linewidth=1.8, label=f"mean of {size} steps")
     _mark_stages(axis, lines, [line.start for line in lines if line.start])
     axis.set_ylabel("training loss, nats per token")
@@ -151,15 +96,7 @@ def draw_curve(stages: list[Artifact], lines: list[StageLine], path: Path) -> No
     plt.close(figure)
 
 
-def _over_tokens(data: ReportData, label: str) -> tuple[Any, Any]:
-    """Return a figure whose x axis is tokens, with the stages marked."""
-    figure, axis = plt.subplots(figsize=(8, 3.2), layout="constrained")
-    _mark_stages(axis, data.stages, [stage.start for stage in data.stages[1:]])
-    axis.set_ylabel(label)
-    return figure, axis
-
-
-def _mark_stages(axis: Any, stages: Sequence[StageRow | StageLine], starts: list[int]) -> None:
+def _mark_stages(axis: Any, stages: Sequence[StageLine], starts: list[int]) -> None:
     """Set the x axis to tokens, write the stages' names above and draw a line at each of `starts`."""
     for start in starts:
         axis.axvline(start, color=INK, linewidth=0.8, linestyle=(0, (2, 3)))
@@ -175,18 +112,6 @@ def _with_legend(figure: Any) -> str:
     """Return the SVG text with a legend below the figure."""
     figure.legend(loc="outside lower center", ncols=5)
     return as_svg(figure)
-
-
-def _xy(points: Series) -> tuple[list[int], list[float]]:
-    return [position for position, _ in points], [value for _, value in points]
-
-
-def _smooth(points: Series) -> Series:
-    smooth = []
-    for index, (position, _) in enumerate(points):
-        near = points[max(0, index - SMOOTH // 2) : index + SMOOTH // 2 + 1]
-        smooth.append((position, sum(value for _, value in near) / len(near)))
-    return smooth
 
 
 # Shares and scores.
@@ -222,7 +147,7 @@ def bits_per_byte(data: ReportData) -> str:
         scores = [table[key] for key in keys]
         xs = [x - 0.4 + width * (index + 0.5) for x in range(len(keys))]
         errors = [[s.value - s.low for s in scores], [s.high - s.value for s in scores]]
-        axis.bar(xs, [s.value for s in scores], width * 0.9, label=stage, yerr=errors, capsize=3, alpha=0.85)
+        axis.bar(xs, [s.value for s in scores], width * 0.9, label=stage, yerr=errors, ecolor=INK, capsize=3)
     axis.set_xticks(range(len(keys)), ["all" if key == "eval/bpb" else key.rsplit("/", 1)[1] for key in keys])
     axis.set_ylabel("bits per byte")
     axis.grid(axis="x", visible=False)
@@ -243,7 +168,7 @@ def needle_heatmap(scores: Scores) -> str | None:
     for y, row in enumerate(cells.values()):
         for x, depth in enumerate(depths):
             if depth in row:
-                axis.text(x, y, f"{row[depth].value:.0%}", ha="center", va="center", fontsize=8, color=INK)
+                axis.text(x, y, f"{row[depth].value:.0%}", ha="center", va="center", fontsize=8, color="#24292f")
     axis.set_xticks(range(len(depths)), [f"{depth} %" for depth in depths])
     axis.set_yticks(range(len(cells)), [f"{length:,}" for length in cells])
     axis.set_xlabel("depth")
@@ -274,7 +199,7 @@ def length_histogram(page: DataPage) -> str:
         xs = list(counts[True])
         axis.bar(xs, list(counts[True].values()), color=COLOURS[domain], width=0.9)
         read = [counts[True][x] + counts[False][x] for x in xs]
-        axis.bar(xs, read, fill=False, edgecolor="#30363d", linewidth=0.8, width=0.9)
+        axis.bar(xs, read, fill=False, edgecolor=INK, linewidth=0.8, width=0.9)
         axis.set_title(domain, fontsize=10)
         axis.xaxis.set_major_formatter(FuncFormatter(size))
         axis.grid(axis="x", visible=False)

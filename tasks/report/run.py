@@ -6,13 +6,12 @@ same content every time.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-from jinja2 import Environment
 
 from llama3.evaluate.gate import GateRow
 from llama3.evaluate.scores import GOLD, PREFIX, SCORES_FILE, Score, gold_key, read_scores
@@ -25,8 +24,10 @@ from storage.digests import READERS, parallel_map
 from storage.filesystem import write_atomic
 from storage.object_artifact import open_store
 from storage.root import Root
-from tasks.format import templates
-from tasks.report.data import DataPage, ReportData, collect_report_data
+from tasks.format import command, format_duration
+from tasks.promotion.log import CHAMPION, PENDING_APPROVAL
+from tasks.report.data import DataPage, ReportData, Series, collect_report_data
+from tasks.report.html import COLOURS, DIM, GROUPS, INK, Curve, Figure, chart, render
 from tasks.runs.records import RunRecord, Runs
 from tasks.step import Context
 from tasks.tracking import prefect_artifacts
@@ -42,6 +43,11 @@ FURTHER = 10.0
 FIGURES = 6
 """Benchmarks that are drawn: those with the most questions."""
 EVALUATE = "evaluate-"
+BPB = f"{PREFIX}bpb"
+SMOOTH = 9
+"""Steps of the smoothed curve."""
+SCORES, REASONS = 9, 4
+"""Scores and reasons on the first screen."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +85,7 @@ class ForecastSection:
     rows: list[ForecastRow]
     lacking: dict[str, str]
     """Benchmark -> why it has no forecast."""
-    figures: list[tuple[str, str, str]]
-    """(title, explanation, SVG)"""
+    figures: list[Figure]
 
 
 def forecast_section(root: Root, run: str) -> ForecastSection | None:
@@ -157,7 +162,7 @@ def evaluated_checkpoints(root: Root) -> list[EvaluatedCheckpoint]:
     return list(once.values())
 
 
-def _figure(fitted: ForecastFit, key: str) -> tuple[str, str, str]:
+def _figure(fitted: ForecastFit, key: str) -> Figure:
     from tasks.report import plots  # imports matplotlib
 
     name = key.removeprefix(PREFIX)
@@ -184,8 +189,8 @@ def make_report(root: Root, run: str) -> Path:
     """Write `report.html` and `report.md` of `run`; return the HTML page. Raises ValueError if there is no such run."""
     data, forecast, runs = collect_report_data(root, run), forecast_section(root, run), Runs(root)
     page = runs.folder(run) / "report.html"
-    write_atomic(page, _render("report.html", data, _figures(data), forecast))
-    write_atomic(page.with_suffix(".md"), _render("report.md", data, [], forecast))
+    for file in (page, page.with_suffix(".md")):
+        write_atomic(file, render_report(file.name, root, data, forecast))
     if data.page is not None:
         write_atomic(page.with_name("data.html"), render_data(data.page))
     for file in (page, page.with_suffix(".md"), page.with_name("data.html")):
@@ -194,26 +199,76 @@ def make_report(root: Root, run: str) -> Path:
     return page
 
 
-def _figures(data: ReportData) -> list[tuple[str, str, str]]:
-    """Return (title, explanation, SVG) of every figure that the run has data for."""
+def render_report(name: str, root: Root, data: ReportData, forecast: ForecastSection | None) -> str:
+    """Return the report as the template `name` shows it, `report.html` or `report.md`."""
+    spans = [(stage.start, stage.end, stage.name) for stage in data.stages]
+    html = name.endswith(".html")
+    return render(
+        name,
+        FILTERS,
+        data=data,
+        summary=summarize(root, data),
+        curves=training_charts(data.series, spans) if html and spans else [],
+        figures=_figures(data) if html else [],
+        forecast=forecast,
+    )
+
+
+def training_charts(series: Mapping[str, Series], stages: Sequence[tuple[float, float, str]]) -> list[Figure]:
+    """Return the curves of training over tokens; `stages` are (start, end, name)."""
+    losses, held_out = series.get(metrics.LOSS, []), series.get(metrics.HELD_OUT, [])
+
+    def drawn(key: str, label: str, color: str, **style: Any) -> Curve:
+        return Curve(label, series.get(key, []), color, **style)
+
+    by_domain = [
+        Curve(domain, _smooth(series.get(metrics.domain_loss(domain), [])), color) for domain, color in GROUPS.items()
+    ]
+    scored = [drawn(metrics.held_out(domain), domain, color, dots=True) for domain, color in COLOURS.items()]
+    smooth = [Curve("each step", losses, DIM, thin=True), Curve(f"mean of {SMOOTH} steps", _smooth(losses), INK)]
+    shape = [
+        drawn(metrics.BATCH_TOKENS, "batch", COLOURS["math"], steps=True),
+        drawn(metrics.SEQ_LEN, "sequence", COLOURS["code"], steps=True),
+    ]
+    rate, speed = drawn(metrics.LEARNING_RATE, "learning rate", INK), drawn(metrics.TOKENS_PER_S, "tokens/s", INK)
+    figures = [
+        ("Loss", "Loss of the training text, all stages as one curve. It should fall.", "nats per token", smooth, {}),
+        (
+            "Held-out text",
+            "Bits per byte of a few documents kept out of training; all: weighted by the first stage's mix. If this "
+            "rises while the loss falls, the model learns the text by heart.",
+            "bits per byte",
+            [*scored, Curve("all", held_out, INK, dots=True)] if held_out else [],
+            {},
+        ),
+        ("Loss by domain", "The same, for the tokens of each domain.", "nats per token", by_domain, {}),
+        ("Learning rate", "As it was trained.", "learning rate", [rate], {"zero": True}),
+        ("Batch and sequence", "Tokens of a step, and tokens seen at once.", "tokens", shape, {"log2": True}),
+        ("Throughput", "Tokens per second of each step; dips are saving, scoring or waiting.", "tokens/s", [speed],
+         {"zero": True}),
+    ]  # fmt: skip
+    return [
+        (title, note, chart(unit, curves, stages, **style))
+        for title, note, unit, curves, style in figures
+        if any(curve.points for curve in curves)
+    ]
+
+
+def _smooth(points: Series) -> Series:
+    smooth = []
+    for index, (position, _) in enumerate(points):
+        near = points[max(0, index - SMOOTH // 2) : index + SMOOTH // 2 + 1]
+        smooth.append((position, sum(value for _, value in near) / len(near)))
+    return smooth
+
+
+def _figures(data: ReportData) -> list[Figure]:
+    """Return the figures of shares and scores that the run has data for."""
     if not data.stages:
         return []
     from tasks.report import plots  # imports matplotlib
 
-    figures = [
-        ("Loss", "Training loss in nats per token against tokens seen, all stages as one curve.", plots.loss(data)),
-        ("Loss by domain", "The same, for the tokens of each domain.", plots.domain_loss(data)),
-    ]
-    if data.series.get(metrics.HELD_OUT):
-        note = (
-            "Bits per byte of a few held-out documents, scored by the trainer; all: weighted by the first stage's mix."
-        )
-        figures.append(("Held-out documents while training", note, plots.held_out(data)))
-    figures += [
-        ("Learning rate and batch", "The schedule as it was trained.", plots.schedule(data)),
-        ("Throughput", "Tokens per second of each step.", plots.throughput(data)),
-        ("Mix", "Planned share of each domain (outline) and realized share (filled), in tokens.", plots.mix(data)),
-    ]
+    figures = [("Mix", "Planned share of each domain (outline) and realized share (filled).", plots.mix(data))]
     if data.evaluations:
         figures.append(("Bits per byte", "On held-out documents; bars are 95 % intervals.", plots.bits_per_byte(data)))
         if svg := plots.needle_heatmap(data.evaluations[next(reversed(data.evaluations))]):
@@ -221,8 +276,123 @@ def _figures(data: ReportData) -> list[tuple[str, str, str]]:
     return figures
 
 
-def _render(name: str, data: ReportData, figures: list[tuple[str, str, str]], forecast: ForecastSection | None) -> str:
-    return _environment(name).get_template(name).render(data=data, figures=figures, forecast=forecast)
+# The first screen: is it better, where, what did it cost, what now.
+
+
+@dataclass(frozen=True)
+class ScoreRow:
+    """One score of the final model beside the champion's."""
+
+    name: str
+    score: Score
+    champion: float | None
+    verdict: str
+    tone: str
+    """`good`, `bad`, or empty."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The answers of the report's first screen."""
+
+    tone: str
+    """`good`, `bad` or `open`."""
+    headline: str
+    reasons: list[str]
+    scores: list[ScoreRow]
+    cost: list[tuple[str, str, str]]
+    """Name, value, and what it counts."""
+    next: list[tuple[str, str]]
+    """A command, and what it does."""
+
+
+def summarize(root: Root, data: ReportData) -> Summary:
+    """Return the answers of the first screen, as far as the run has got."""
+    record, decision = data.record, data.decision
+    scores = _score_rows(data)
+    better, compared = sum(row.tone == "good" for row in scores), [row for row in scores if row.champion is not None]
+    tone, reasons = "open", decision.refusals if decision else []
+    if record.verdict == PENDING_APPROVAL:
+        headline, reasons = "It passed the gate and waits for the approval of a person.", []
+    elif decision is not None and decision.accepted:
+        tone, headline = "good", f"Promoted: the first model of {record.family}, so there was none to compare with."
+        if compared:
+            headline = f"Promoted: better than the champion on {better} of {len(compared)} scores."
+    elif decision is not None:
+        tone, headline = "bad", "Not promoted: it stays a candidate."
+    elif record.error:
+        tone, headline, reasons = "bad", f"It {record.state}.", [record.error.splitlines()[0]]
+    elif record.state == "running":
+        headline = "It is still running; there is no verdict yet."
+    else:
+        headline = f"Not judged: it stopped after {record.until or 'its last step'}."
+    return Summary(tone, headline, reasons[:REASONS], scores, _cost(data), _next(root, data))
+
+
+def _score_rows(data: ReportData) -> list[ScoreRow]:
+    """Return the scores of the final model that tell most: bits per byte by domain, then whole benchmarks."""
+    stages = [stage for stage in data.evaluations if stage != CHAMPION]
+    scores = data.evaluations[stages[-1]] if stages else {}
+    champion = data.evaluations.get(CHAMPION, {})
+    judged = {row.metric: row for row in data.decision.rows} if data.decision else {}
+    rows = []
+    for key, score in sorted(scores.items(), key=lambda item: (not item[0].startswith(BPB), item[0])):
+        parts = key.removeprefix(PREFIX).split("/")
+        if parts[0] not in ("bpb", "core") and (len(parts) > 1 or score.chance is None):
+            continue
+        gate = judged.get(key)
+        other = champion[key].value if key in champion else gate.champion if gate else None
+        verdict, tone = "", ""
+        if gate and gate.low is not None and gate.high is not None:
+            verdict = "no clear difference"
+            if gate.low > 0 or gate.high < 0:
+                won = (gate.high < 0) == (score.better == "lower")
+                verdict, tone = ("better", "good") if won else ("worse", "bad")
+        elif score.chance is not None:
+            verdict = "above guessing" if score.low > score.chance else "no better than guessing"
+        name = "bits per byte" if key == BPB else key.removeprefix(PREFIX).replace("bpb/", "· ")
+        rows.append(ScoreRow(name, score, other, verdict, tone))
+    return rows[:SCORES]
+
+
+def _cost(data: ReportData) -> list[tuple[str, str, str]]:
+    record = data.record
+    cost = []
+    if data.stages:
+        cost.append(("tokens", tokens(data.stages[-1].end), "trained on"))
+    if record.ended:
+        ends = [datetime.fromisoformat(text) for text in (record.started, record.ended)]
+        cost.append(("time", format_duration((ends[1] - ends[0]).total_seconds()), "from start to end"))
+    speeds = dict(data.series.get(metrics.TOKENS_PER_S, []))
+    seconds = 0.0
+    for position, each in data.series.get(metrics.TOKENS_PER_S_PER_DEVICE, []):
+        stage = next((stage for stage in data.stages if stage.end == position), None)
+        seconds += stage.seconds * round(speeds[position] / each) if stage and each else 0.0
+    if seconds:
+        cost.append(("device time", format_duration(seconds), "of training, summed over the devices"))
+    if record.peak_memory_gib:
+        cost.append(("memory", f"{record.peak_memory_gib:.3g} GiB", "most that its processes had"))
+    if record.attempts > 1:
+        cost.append(("attempts", str(record.attempts), "it was interrupted and went on"))
+    return cost
+
+
+def _next(root: Root, data: ReportData) -> list[tuple[str, str]]:
+    record, name = data.record, data.record.name
+    steps = []
+    if record.state != "finished":
+        steps.append((command(root, "status", name), "what it does now, and how its attempts ended"))
+    if record.verdict == PENDING_APPROVAL:
+        steps.append((command(root, "approve", name), "promote it; herd reject refuses it"))
+    if data.stages:
+        steps.append((command(root, "generate", name, "--prompt", "Once upon a time"), "let it write"))
+        if data.decision and data.decision.accepted:
+            steps.append((command(root, "export", name, f"{name}-hf", "--format", "hf"), "files for other programs"))
+        again = command(root, "rerun", name, "--from", data.stages[-1].name, "--set", "lr.peak=3e-4")
+        steps.append((again, "change a field and redo only what follows from it"))
+    if record.rerun_of:
+        steps.append((command(root, "compare", record.rerun_of, name), "what differs from the run before"))
+    return steps
 
 
 def render_data(page: DataPage) -> str:
@@ -232,24 +402,7 @@ def render_data(page: DataPage) -> str:
 
     note = "Documents by size, powers of two: filled those that are kept, in outline all that were read."
     figures = [("Lengths", "lengths", note, plots.length_histogram(page))] if page.lengths else []
-    environment = _environment("data.html")
-    environment.filters["explain"] = explain
-    return environment.get_template("data.html").render(page=page, figures=figures)
-
-
-def _environment(name: str) -> Environment:
-    environment = templates(name)
-    environment.filters |= {
-        "tokens": tokens,
-        "num": _number,
-        "interval": _interval,
-        "count": lambda value: f"{value:,}",
-        "megabytes": lambda size: f"{size / 1e6:,.2f}" if size < 1e8 else f"{size / 1e6:,.0f}",
-        "round_tokens": lambda count: "" if count is None else tokens(int(float(f"{count:.2g}"))),
-        "seconds": lambda value: f"{value:.1f} s" if value < 100 else f"{value / 60:.1f} min",
-        "when": lambda text: datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M:%S UTC") if text else "",
-    }
-    return environment
+    return render("data.html", {**FILTERS, "explain": explain}, page=page, figures=figures)
 
 
 def _number(value: Any, digits: int = 4) -> str:
@@ -259,3 +412,16 @@ def _number(value: Any, digits: int = 4) -> str:
 def _interval(ends: GateRow | Score, digits: int = 4) -> str:
     low, high = _number(ends.low, digits), _number(ends.high, digits)
     return f"{low} .. {high}" if low and high else ""
+
+
+FILTERS: dict[str, Callable[..., Any]] = {
+    "tokens": tokens,
+    "num": _number,
+    "interval": _interval,
+    "count": lambda value: f"{value:,}",
+    "megabytes": lambda size: f"{size / 1e6:,.2f}" if size < 1e8 else f"{size / 1e6:,.0f}",
+    "round_tokens": lambda count: "" if count is None else tokens(int(float(f"{count:.2g}"))),
+    "seconds": lambda value: f"{value:.1f} s" if value < 100 else f"{value / 60:.1f} min",
+    "when": lambda text: datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M:%S UTC") if text else "",
+}
+"""Filters of the templates."""

@@ -7,14 +7,15 @@ the table of runs is folded behind the means of the variants.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from statistics import fmean, stdev
 
 from llama3.recipe.units import tokens
 from llama3.studies.results import HELPS, HURTS, Finding, StudyVerdict
-from tasks.format import format_duration, templates
+from tasks.format import format_duration
+from tasks.report.html import render
 from tasks.study.plots import FOREST, forest
 
 Line = tuple[str, str]
@@ -155,10 +156,11 @@ def change_lines(change: Sequence[str], before: Mapping[str, str]) -> list[Line]
 
 def _render(name: str, view: StudyView, pictures: str = "") -> str:
     page = name.endswith(".html")
-    environment = templates(name)
-    environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")  # of a markdown table
-    environment.filters["picture"] = picture_name
-    environment.filters["when"] = lambda text: text[:16].replace("T", " ")
+    filters: dict[str, Callable[[str], str]] = {
+        "cell": lambda text: text.replace("|", "\\|").replace("\n", " "),  # of a markdown table
+        "picture": picture_name,
+        "when": lambda text: text[:16].replace("T", " "),
+    }
     facts = [
         ("state", view.state),
         ("variants", str(len({row.variant for row in view.variants}))),
@@ -170,7 +172,9 @@ def _render(name: str, view: StudyView, pictures: str = "") -> str:
         ends = [datetime.fromisoformat(text) for text in (view.started, view.ended)]
         facts.append(("took", format_duration((ends[1] - ends[0]).total_seconds())))
     variants = _variant_tables(view.variants)
-    return environment.get_template(name).render(
+    return render(
+        name,
+        filters,
         view=view,
         facts=facts,
         change=change_lines(view.verdict.change, view.before),

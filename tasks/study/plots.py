@@ -14,7 +14,8 @@ from llama3.recipe.units import tokens
 from llama3.studies.forecast import Interval
 from llama3.studies.isoflop import IsoflopFit, Parabola, TokenLaw
 from llama3.studies.results import HELPS, HURTS, NOTHING, Finding, Says
-from tasks.report.plots import COLOURS, INK, as_svg
+from tasks.report.html import COLOURS, INK, PAGE
+from tasks.report.plots import as_svg
 
 Losses = Mapping[str, Mapping[str, float]]
 """Variant -> domain -> bits per byte, the mean over its repeats."""
@@ -82,7 +83,7 @@ def isoflop(parabolas: Sequence[Parabola]) -> str:
         axis.plot(x, [parabola.loss_at(tokens) for tokens in x], color=color, linewidth=1.4, label=label)
         axis.scatter(taken, [trial.loss for trial in parabola.trials], s=20, color=[color], zorder=3)
         if near:
-            face = color if parabola.used else "white"
+            face = color if parabola.used else PAGE
             axis.plot([minimum], [parabola.loss], "D", markersize=8, color=color, markerfacecolor=face, zorder=4)
     axis.set_xscale("log")
     _count_ticks(axis.xaxis)
@@ -141,7 +142,7 @@ def _plot_minimum(axis: Any, parabola: Parabola) -> None:
         yerr=_errors([minimum]) if parabola.used and math.isfinite(minimum.low) else None,
         fmt="D",
         color=INK,
-        markerfacecolor=INK if parabola.used else "white",
+        markerfacecolor=INK if parabola.used else PAGE,
         markersize=6,
         capsize=3,
         zorder=3,

@@ -16,8 +16,9 @@ from llama3.evaluate.statistics import Estimate, normal
 from llama3.recipe.gates import GateRule
 from llama3.recipe.load import load_recipe, to_yaml
 from storage.artifact import Artifact, ArtifactSpec, Store
+from storage.root import Root
 from tasks.report.data import ReportData, _notes
-from tasks.report.run import _render
+from tasks.report.run import render_report
 from tasks.runs.records import RunRecord
 from tasks.runs.status import _scores
 from tasks.tracking.prefect_artifacts import _score_row
@@ -64,7 +65,7 @@ def report(name: str) -> str:
         decision=decision(),
         mlflow={},
     )
-    return _render(name, data, [], None)
+    return render_report(name, Root.parse("herd-data"), data, None)
 
 
 def cells(text: str, first: str) -> list[str]:

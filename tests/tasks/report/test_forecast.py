@@ -21,7 +21,8 @@ from llama3.recipe.schema import Recipe
 from storage.artifact import Artifact, ArtifactSpec
 from storage.object_artifact import open_store
 from storage.root import Root
-from tasks.report.run import FURTHER, _environment, evaluated_checkpoints, forecast_section
+from tasks.report.html import render
+from tasks.report.run import FILTERS, FURTHER, evaluated_checkpoints, forecast_section
 from tasks.runs.records import Runs, StepRecord
 from tests.llama3.train.train_samples import ROWS, recipe
 
@@ -177,10 +178,7 @@ def test_the_section_is_written_as_a_table_with_what_lacks(study: Study) -> None
     section = forecast_section(study.root, last)
     assert section is not None
     section = dataclasses.replace(section, lacking={"eval/plants": "too few <runs>"})
-    rows = {
-        name: _environment(name).get_template(name).render(forecast=section)
-        for name in ("forecast.html", "forecast.md")
-    }
+    rows = {name: render(name, FILTERS, forecast=section) for name in ("forecast.html", "forecast.md")}
     further, check = section.rows
     assert f"{further.forecast.accuracy.value:.4g}" in rows["forecast.html"]
     assert "too few &lt;runs&gt;" in rows["forecast.html"]

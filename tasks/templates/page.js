@@ -1,0 +1,130 @@
+"use strict";
+// Charts: each .chart holds its data as JSON, as `chart` of tasks/report/html.py writes it.
+const UNITS = { "": 1, K: 1e3, M: 1e6, B: 1e9, T: 1e12 };
+const short = (value) => {
+  if (value == null) return "";
+  const size = Math.abs(value);
+  for (const [unit, scale] of Object.entries(UNITS).reverse())
+    if (size >= scale && scale > 1) return +(value / scale).toPrecision(4) + unit;
+  return size !== 0 && size < 1e-3 ? value.toExponential(2).replace(/\.?0*e/, "e") : String(+value.toPrecision(4));
+};
+
+function marks(plot, stages) {
+  const { ctx, bbox } = plot, ratio = devicePixelRatio;
+  ctx.save();
+  ctx.font = `${11 * ratio}px system-ui, sans-serif`;
+  ctx.fillStyle = ctx.strokeStyle = color("--faint");
+  ctx.setLineDash([3 * ratio, 4 * ratio]);
+  ctx.textAlign = "center";
+  for (const { start, end, name } of stages) {
+    const left = Math.max(plot.valToPos(start, "x", true), bbox.left);
+    const right = Math.min(plot.valToPos(end, "x", true), bbox.left + bbox.width);
+    if (start > plot.scales.x.min && left < bbox.left + bbox.width) {
+      ctx.beginPath();
+      ctx.moveTo(left, bbox.top);
+      ctx.lineTo(left, bbox.top + bbox.height);
+      ctx.stroke();
+    }
+    if (right - left > ctx.measureText(name).width) ctx.fillText(name, (left + right) / 2, bbox.top - 5 * ratio);
+  }
+  ctx.restore();
+}
+
+const color = (name) => name.startsWith("--") ? getComputedStyle(document.documentElement).getPropertyValue(name) : name;
+
+// The curves' positions differ: where one has no point, its last value so far counts.
+const shown = (plot, value, place, at) => {
+  while (value == null && at > 0) value = plot.data[place][--at];
+  return short(value);
+};
+const last = (plot) => plot.setLegend({ idx: plot.data[0].length - 1 });
+
+function draw(box) {
+  const chart = JSON.parse(box.querySelector("script").textContent);
+  const grid = { stroke: () => color("--line"), width: 1 }, ink = () => color("--faint");
+  const axis = { stroke: ink, grid, ticks: grid, font: "12px system-ui, sans-serif" };
+  const size = () => ({ width: box.clientWidth, height: Math.max(220, Math.min(320, box.clientWidth * 0.45)) });
+  const paths = { steps: uPlot.paths.stepped({ align: -1 }) };
+  const options = {
+    ...size(),
+    padding: [18, 14, 0, 0],
+    scales: {
+      // all charts of a page have one span, so that they are enlarged together
+      x: { time: false, range: (plot, low, high) => {
+        const times = plot.data[0];
+        const whole = chart.stages.length && (times.length < 2 || (low === times[0] && high === times.at(-1)));
+        return whole ? [chart.stages[0].start, chart.stages.at(-1).end] : [low, high];
+      } },
+      y: chart.log2 ? { distr: 3, log: 2 } : { range: (_, low, high) => {
+        const room = (high - low || Math.abs(high) || 1) * 0.06;
+        return [chart.zero ? Math.min(0, low) : low - room, high + room];
+      } },
+    },
+    cursor: { sync: { key: "tokens" }, points: { size: 6 } },
+    legend: { markers: { width: 0, fill: (_, place) => place ? color(chart.curves[place - 1].color) : "transparent" } },
+    axes: [
+      { ...axis, values: (_, ticks) => ticks.map(short), space: 70, size: 32 },
+      { ...axis, values: (_, ticks) => ticks.map((tick) => tick == null ? "" : short(tick)), size: 58, label: chart.unit, labelFont: axis.font, labelSize: 20 },
+    ],
+    series: [
+      { label: "tokens", value: (_, value) => short(value) },
+      ...chart.curves.map((curve) => ({
+        label: curve.label, stroke: () => color(curve.color), width: curve.thin ? 1 : 2, spanGaps: true,
+        value: shown, points: { show: curve.dots, size: 5 },
+        ...(curve.steps && { paths: paths.steps }),
+      })),
+    ],
+    hooks: { draw: [(plot) => marks(plot, chart.stages)], ready: [last], setData: [last] },
+  };
+  const plot = new uPlot(options, uPlot.join(chart.curves.map((curve) => [curve.x, curve.y])), box);
+  plot.over.addEventListener("mouseleave", () => last(plot));
+  plot.root.title = "Drag over a span to enlarge it, double-click to see all again. A click on a name hides its curve.";
+  new ResizeObserver(() => plot.setSize(size())).observe(box);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plot.redraw());
+  return plot;
+}
+const plots = [...document.querySelectorAll(".chart")].map(draw);
+
+// Tables: a click on a column's head sorts; a long table shows its first rows and a button.
+const ROWS = 20;
+function amount(cell) {
+  const text = (cell.dataset.value ?? cell.textContent).replaceAll(",", "").trim();
+  const found = /^([-+]?\d*\.?\d+(?:e[-+]?\d+)?) ?([KMBT])?/i.exec(text);
+  return found ? Number(found[1]) * UNITS[(found[2] ?? "").toUpperCase()] : null;
+}
+function compare(first, second) {
+  const [a, b] = [amount(first), amount(second)];
+  if (a !== null && b !== null) return a - b;
+  if (a === null && b === null) return first.textContent.localeCompare(second.textContent);
+  return a === null ? 1 : -1;
+}
+for (const table of document.querySelectorAll(".wide table")) {
+  const [head, ...rows] = table.rows;
+  if (!head || [...head.cells].some((cell) => cell.tagName !== "TH") || table.classList.contains("two-line")) continue;
+  const body = table.tBodies[0];
+  if (rows.length > 2)
+    [...head.cells].forEach((cell, column) => {
+      const sort = () => {
+        const rising = cell.ariaSort !== "ascending";
+        for (const other of head.cells) other.ariaSort = "none";
+        cell.ariaSort = rising ? "ascending" : "descending";
+        const order = [...rows].sort((a, b) => (rising ? 1 : -1) * compare(a.cells[column], b.cells[column]));
+        body.append(...order);
+        fold(order);
+      };
+      cell.ariaSort = "none";
+      cell.tabIndex = 0;
+      cell.addEventListener("click", sort);
+      cell.addEventListener("keydown", (event) => { if (event.key === "Enter") sort(); });
+    });
+  let folded = rows.length > ROWS * 1.5;
+  const fold = (order) => order.forEach((row, place) => { row.hidden = folded && place >= ROWS; });
+  if (folded) {
+    const more = document.createElement("button");
+    more.className = "more";
+    more.textContent = `show all ${rows.length} rows`;
+    more.addEventListener("click", () => { folded = false; fold(rows); more.remove(); });
+    table.parentElement.after(more);
+    fold(rows);
+  }
+}
