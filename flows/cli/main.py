@@ -41,7 +41,7 @@ from storage.secrets import move_logins
 
 PANELS = {
     "Start here": ("run", "plan", "status", "rerun", "up"),
-    "Runs and studies": ("logs", "stop", "report", "compare", "inspect", "study", "rehearse"),
+    "Runs and studies": ("watch", "logs", "stop", "report", "compare", "inspect", "study", "rehearse"),
     "Recipes and data": ("fetch", "data", "schema"),
     "Models": ("generate", "serve", "eval", "export", "promote", "approve", "reject", "rollback", "promotion-log"),
     "Operation": ("doctor", "hosts", "setup", "verify", "gc", "mlflow"),
@@ -323,7 +323,7 @@ def try_data(
 
 for command in (
     *(models.generate, models.serve, models.export, ops.up, ops.setup, ops.status, ops.logs, ops.stop, ops.compare),
-    *(ops.doctor, ops.hosts, ops.gc, ops.verify),
+    *(ops.watch, ops.doctor, ops.hosts, ops.gc, ops.verify),
     *(ops.promote, ops.approve, ops.reject, ops.rollback, ops.promotion_log),
 ):
     app.command()(command)

@@ -201,6 +201,24 @@ def hosts(
         out.print(table if table.rows else "no attempt died of a host, and no fault was seen")
 
 
+def watch(
+    run: Annotated[str, typer.Argument(help="A run, finished or not.")],
+    root: RootOption = DEFAULT_ROOT,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: a free one.")] = 0,
+    open_: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Serve a page of a run on this machine that follows it: loss, tokens, time left, the last sample."""
+    from tasks.report.live import serve_live
+
+    def ready(url: str) -> None:
+        out.print(f"{url}  [dim]ends with Ctrl-C; the run does not need it[/]")
+        if open_:
+            webbrowser.open(url)
+
+    with mistakes():
+        serve_live(Root.parse(root), run, port, ready)
+
+
 def compare(
     runs: Annotated[list[str], typer.Argument(help="Two or more runs.")],
     root: RootOption = DEFAULT_ROOT,

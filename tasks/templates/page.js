@@ -81,6 +81,14 @@ function draw(box) {
   plot.root.title = "Drag over a span to enlarge it, double-click to see all again. A click on a name hides its curve.";
   new ResizeObserver(() => plot.setSize(size())).observe(box);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plot.redraw());
+  plot.update = (next) => {  // the live page: new points, while an enlarged span stays
+    const same = next.curves.length === chart.curves.length, { min, max } = plot.scales.x;
+    const enlarged = chart.stages.length && (min > chart.stages[0].start || max < chart.stages.at(-1).end);
+    if (!same) return false;
+    Object.assign(chart, next);
+    plot.setData(uPlot.join(chart.curves.map((curve) => [curve.x, curve.y])), !enlarged);
+    return true;
+  };
   return plot;
 }
 const plots = [...document.querySelectorAll(".chart")].map(draw);

@@ -1,0 +1,153 @@
+"""The page of a run while it trains, served on this machine: progress, loss, time left, and the last sample.
+
+The page fetches itself every few seconds and takes over what changed, so that an enlarged chart stays as it is. Made
+from files alone, like `herd status`; the run does not know of it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock
+from urllib.parse import urlsplit
+
+from llama3.evaluate.scores import GENERATIONS_FILE
+from llama3.recipe.schedule import Schedule
+from llama3.recipe.units import tokens
+from llama3.train import metrics
+from llama3.train.journal import Entry, Tail, valid_records
+from storage.object_artifact import open_store
+from storage.root import Root
+from tasks.format import command, format_duration
+from tasks.report.data import Series, read_series
+from tasks.report.html import render
+from tasks.report.run import training_charts
+from tasks.runs.progress import RunProgress, artifact_of, run_progress, run_work_dir_name
+from tasks.runs.records import Runs, trained_stages
+from tasks.stages.alerts import read_alerts
+
+REFRESH_S = 5
+LOCAL = ("127.0.0.1", "localhost")
+PAGES = ("/report.html", "/data.html")
+"""Pages of the run's folder that are served too, once they are written."""
+
+
+class LivePage:
+    """Renders the page of one run; keeps what it has read of the journal."""
+
+    def __init__(self, root: Root, run: str) -> None:
+        """Raises ValueError if there is no such run."""
+        self.root, self.runs, self.run = root, Runs(root), run
+        self.runs.find(run)
+        self._entries: dict[str, tuple[Tail, list[Entry]]] = {}
+        self._finished: dict[str, dict[str, Series]] = {}
+        """Artifact of a stage -> its curves."""
+        self._lock = Lock()
+
+    def render(self) -> str:
+        """Return the page as HTML, as the run is now."""
+        with self._lock:
+            record = self.runs.find(self.run)
+            progress = run_progress(self.root, [record])[0]
+            reached = [span for span in Schedule(progress.recipe).trained if span.start < max(1, progress.position)]
+            stages = [(span.start, min(span.end, progress.position) or span.end, span.name) for span in reached]
+            return render(
+                "live.html",
+                run=progress,
+                share=progress.position / progress.total,
+                facts=self._facts(progress),
+                figures=training_charts(self._series(progress), stages),
+                alerts=read_alerts(self.root, self.run)[-3:],
+                sample=self._sample(progress),
+                report=self.runs.folder(self.run).joinpath("report.html").exists() and bool(record.ended),
+                again=command(self.root, "status", self.run),
+                refresh=REFRESH_S,
+            )
+
+    def _facts(self, run: RunProgress) -> list[tuple[str, str, str]]:
+        """Return name, value and explanation of each tile; unknown ones are left out."""
+        speed, held_out, left = run.last(metrics.TOKENS_PER_S), run.last(metrics.HELD_OUT), run.remaining_s
+        silent = time.time() - run.recent[-1].time if run.recent and run.holder else 0.0
+        facts = [
+            ("tokens", tokens(run.position), f"of {tokens(run.total)}"),
+            ("time left", format_duration(left) if left is not None and run.holder else "", "of training, as it goes"),
+            ("loss", f"{run.loss:.3f}" if run.loss is not None else "", "mean of the last steps"),
+            ("bits per byte", f"{held_out:.3f}" if held_out is not None else "", "of held-out text"),
+            ("tokens/s", tokens(speed) if speed and run.holder else "", "at the last step"),
+            ("checkpoint", tokens(run.saved.position) if run.saved else "", "a restart goes on from there"),
+            ("restarts", str(run.restarts or ""), "of its trainers"),
+            ("silent", format_duration(silent) if silent > 60 else "", "since its last step"),
+        ]
+        return [fact for fact in facts if fact[1]]
+
+    def _series(self, run: RunProgress) -> dict[str, Series]:
+        """Return the curves of finished stages, and of the journal of the stage in progress."""
+        store, parts = open_store(self.root), []
+        for span in trained_stages(run.recipe, run.record):
+            label = run.record.steps[span.name].artifact
+            if label not in self._finished and (artifact := artifact_of(store, run.record, span.name)):
+                with suppress(ValueError):  # without curves
+                    self._finished[label] = read_series([artifact])
+            parts.append(self._finished.get(label, {}))
+        span = next((span for span in Schedule(run.recipe).trained if span.name == run.step), None)
+        if span is not None:
+            work = run_work_dir_name(store, run.recipe, run.record, span)
+            tail, entries = self._entries.setdefault(work, (Tail(self.root.file("work", work, "journal.jsonl")), []))
+            entries += tail.new()
+            current: dict[str, Series] = {}
+            for record in valid_records(entries) or run.recent:
+                for key, value in record.metrics.items():
+                    current.setdefault(key, []).append((record.position, value))
+            parts.append(current)
+        return {key: [point for part in parts for point in part.get(key, [])] for part in parts for key in part}
+
+    def _sample(self, run: RunProgress) -> dict[str, str]:
+        """Return the first text that the newest evaluated model of the run wrote; empty if none was evaluated."""
+        store = open_store(self.root)
+        for step in reversed(run.record.steps):
+            if step.startswith("evaluate-") and (artifact := artifact_of(store, run.record, step)):
+                with suppress(ValueError, OSError, IndexError):
+                    first: dict[str, str] = json.loads(artifact.part(GENERATIONS_FILE).read_text())[0]
+                    return {"after": step.removeprefix("evaluate-"), **first}
+        return {}
+
+
+def serve_live(root: Root, run: str, port: int, ready: Callable[[str], None]) -> None:
+    """Serve the page of `run` on loopback until Ctrl-C; `ready` gets its address.
+
+    Port 0 takes a free one. Raises ValueError if there is no such run, or the port is in use.
+    """
+    page = LivePage(root, run)
+    page.render()  # a mistake shows here and not in the browser
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            # another name that its owner leads to this machine (DNS rebinding) must not read the run
+            if urlsplit(f"//{self.headers.get('Host', '')}").hostname not in LOCAL:
+                return self.send_error(421, "use 127.0.0.1 or localhost")
+            path, file = urlsplit(self.path).path, page.runs.folder(page.run) / urlsplit(self.path).path.lstrip("/")
+            if path != "/" and not (path in PAGES and file.exists()):
+                return self.send_error(404)
+            body = (page.render() if path == "/" else file.read_text()).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(body)
+            return None
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise ValueError(f"--port {port}: cannot be bound ({error}); give another") from None
+    with server:
+        ready(f"http://127.0.0.1:{server.server_port}/")
+        with suppress(KeyboardInterrupt):
+            server.serve_forever(poll_interval=0.2)

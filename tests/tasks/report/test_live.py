@@ -1,0 +1,85 @@
+"""The page of a running run: what it says, that it follows the journal, and who gets it."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import sync_playwright
+
+from llama3.recipe.schedule import Schedule
+from llama3.train import metrics
+from llama3.train.journal import Journal, Record
+from storage.lease import lease
+from storage.root import Root
+from tasks.report import live
+from tests.tasks.standing_root import begun, tiny, train
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[tuple[Root, Path]]:
+    """Yield a root where tiny-1 trains its second stage, and the journal of that stage."""
+    root, recipe = Root.parse(tmp_path), tiny()
+    work = train(root, recipe, begun(root, recipe), steps=8, saved=4)
+    with lease(root, "runs/tiny-1", "test"):
+        yield root, work / "journal.jsonl"
+
+
+@pytest.fixture
+def address(running: tuple[Root, Path], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(live, "REFRESH_S", 0.2)
+    addresses, ready = list[str](), threading.Event()
+
+    def told(url: str) -> None:
+        addresses.append(url)
+        ready.set()
+
+    threading.Thread(target=live.serve_live, args=(running[0], "tiny-1", 0, told), daemon=True).start()
+    assert ready.wait(20)
+    return addresses[0]
+
+
+def step(journal: Path, loss: float) -> None:
+    """Add a step to the journal as a trainer does."""
+    span = Schedule(tiny()).trained[1]
+    with Journal(journal) as writer:
+        writer.add(Record(time.time(), span.start + 9 * span.segments[0].batch, {metrics.LOSS: loss}))
+
+
+def test_it_says_where_the_run_is_and_only_to_this_machine(address: str) -> None:
+    text = urllib.request.urlopen(address, timeout=30).read().decode()
+    for words in ("running in main", "of 98.3K", "20K", "time left", "mean of the last steps"):
+        assert words in text, words
+    assert text.count('<div class="chart">') == 2, "loss and throughput"
+    for path, host, status in (("run.json", "127.0.0.1", 404), ("", "rebound.example", 421)):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(urllib.request.Request(address + path, headers={"Host": host}), timeout=30)
+        assert refused.value.code == status
+    with pytest.raises(ValueError, match="run 'tiny-9' does not exist"):
+        live.LivePage(Root.parse("."), "tiny-9")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: the page is not looked at")
+def test_the_page_follows_the_journal_without_a_reload(address: str, running: tuple[Root, Path]) -> None:
+    problems = list[str]()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        tab = browser.new_page()
+        tab.on("pageerror", lambda error: problems.append(str(error)))
+        tab.goto(address)
+        tab.evaluate("window.same = true")
+        values = tab.locator(".u-legend").first.locator(".u-value")
+        assert values.nth(1).inner_text() == "5.2"
+        step(running[1], 2.5)
+        tab.wait_for_function("document.querySelectorAll('.u-value')[1].textContent === '2.5'", timeout=30_000)
+        assert tab.evaluate("window.same")
+        browser.close()
+    assert problems == []
