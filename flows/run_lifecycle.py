@@ -56,6 +56,7 @@ from tasks.tracking import prefect_artifacts
 from tasks.tracking.backfill import catch_up, watch_outages
 from tasks.tracking.events import run_ended
 from tasks.tracking.factory import mlflow_of, open_tracker
+from tasks.tracking.mlflow_store import report_page
 from tasks.tracking.prefect_artifacts import run_done
 from tasks.tracking.prometheus import remove_gauges
 
@@ -170,7 +171,9 @@ def _introduce(context: Context, plan: RunPlan) -> None:
         tracker.log_file(record.mlflow_run, context.folder / name)
     url = "" if is_temporary() else split_login(flow_run.ui_url or "")[0]
     prefect = f"[Prefect run]({url})" if url else "Prefect run (temporary server)"
-    note = f"{prefect} · recipe `{record.recipe_digest[:12]}` · code `{record.code}`"
+    own = report_page("", record.mlflow_experiment, mlflow_of(tracker).run_id(record.mlflow_run))
+    report = f" · [report]({own}), at its end" if record.mlflow_experiment else ""
+    note = f"{prefect} · recipe `{record.recipe_digest[:12]}` · code `{record.code}`{report}"
     tracker.set_tags(record.mlflow_run, {"prefect.url": url, "mlflow.note.content": note})
     prefect_artifacts.markdown("plan", plan_markdown(plan), f"Plan of {record.name}")
     if link := mlflow_of(tracker).page(record.mlflow_run):

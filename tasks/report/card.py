@@ -1,4 +1,4 @@
-"""The training of a model, from the runs under a root, for its card.
+"""The training of a model, from the runs under a root, for its card, and the card in MLflow's registry.
 
 It queries run record, recipe and manifests and leaves out what it does not find. Shares of domains, sources and
 licenses are counted from the token stream, up to the checkpoint's position.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from llama3.evaluate.scores import read_scores
-from llama3.export.card import Card, MixLine, SourceRow, StageLine, Training
-from llama3.model.files import read_config
+from llama3.export.card import Card, MixLine, SourceRow, StageLine, Training, render
+from llama3.model.files import CONFIG, read_config
 from llama3.recipe.base import DOMAINS
 from llama3.recipe.load import resolved, to_yaml
 from llama3.recipe.schedule import Schedule, StageSpan
@@ -25,8 +26,12 @@ from storage.digests import digest_json
 from storage.object_artifact import open_store
 from storage.page_cache import lazy_folder
 from storage.root import Root
+from tasks.promotion.log import gate_decisions, read_log
 from tasks.report.plots import draw_curve
 from tasks.runs.records import RunRecord, Runs, evaluation_of
+from tasks.tracking.mlflow import MLflowTracker
+from tasks.tracking.mlflow_store import report_page
+from tasks.tracking.registry import Registry
 
 CURVE = "training-loss.png"
 SPOKEN = 0.01
@@ -171,6 +176,28 @@ def _digests(trained: TrainedCheckpoint) -> dict[str, str]:
         if (verdict := source.annealing_verdict) is not None:
             digests[f"{domain}: {source.name or source.uri}"] = f"{verdict} (study {verdict.study} {verdict.digest})"
     return digests
+
+
+def describe_model(root: Root, record: RunRecord, mlflow: MLflowTracker) -> None:
+    """Write the report's address and the card of the model that `record` had judged to its version in MLflow."""
+    log = read_log(root, record.family)
+    if not (decisions := gate_decisions(log, record.name)) or not mlflow.experiment:
+        return
+    label = decisions[-1].artifact
+    report = report_page("", mlflow.experiment, mlflow.run_id(record.mlflow_run))
+    card = ""
+    with suppress(ValueError, OSError), TemporaryDirectory() as folder:  # deleted, or the root is away
+        card = _short_card(root, record.name, open_store(root).load(label), Path(folder))
+    mlflow.reach.attempt(lambda: Registry(mlflow).describe(log, label, report, card), None)
+
+
+def _short_card(root: Root, run: str, checkpoint: Artifact, folder: Path) -> str:
+    """Return the card of a checkpoint without what belongs to an exported folder."""
+    model = checkpoint.part(f"model/{CONFIG}").parent  # of a remote root, not the weights
+    card = make_card(root, run, model, folder, "hf", "fp32", "")
+    if card.training is not None:
+        card = replace(card, training=replace(card.training, curve=""))
+    return f"{card.notice}\n\n## Model{render(card).partition('## Model')[2].partition('## Provenance')[0]}".rstrip()
 
 
 def data_mix_digest(recipe: Recipe, tokens: str, end: int) -> str:

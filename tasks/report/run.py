@@ -31,6 +31,8 @@ from tasks.report.html import COLOURS, DIM, GROUPS, INK, Curve, Figure, chart, r
 from tasks.runs.records import RunRecord, Runs
 from tasks.step import Context
 from tasks.tracking import prefect_artifacts
+from tasks.tracking.factory import mlflow_of
+from tasks.tracking.mlflow_store import report_page, server_uri
 
 # The forecast in a run's report: the score of a run of ten times the compute, from all runs under the root.
 #
@@ -176,11 +178,18 @@ def _figure(fitted: ForecastFit, key: str) -> Figure:
 
 def write_report(context: Context) -> Path:
     """Write the report into the run's folder, and show it in MLflow and Prefect; return the HTML page."""
-    page = make_report(context.root, context.record.name)
+    from tasks.report.card import describe_model  # imports matplotlib
+
+    page, mlflow = make_report(context.root, context.record.name), mlflow_of(context.tracker)
     for path in (page, page.with_suffix(".md"), page.with_name("data.html")):
         if path.exists():
             context.tracker.log_file(context.record.mlflow_run, path)
-    prefect_artifacts.markdown("report", page.with_suffix(".md").read_text(), context.record.name)
+    describe_model(context.root, context.record, mlflow)
+    text, server = page.with_suffix(".md").read_text(), server_uri()
+    if server and mlflow.experiment:
+        url = report_page(server, mlflow.experiment, mlflow.run_id(context.record.mlflow_run))
+        text = f"[The page with curves, in MLflow]({url})\n\n{text}"
+    prefect_artifacts.markdown("report", text, context.record.name)
     prefect_artifacts.flush()
     return page
 

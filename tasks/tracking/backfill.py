@@ -172,6 +172,8 @@ class _Publisher:
 
     def _publish_decision(self, decision: Promotion, log: Log) -> None:
         """Publish a decision on a model: its run, the model version, and the gate's table."""
+        from tasks.report.card import describe_model  # imports matplotlib
+
         evaluation: Artifact | None = None
         with suppress(ValueError):  # the checkpoint was deleted
             checkpoint = self.store.load(decision.artifact)
@@ -190,6 +192,7 @@ class _Publisher:
             return 1
 
         self.done.versions += self.mlflow.reach.attempt(register, 0)
+        describe_model(self.root, self.record, self.mlflow)
         self.tracker.close(child, "FINISHED", _time(decision.time))
 
     def _child(self, tags: dict[str, str], start: float, over: bool = True) -> str:

@@ -95,6 +95,11 @@ def run_page(server: str, experiment: str, run_id: str) -> str:
     return f"{server}/#/experiments/{experiment}/runs/{run_id}?workflowType=machine_learning"
 
 
+def report_page(server: str, experiment: str, run_id: str) -> str:
+    """Return the address of the report in MLflow's pages; without a server, relative to any of them."""
+    return f"{server}/#/experiments/{experiment}/runs/{run_id}/artifactPath/report.html".removeprefix("/")
+
+
 def set_tracking_uri(uri: str) -> None:
     """Set MLflow's process-wide URI without changing the environment."""
     import mlflow

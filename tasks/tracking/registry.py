@@ -29,6 +29,22 @@ from tasks.tracking.tracker import Tracker
 NO_ALIAS = "INVALID_PARAMETER_VALUE"
 """MLflow's error code where a model has no such alias."""
 WAIT_S = 60.0
+REPORT = "report"
+"""Tag of a version: the address of its run's report in MLflow's pages."""
+LIMIT = 5000
+"""Characters of a description that every database of MLflow takes."""
+
+
+def _description(line: str, report: str, card: str) -> str:
+    """Return a version's description in markdown: the decision in a line, with the report, then the card.
+
+    Of a card that is too long, whole sections are left out at its end.
+    """
+    head = " · ".join(part for part in (line, f"[report]({report})" if report else "") if part)
+    room = LIMIT - len(head) - 2
+    while len(card) > room:
+        card = card.rpartition("\n## ")[0].rstrip()
+    return "\n\n".join(part for part in (head, card) if part)
 
 
 class Registry:
@@ -98,8 +114,21 @@ class Registry:
             if label in versions:
                 version = str(versions[label].version)
                 self.set_tags(version, version_tags(log.records, label))
-                self.client.update_model_version(self.name, version, version_description(log.records, label))
+                before, report = versions[label].description or "", versions[label].tags.get(REPORT, "")
+                text = _description(version_description(log.records, label), report, before.partition("\n\n")[2])
+                self.client.update_model_version(self.name, version, text)
         return changes
+
+    def describe(self, log: Log, label: str, report: str, card: str) -> None:
+        """Write the address of the report and the card to the version of the model `label`, if it is registered.
+
+        A later `publish` changes only the first line.
+        """
+        if version := self.versions().get(label):
+            number = str(version.version)
+            self.set_tags(number, {REPORT: report})
+            text = _description(version_description(log, label), report, card)
+            self.client.update_model_version(self.name, number, text)
 
     def set_aliases(self, log: Log) -> list[str]:
         """Set each alias on its holder by the log and delete it elsewhere; return what that changed.

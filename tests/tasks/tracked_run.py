@@ -22,7 +22,7 @@ from tasks.runs.provenance import Provenance
 from tasks.runs.records import Runs, StepRecord, now
 from tasks.step import Context, tracked_step
 from tasks.tracking.mlflow import MLflowTracker
-from tasks.tracking.registry import Registry, apply
+from tasks.tracking.registry import REPORT, Registry, apply
 from tasks.tracking.steps import LoggedStep, checkpoint_model, project_step
 from tests.llama3.train.train_samples import recipe
 
@@ -203,7 +203,10 @@ def models(tracker: MLflowTracker) -> dict[str, Any]:
         model.tags["herd.artifact"]: (model.params, sorted((m.key, m.value, m.step) for m in model.metrics or []))
         for model in client.search_logged_models([tracker.experiment])
     }
-    versions = {v.tags["herd.artifact"]: v.tags for v in client.search_model_versions(f"name = '{tracker.family}'")}
+    versions = {
+        version.tags["herd.artifact"]: {key: value for key, value in version.tags.items() if key != REPORT}
+        for version in client.search_model_versions(f"name = '{tracker.family}'")
+    }
     aliases = client.get_registered_model(tracker.family).aliases
     holders = {
         alias: client.get_model_version(tracker.family, version).tags["herd.artifact"]

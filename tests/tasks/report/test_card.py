@@ -10,7 +10,7 @@ import pytest
 from llama3.recipe.base import DOMAINS
 from llama3.tokens.inspect import inspect
 from tasks.models.export import export_model
-from tasks.report.card import data_mix_digest, make_card
+from tasks.report.card import _short_card, data_mix_digest, make_card
 from tests.llama3.train.train_samples import recipe
 from tests.tasks.trained_run import SCORE, TrainedRun
 
@@ -55,6 +55,13 @@ def test_a_card_does_without_scores_that_were_deleted(tmp_path: Path) -> None:
     card = make_card(run.root, "tiny-1", run.model, tmp_path, "hf", "bf16", "")
     assert card.training is not None
     assert (card.training.tokens, card.training.scores) == (20 * 256, {})
+
+
+def test_mlflow_s_card_leaves_out_what_belongs_to_an_exported_folder(run: TrainedRun, tmp_path: Path) -> None:
+    text = _short_card(run.root, "tiny-1", run.checkpoint, tmp_path)
+    assert text.startswith("No license was given for the weights.")
+    assert all(words in text for words in ("## Model", "## Data", "| bpb | 2.500 |"))
+    assert not any(words in text for words in ("training-loss.png", "SHA256SUMS", "This folder", "---\n"))
 
 
 def test_a_folder_that_is_not_of_the_root_has_no_history(run: TrainedRun, tmp_path: Path) -> None:

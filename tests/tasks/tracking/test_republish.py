@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from pathlib import Path
@@ -16,11 +17,14 @@ from llama3.train.journal import Journal, Record
 from storage.processes import free_port
 from storage.root import Root
 from tasks.console import TerminalConsole
+from tasks.promotion.log import PromotionLog, version_description
+from tasks.report.card import describe_model
 from tasks.runs.gc import TRASH, GcItem, GcPlan, delete_rows, plan_gc, plan_rows
 from tasks.runs.records import Runs, StepRecord
 from tasks.stages.follow import JournalTailer
 from tasks.tracking.backfill import backfill_run, catch_up, watch_outages
 from tasks.tracking.mlflow import MLflowTracker
+from tasks.tracking.registry import Registry
 from tasks.tracking.steps import Thinning
 from tests.tasks.mlflow_server import empty_database, use
 from tests.tasks.tracked_run import TrackedRun, models, records, seen, two_runs
@@ -32,6 +36,23 @@ DAY = 86400.0
 def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
     """Two runs of one family, tracked in the root's own database; the second reuses the tokens."""
     return two_runs(tmp_path_factory.mktemp("root"))
+
+
+def test_a_version_has_a_line_with_the_report_and_its_card_also_after_another_judgement(root: Root) -> None:
+    tracker, log = MLflowTracker(root, "tiny"), PromotionLog(root, "tiny")
+    label, registry = log.records[0].artifact, Registry(tracker)
+    describe_model(root, Runs(root).find("tiny-1"), tracker)
+    version = registry.versions()[label]
+    line, address = re.fullmatch(r"(.*) · \[report\]\((.*)\)", version.description).groups()  # type: ignore[union-attr]
+    assert line == version_description(log.records, label)
+    experiment, run = re.fullmatch("#/experiments/(.*)/runs/(.*)/artifactPath/report.html", address).groups()  # type: ignore[union-attr]
+    assert tracker.client.get_run(run).info.run_name == "tiny-1"
+    assert tracker.client.get_run(run).info.experiment_id == experiment
+    card = "Free.\n\n## Model\n\nsmall\n\n## Data" + " long" * 1200
+    registry.describe(log.records, label, address, card)
+    assert registry.versions()[label].description == f"{line} · [report]({address})\n\nFree.\n\n## Model\n\nsmall"
+    registry.publish(log, label)
+    assert registry.versions()[label].description.endswith("## Model\n\nsmall"), "the card stays"
 
 
 @pytest.mark.slow
