@@ -17,7 +17,7 @@ TORCH_PIN := $(if $(filter cuda,$(TORCH)),$(TORCH_CUDA),$(TORCH_CPU))
 HERD_SHARED ?= ../shared
 NULLCUDA_SOURCE := $(HERD_SHARED)/nullcuda
 
-.PHONY: run test suite test-all test-cuda gpu-day mutate mutate-pure check install install-dev lock clean
+.PHONY: run test suite test-all test-cuda gpu-day docs mutate mutate-pure check install install-dev lock clean
 run: .venv/core
 	@$(BIN)/herd run recipes/quickstart.yaml
 
@@ -39,6 +39,10 @@ test-all: .venv/dev check
 test-cuda: .venv/cuda/null/libnullcuda.so
 	@export NULLCUDA=$(abspath .venv/cuda/null) NULLCUDA_DEVICES=4; bash $(NULLCUDA_SOURCE)/run.sh \
 	    env LD_PRELOAD=$$NULLCUDA/libsplit.so:$$NULLCUDA/libnullcuda.so .venv/cuda/bin/python -m pytest tests/cuda
+
+# The documentation as a site, with search, in build/docs; a warning is an error.
+docs: .venv/dev
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The day a GPU is at hand, at most 40 minutes: values, the chain, speed and memory against what was predicted.
 gpu-day: .venv/core

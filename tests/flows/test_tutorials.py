@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -109,6 +110,48 @@ def parsed(words: list[str]) -> Any:
     return context
 
 
+MARK = re.compile(r"<!-- (?:run|not run: (.+)) -->")
+COMMAND = re.compile(r"    (\.venv/bin/|make |docker |git |apt-get |openssl |curl |tail |export )")
+
+
+def marked_blocks(page: Path) -> list[tuple[str, list[str]]]:
+    """Return the mark (`` if it has none) and the lines of each block of commands: its own mark, or the page's."""
+    parts = [part for part in re.split(r"\n\n+", FENCE.sub("", page.read_text())) if part.strip()]
+    whole = parts[1] if MARK.match(parts[1]) else ""
+    found = []
+    for before, part in pairwise(parts):
+        if COMMAND.match(part):
+            own = before if MARK.fullmatch(before.strip()) else ""
+            found.append(((own or whole).partition("\n")[0], [line[4:] for line in part.splitlines()]))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_block_of_commands_is_run_or_says_why_not(page: Path) -> None:
+    for mark, block in marked_blocks(page):
+        match = MARK.fullmatch(mark)
+        assert match, f"{page}: {block[0]}: has no mark"
+        named = re.findall(r"tests/[\w/.]*\w", match[1] or "")
+        assert all(Path(name).exists() for name in named), f"{page}: {mark}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if "<!-- run -->" in page.read_text()], ids=lambda p: p.stem)
+def test_what_is_marked_to_run_runs(page: Path, tmp_path: Path) -> None:
+    """In a folder with the page's files, the recipes, and a root without runs."""
+    for name in ("recipes", ".venv"):
+        (tmp_path / name).symlink_to(Path(name).resolve())
+    for text in blocks(page):
+        if match := re.match(r"# (\S+\.yaml)\n", text):
+            (tmp_path / match[1]).write_text(text)
+    (tmp_path / "herd-data").mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "HERD_ROOT": str(tmp_path / "herd-data")}
+    for line in [line for mark, block in marked_blocks(page) if mark == "<!-- run -->" for line in block]:
+        ended = subprocess.run(shlex.split(line), cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert ended.returncode == 0, f"{line}\n{ended.stdout}{ended.stderr}"
+        assert ended.stdout
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_command_is_one_that_the_program_takes(page: Path) -> None:
     """Options, recipes, changes and layouts of herd's commands; names of deployments and files of the others."""
@@ -179,7 +222,7 @@ def test_every_file_is_one_that_is_taken(page: Path, tmp_path: Path) -> None:
             assert text == (STUDIES / f"{data['name']}.yaml").read_text()
         elif {"mix", "ladder", "annealing", "others"} & set(data) and whole:
             check_part(whole, data, tmp_path)
-        elif {"launcher", "data"} & set(data):
+        elif {"launcher", "data", "processes"} & set(data):
             Cluster.model_validate(data)
         elif "conversations" in data:
             for conversations in data["conversations"]:
