@@ -40,7 +40,8 @@ test-cuda: .venv/cuda/null/libnullcuda.so
 	@export NULLCUDA=$(abspath .venv/cuda/null) NULLCUDA_DEVICES=4; bash $(NULLCUDA_SOURCE)/run.sh \
 	    env LD_PRELOAD=$$NULLCUDA/libsplit.so:$$NULLCUDA/libnullcuda.so .venv/cuda/bin/python -m pytest tests/cuda
 
-# The documentation as a site, with search, in build/docs; a warning is an error.
+# The documentation as a site in build/docs; a warning is an error. Its search needs a server:
+#     python3 -m http.server --bind 127.0.0.1 --directory build/docs
 docs: .venv/dev
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 

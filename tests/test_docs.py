@@ -21,5 +21,5 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     written = {path.relative_to(tmp_path / "site") for path in (tmp_path / "site").rglob("*.html")}
     missing = {page for page in pages if page not in written and page.name != "README.html"}
     assert not missing
-    assert "out of memory" in (tmp_path / "site" / "search" / "search_index.js").read_text().lower()
+    assert "out of memory" in (tmp_path / "site" / "search" / "search_index.json").read_text().lower()
     assert "fonts.googleapis" not in (tmp_path / "site" / "index.html").read_text(), "it is read offline"

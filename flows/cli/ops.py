@@ -99,7 +99,8 @@ def doctor(
         with at_work("this machine"):
             findings = diagnose(Root.parse(root), starts, loaded)
         if place.nodes:
-            problems.print(f"[dim]waiting for {place.nodes.nodes(place.processes)} nodes of {place.launcher}[/]")
+            if place.launcher == "slurm":
+                problems.print(f"[dim]waiting for {place.nodes.nodes(place.processes)} nodes of Slurm[/]")
             with at_work("nodes"):
                 findings += diagnose_nodes(Root.parse(root), place)
         failed = [finding for finding in findings if finding.state == "fail"]
