@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from uuid import UUID
 
 import psutil
 
@@ -112,7 +113,7 @@ def _false_states(world: World, family: str, root: Root) -> list[str]:
     with temporary_settings({PREFECT_API_URL: world.prefect.uri}), get_client(sync_client=True) as client:
         for record in records:
             tracked = MlflowClient(world.mlflow.uri).get_run(record.mlflow_run).info.status
-            state = client.read_flow_run(record.prefect_run).state
+            state = client.read_flow_run(UUID(record.prefect_run)).state
             said = f"record {record.state}, MLflow {tracked}, Prefect {state.name if state else 'nothing'}"
             if (
                 tracked != STATUS[record.state]

@@ -190,7 +190,8 @@ def full_root(folder: Path, artifacts: int) -> Root:
 
 def write_run(root: Root, record: RunRecord, recipe: Recipe, points: int) -> None:
     """Write a run's record and artifacts; its stages have `points` points of each series."""
-    spans, before = {span.name: span for span in Schedule(recipe).trained}, {}
+    spans = {span.name: span for span in Schedule(recipe).trained}
+    before: dict[str, str] = {}
     for step in [step.name for step in pipeline_steps(recipe)[:-1]]:
         span, kind = spans.get(step), "checkpoint" if step in spans else KINDS.get(step, "evaluation")
         name = record.family if step in KINDS else f"{record.family}-{step}"
@@ -308,13 +309,14 @@ def full_postgres(runs: Sequence[RunRecord], points: int) -> Iterator[str]:
     Raises NotMeasured if there is no Postgres here.
     """
     from deploy import team
+    from deploy.services import Team
 
     folder = Path(tempfile.mkdtemp(prefix="herd-load-"))
     folder.chmod(0o755)  # Postgres runs as a user of its own
     names = ("HERD_POSTGRES_PORT", "HERD_PREFECT_PORT", "HERD_MLFLOW_PORT")
     ports = dict(zip(names, map(str, free_ports(3)), strict=True))
     given = {"HERD_TEAM": str(folder), "HERD_ROOT": str(folder / "root"), "HERD_DB_PASSWORD": SECRET, **ports}
-    ours = team.Team({**given, "HERD_AUTH": f"herd:{SECRET}"})
+    ours = Team({**given, "HERD_AUTH": f"herd:{SECRET}"})
     try:
         team.prepare(ours)
     except ValueError as error:  # no Postgres here, or no user for it
@@ -409,6 +411,7 @@ def queued(run: LoadSession, name: str) -> Row:
 def queue_runs(given: LoadSettings) -> tuple[int, float, float]:
     """Return how many of the queued runs finished by record and by Prefect, CPU seconds of all, and wall seconds."""
     from prefect import get_client
+    from prefect.client.schemas.objects import TERMINAL_STATES, StateType
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     from flows.local_server import ACCESS, PASSWORD, child
@@ -434,13 +437,16 @@ def queue_runs(given: LoadSettings) -> tuple[int, float, float]:
                 client.create_flow_run_from_deployment(deployment.id, parameters={"config": config})
                 for _ in range(given.queued)
             ]
-            while any(not client.read_flow_run(each.id).state.is_final() for each in runs):
+            states = {str(each.id): StateType.SCHEDULED for each in runs}
+            while not all(state in TERMINAL_STATES for state in states.values()):
                 if up.poll() is not None or time.monotonic() - began > QUEUED_S * given.queued:
                     break
                 time.sleep(5)
-            states = {str(each.id): client.read_flow_run(each.id).state.is_completed() for each in runs}
+                found = [client.read_flow_run(each.id) for each in runs]
+                states = {str(each.id): each.state_type or StateType.SCHEDULED for each in found}
         records = {record.prefect_run: record.state for record in Runs(root).all()}
-        finished = sum(done and records.get(name) == "finished" for name, done in states.items())
+        ended = [name for name, state in states.items() if state == StateType.COMPLETED]
+        finished = sum(records.get(name) == "finished" for name in ended)
         wall = time.monotonic() - began
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return finished, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall

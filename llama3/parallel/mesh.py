@@ -126,17 +126,17 @@ def init_distributed(
         return
     from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]
 
-    backend = resolve_backend(backend, local_device)
+    library = resolve_backend(backend, local_device)
     own: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
-    if backend != "gloo" and size > 1:  # connects at once, and later groups are split off: at 16K ranks minutes less
+    if library != "gloo" and size > 1:  # connects at once, and later groups are split off: at 16K ranks minutes less
         own["device_id"] = local_device
-    torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **own)
+    torch.distributed.init_process_group(library, timeout=timedelta(seconds=timeout_s), **own)
     try:
         meshes = make_meshes(local_device.type, layout, size)
         for group in distributed_c10d._world.pg_map:  # a mesh creates its groups with torch's default, 30 min on gloo
             distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
         host_group = None
-        if backend != "gloo" and size > 1:
+        if library != "gloo" and size > 1:
             host_group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         yield ParallelContext(rank, size, local_device, layout, *meshes, host_group)
     finally:

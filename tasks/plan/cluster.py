@@ -436,8 +436,9 @@ def fabric_lines(fabric: Fabric, curves: str) -> Iterator[str]:
         for tier in fabric.tiers
     )
     flows = f", {fabric.queue_pairs} flows a pair" if fabric.queue_pairs > 1 else ""
+    servers = f"{fabric.servers:,} server{'s' * (fabric.servers > 1)}"
     yield (
-        f"cluster  {fabric.name}: {fabric.gpus:,} {fabric.accelerator.name} in {fabric.servers:,} servers; {tiers}; "
+        f"cluster  {fabric.name}: {fabric.gpus:,} {fabric.accelerator.name} in {servers}; {tiers}; "
         f"{fabric.network}, {fabric.routing}{flows}"
     )
     yield f"devices  {curves}"
@@ -494,7 +495,7 @@ def evaluation_lines(planned: ClusterPlan) -> Iterator[str]:
     """Yield where and for how long the models of the run are evaluated."""
     if (cost := planned.evaluation) is None:
         return
-    gates = f" and {cost.gates} gates" if cost.gates else ""
+    gates = f" and {cost.gates} gate{'s' * (cost.gates > 1)}" if cost.gates else ""
     yield (
         f"scores   {cost.evaluations} evaluations{gates} in {planned.plan.recipe.evaluate.precision} on "
         f"{cost.processes} GPU{'s' * (cost.processes > 1)} (tp {cost.layout.tp} x pp {cost.layout.pp}, "

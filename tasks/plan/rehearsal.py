@@ -576,8 +576,8 @@ def print_rehearsal(found: Rehearsal, console: Console) -> None:
 def write_rehearsal(found: Rehearsal, folder: Path) -> Path:
     """Write `rehearsal.html` and `rehearsal.json` into `folder`; return the page."""
     page = folder / "rehearsal.html"
-    facts = {"headers": STAGE_HEADERS, "rows": found.stage_rows(), "unproven": unproven(found.scaled)}
-    text = render(page.name, found=found, **facts)
+    rows, limits = found.stage_rows(), unproven(found.scaled)
+    text = render(page.name, found=found, headers=STAGE_HEADERS, rows=rows, unproven=limits)
     write_atomic(page, text)
     write_atomic(page.with_suffix(".json"), json.dumps(found.as_dict(), indent=1))
     return page

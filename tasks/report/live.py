@@ -18,11 +18,10 @@ from llama3.evaluate.scores import GENERATIONS_FILE
 from llama3.recipe.schedule import Schedule
 from llama3.recipe.units import tokens
 from llama3.train import metrics
-from llama3.train.journal import Entry, Tail, valid_records
+from llama3.train.journal import Entry, Series, Tail, read_series, valid_records
 from storage.object_artifact import open_store
 from storage.root import Root
 from tasks.format import command, format_duration
-from tasks.report.data import Series, read_series
 from tasks.report.html import render
 from tasks.report.run import training_charts
 from tasks.runs.progress import RunProgress, artifact_of, run_progress, run_work_dir_name
@@ -86,11 +85,11 @@ class LivePage:
     def _series(self, run: RunProgress) -> dict[str, Series]:
         """Return the curves of finished stages, and of the journal of the stage in progress."""
         store, parts = open_store(self.root), []
-        for span in trained_stages(run.recipe, run.record):
-            label = run.record.steps[span.name].artifact
-            if label not in self._finished and (artifact := artifact_of(store, run.record, span.name)):
+        for done in trained_stages(run.recipe, run.record):
+            label = run.record.steps[done.name].artifact
+            if label not in self._finished and (artifact := artifact_of(store, run.record, done.name)):
                 with suppress(ValueError):  # without curves
-                    self._finished[label] = read_series([artifact])
+                    self._finished[label] = read_series([artifact.part("metrics.parquet")])
             parts.append(self._finished.get(label, {}))
         span = next((span for span in Schedule(run.recipe).trained if span.name == run.step), None)
         if span is not None:

@@ -20,13 +20,14 @@ from llama3.model.flops import trained_flops
 from llama3.recipe.units import tokens
 from llama3.studies.forecast import EvaluatedPoint, Forecast, ForecastFit, fit_forecast
 from llama3.train import metrics
+from llama3.train.journal import Series
 from storage.digests import READERS, parallel_map
 from storage.filesystem import write_atomic
 from storage.object_artifact import open_store
 from storage.root import Root
 from tasks.format import command, format_duration
 from tasks.promotion.log import CHAMPION, PENDING_APPROVAL
-from tasks.report.data import DataPage, ReportData, Series, collect_report_data
+from tasks.report.data import DataPage, ReportData, collect_report_data
 from tasks.report.html import COLOURS, DIM, GROUPS, INK, Curve, Figure, chart, render
 from tasks.runs.records import RunRecord, Runs
 from tasks.step import Context
@@ -397,7 +398,8 @@ def _next(root: Root, data: ReportData) -> list[tuple[str, str]]:
         steps.append((command(root, "generate", name, "--prompt", "Once upon a time"), "let it write"))
         if data.decision and data.decision.accepted:
             steps.append((command(root, "export", name, f"{name}-hf", "--format", "hf"), "files for other programs"))
-        again = command(root, "rerun", name, "--from", data.stages[-1].name, "--set", "lr.peak=3e-4")
+        last = data.stages[-1].name
+        again = command(root, "rerun", name, "--from", last, "--set", f"stages.{last}.weight_averaging=2")
         steps.append((again, "change a field and redo only what follows from it"))
     if record.rerun_of:
         steps.append((command(root, "compare", record.rerun_of, name), "what differs from the run before"))

@@ -93,6 +93,17 @@ def test_the_gate_s_table_shows_difference_interval_and_p(name: str) -> None:
     assert "fail" in cells(text, "eval/mmlu")[-1]
 
 
+def test_the_first_screen_says_whether_it_is_better_where_and_why_not() -> None:
+    html, markdown = report("report.html"), report("report.md")
+    for text in (html, markdown):
+        assert text.index("Not promoted: it stays a candidate.") < text.index("eval/mmlu 0.3 is not at least 0.4")
+    row = re.search(r"<tr><td[^>]*>bits per byte <small>↓</small></td>(.*)</tr>", html)
+    assert row
+    assert re.findall(r"<td[^>]*>([^<]*)", row[1]) == ["2.5", "2.513", "-0.5 %", "better"]
+    assert "| · code | 2.75 |  |  |" in markdown, "no champion's score, and no rule"
+    assert "no better than guessing" in markdown, "0.3 from 0.219 on, of four choices"
+
+
 @pytest.mark.parametrize("name", ["report.html", "report.md"])
 def test_every_score_has_size_interval_chance_shots_version_and_digest(name: str) -> None:
     row = cells(report(name), "anneal eval/mmlu")

@@ -126,3 +126,12 @@ def test_the_search_result_knows_what_was_asked() -> None:
     assert isinstance(part.found, SearchResult)
     assert (part.found.query.world, part.found.query.seq_len) == (64, 4096)
     assert part.found.query.config.layers == SMALL["layers"]
+
+
+def test_a_proposal_leaves_a_tenth_of_the_memory_free() -> None:
+    """On a GPU that the fastest layout would fill to 92 %, which `herd run` allows, another one is proposed."""
+    fastest = projection().parts[0].best
+    memory_gb = fastest.memory.total / 0.92 / 1e9
+    found = made({"long": StagePlacement(32)}, accelerator={**TINY, "memory_gb": memory_gb})
+    assert found.parts[0].best.layout != fastest.layout
+    assert all(part.best.memory.total <= 0.9 * memory_gb * 1e9 for part in found.parts)

@@ -172,19 +172,21 @@ def test_a_model_split_over_two_nodes_is_evaluated_as_on_one_process(
 
 
 @pytest.mark.slow
-def test_the_file_of_the_tutorial_trains(running: None, undisturbed: Path, tmp_path: Path) -> None:
+def test_the_file_of_the_tutorial_trains(running: None, tmp_path: Path) -> None:
     """As printed, but for partition, account, GPUs and size: two nodes of one process, between which tp 2 splits."""
     (printed,) = (yaml.safe_load(text) for text in blocks(Path("docs/tutorials/slurm.md")))
     settings = {**printed["slurm"], **SETTINGS, "account": ""}
     cluster = Cluster.model_validate({**printed, "processes": 2, "slurm": settings})
-    path = job(tmp_path, recipe(stages=stages(12)), layout=cluster.layout)
+    short = recipe(stages=stages(12))
+    path, alone = job(tmp_path, short, layout=cluster.layout), job(tmp_path, short, name="alone")
+    assert run(1, train, alone) == [0]
     logs = tmp_path / "logs" / "attempt-1"
     launch = SlurmLauncher(cluster, "tutorial").start(path, 2, logs)
     wait_for(lambda: launch.poll() is not None)
     ended = launch.poll()
     assert ended is not None
     assert ended.status == 0, (logs / "slurm.log").read_text()
-    assert losses(path) == pytest.approx(losses(undisturbed)[:12], rel=1e-9)
+    assert losses(path) == {at: pytest.approx(pair, rel=1e-9) for at, pair in losses(alone).items()}
     script = (logs / "job.sbatch").read_text()
     assert "#SBATCH --exclusive" in script
     assert "export NCCL_SOCKET_IFNAME=ib0" in script
