@@ -20,9 +20,10 @@ from benchmarks.rows import HOUSE_TARGETS, Row, measured, rows_of
 
 PACKAGES = ("flows", "tasks", "llama3", "storage")
 RUN = """
-import os, sys, flows.cli.main, flows.pipeline, llama3.train.launch, llama3.train.main, llama3.train.trainer
+import os, sys, flows.cli.main, flows.pipeline
+import llama3.train.launch, llama3.train.main, llama3.train.trainer
 print(*(name for name, module in sys.modules.items()
-        if name.split('.')[0] in {packages!r} and module.__file__ and os.path.getsize(module.__file__)))
+        if name.startswith('herd.') and module.__file__ and os.path.getsize(module.__file__)))
 """
 """Files with code that the processes of a run import: the command, the flow, the agent of a machine, and a rank."""
 
@@ -57,8 +58,9 @@ class HouseSession:
             self.imports[module] = set()
             for node in ast.walk(self.trees[path]):
                 if isinstance(node, ast.ImportFrom) and node.module:
-                    full = {f"{node.module}.{alias.name}" for alias in node.names}
-                    self.imports[module] |= {name if name in modules else node.module for name in full} & modules.keys()
+                    source = node.module.removeprefix("herd.")
+                    full = {f"{source}.{alias.name}" for alias in node.names}
+                    self.imports[module] |= {name if name in modules else source for name in full} & modules.keys()
 
 
 def house_rows(session: HouseSession) -> Iterator[Row]:
@@ -88,9 +90,8 @@ def _files(session: HouseSession, name: str) -> Row:
             cycles = _cycles(session.imports)
             return measured(name, len(cycles), "; ".join(" ".join(sorted(cycle)) for cycle in cycles))
         case "first-step":
-            code = RUN.format(packages=PACKAGES)
             done = subprocess.run(
-                [sys.executable, "-c", code], cwd=session.settings.folder, capture_output=True, text=True
+                [sys.executable, "-c", RUN], cwd=session.settings.folder, capture_output=True, text=True
             )
             if done.returncode:
                 raise RuntimeError(done.stderr)

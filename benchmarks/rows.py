@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from benchmarks.measure import Cost, NotMeasured
 
-LIBRARIES = ("herd", "numpy", "numba", "duckdb", "pyarrow", "tiktoken", "tokenizers", "gigatoken", "s3fs")
+LIBRARIES = ("herd-llm", "numpy", "numba", "duckdb", "pyarrow", "tiktoken", "tokenizers", "gigatoken", "s3fs")
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,9 @@ import asyncpg  # type: ignore[import-untyped]
 import psutil
 
 from deploy.services import Service, Team, identity, postgres_program
+from flows.local_server import WORKING_DIRECTORY
+from storage.processes import IMPORT_FOLDER
 
-CHECKOUT = Path(__file__).resolve().parent.parent
 PURGED = "90d"
 DATABASES = ("prefect", "mlflow", "mlflow_auth")
 SECRET = ("HERD_DB_PASSWORD", "HERD_AUTH")
@@ -94,7 +95,7 @@ def register(team: Team) -> None:
     home = {"PREFECT_HOME": str(team.folder / "prefect")}  # the worker's may belong to a user of its own
     environment = surroundings({**team.client(), **home})
     command = [sys.executable, "-m", "flows.cli.main", "setup"]
-    done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=WORKING_DIRECTORY, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"herd setup: {(done.stdout + done.stderr)[-2000:]}")
 
@@ -120,8 +121,9 @@ def start(team: Team, service: Service) -> None:
         raise ValueError(f"{service.name}: something else answers at {service.url}; choose another port")
     with team.log(service).open("ab") as log:
         process = subprocess.Popen(
-            service.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=CHECKOUT, start_new_session=True,
-            env=surroundings(service.environment), preexec_fn=heed_interrupts, **identity(service.user),
+            service.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=IMPORT_FOLDER,
+            env=surroundings(service.environment), start_new_session=True, preexec_fn=heed_interrupts,
+            **identity(service.user),
         )  # fmt: skip
     born = psutil.Process(process.pid).create_time()
     team.pid_file(service).write_text(f"{process.pid} {born}\n")
@@ -135,7 +137,7 @@ def run(team: Team, service: Service) -> None:
         wait_for_database(team)
         asyncio.run(make_databases(team))
     heed_interrupts()
-    os.chdir(CHECKOUT)
+    os.chdir(IMPORT_FOLDER)
     os.execvpe(service.command[0], service.command, surroundings(service.environment))
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from storage.processes import die_with_parent
+from storage.processes import IMPORT_FOLDER, die_with_parent
 from storage.root import Root
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 
-CHECKOUT = Path(__file__).parent.parent
+WORKING_DIRECTORY = IMPORT_FOLDER if (IMPORT_FOLDER / "pyproject.toml").is_file() else Path.cwd()
+"""Where deployments look for recipes of relative paths: the checkout, or for an installed herd the current folder."""
 LOOPBACK = "127.0.0.1"
 POOL = "local"
 """Work pool of the deployments."""
@@ -155,7 +156,7 @@ def child(
             stderr=log,
             stdin=subprocess.DEVNULL,
             env=environment,
-            cwd=CHECKOUT,
+            cwd=IMPORT_FOLDER,  # uvicorn imports from the current folder first
             start_new_session=True,
             pass_fds=descriptors,
             preexec_fn=lambda: die_with_parent(signal.SIGTERM),

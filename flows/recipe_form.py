@@ -1,7 +1,7 @@
 """Parameters of the flows: one model per deployment, from which Prefect draws a form and a schema.
 
 All fields have defaults: Quick Run is one click. Every form of a run becomes `PipelineParameters`, which the command
-line fills in too. A drop-down of stages lists those of the checkout's recipes; a text field beside it takes any other.
+line fills in too. A drop-down of stages lists those of the shipped recipes; a text field beside it takes any other.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
 import yaml
@@ -20,6 +19,7 @@ from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
 from pydantic_core import CoreSchema
 
 from llama3.recipe.base import DOMAINS
+from llama3.recipe.load import RECIPES
 from storage.root import DEFAULT_ROOT, Root
 from tasks.cluster import Cluster
 from tasks.pipeline_steps import KINDS
@@ -142,7 +142,6 @@ class RecipeChange(BaseModel):
 
 LATEST = "latest"
 NOTHING = "nothing: reuse what is there"
-RECIPES = Path(__file__).parent.parent / "recipes"
 RESTART = "Train a stage again from its start if all of its checkpoints are damaged; else the run stops and names them."
 Schema = dict[str, Any]
 DRAWN = {
@@ -162,7 +161,7 @@ def default_root() -> str:
 
 
 def shipped_stages() -> list[str]:
-    """Return the distinct stage names of the checkout's recipes, in the order of training; a base ships with them."""
+    """Return the distinct stage names of the shipped recipes, in the order of training; a base ships with them."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     recipes = [yaml.load(path.read_text(), Loader=loader) for path in sorted(RECIPES.glob("*.yaml"))]
     return list(dict.fromkeys(str(stage["name"]) for recipe in recipes for stage in recipe.get("stages", [])))
@@ -223,7 +222,7 @@ class StageParameters(PlaceParameters):
     """A recipe, up to the step that the deployment is for."""
 
     recipe: str = field_at(
-        0, "Recipe", "recipes/quickstart.yaml", "A YAML file, relative to the checkout; empty: quickstart."
+        0, "Recipe", "quickstart", "A shipped recipe's name, or a YAML file (relative to the worker's folder)."
     )
     change: RecipeChange = field_at(1, "Change the recipe", RecipeChange(), "Fields to fill in; the rest stays.")
     overrides: list[str] = field_at(

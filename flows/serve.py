@@ -42,10 +42,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from flows.local_server import (
-    CHECKOUT,
     LOOPBACK,
     PASSWORD,
     POOL,
+    WORKING_DIRECTORY,
     NoServer,
     await_answer,
     child,
@@ -55,6 +55,7 @@ from flows.local_server import (
     worker_command,
     write_access,
 )
+from storage.processes import IMPORT_FOLDER
 from storage.root import Root
 from tasks.console import TerminalConsole, working
 from tasks.tracking.mlflow_store import environment_uri, prepare_database
@@ -130,8 +131,11 @@ def setup(root: Root, api: str = "", notify: str = "") -> list[str]:
 
 def deploy(environment: dict[str, str]) -> None:
     """Register every deployment of prefect.yaml. Raises NoServer with Prefect's message."""
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
-    result = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=False)
+    options = ["--all", "--prefect-file", str(IMPORT_FOLDER / "herd" / "prefect.yaml")]
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", *options]
+    result = subprocess.run(
+        command, cwd=WORKING_DIRECTORY, env=environment, capture_output=True, text=True, check=False
+    )
     if result.returncode:
         raise NoServer(f"prefect deploy --all failed:\n{result.stdout}{result.stderr}")
 
@@ -241,14 +245,12 @@ console = Console(highlight=False, soft_wrap=True)
 def serve(root: Root, prefect_port: int, mlflow_port: int, host: str = LOOPBACK, notify: str = "") -> None:
     """Start the missing servers, print the two addresses, and reconcile runs until a signal or a server ends it.
 
-    Raises ValueError if a port is taken or the code is not in a checkout.
+    Raises ValueError if a port is taken.
     """
 
     def interrupt(signum: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    if not (CHECKOUT / "prefect.yaml").is_file():
-        raise ValueError(f"herd up: {CHECKOUT} has no prefect.yaml; run it from a checkout (make run installs one)")
     servers = Servers.from_environment(prefect_port, mlflow_port, host)
     root.local.mkdir(parents=True, exist_ok=True)
     chosen = get_current_settings().server.api.auth_string is not None

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import UUID
 
+from storage.processes import IMPORT_FOLDER
 from storage.root import Root
 
 WORKER_S = 2.0
@@ -57,7 +58,7 @@ def watched(root: Root, work: str, attempt: int) -> Iterator[None]:
             stderr=log,
             start_new_session=True,
             preexec_fn=ignore_signals,
-            cwd=Path(__file__).parent.parent,
+            cwd=IMPORT_FOLDER,
         )
     try:
         yield

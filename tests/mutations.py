@@ -68,11 +68,11 @@ def copy_checkout(folder: Path) -> Path:
     )
     for name in filter(None, tracked):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, folder / name)
+        shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
     for parent in {(ROOT / name).parent for name in tracked if name.endswith(".py")}:
         if (parent / "__pycache__").is_dir():
             shutil.copytree(parent / "__pycache__", folder / parent.relative_to(ROOT) / "__pycache__")
-    found = _python(folder, "-c", "import flows, llama3, storage, tasks; print(storage.__file__)").stdout
+    found = _python(folder, "-c", "import herd.llama3; print(herd.llama3.__file__)").stdout
     if not found.startswith(str(folder)):
         raise SystemExit(f"the tests of the copy {folder} would import {found.strip() or 'nothing'}")
     return folder

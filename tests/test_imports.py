@@ -29,6 +29,7 @@ COMMANDS = {
 }
 """Command -> the heavy libraries that it may import, and the most modules: a fifth more than measured."""
 MODULES = {
+    "herd": (set(), 120),
     "tasks.runs.preflight": (DATA, 800),
     "flows.pipeline": (
         {*DATA, "duckdb", "fsspec", "httpx", "prefect", "safetensors"},

@@ -38,7 +38,7 @@ def test_the_files_are_in_step_or_make_lock_is_to_be_given() -> None:
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     missing = {name_of(text) for text in project["dependencies"]} - set(core) - {"torch"}
     extra = chain.from_iterable(project["optional-dependencies"][name] for name in wanted(project))
-    missing |= {name_of(text) for text in extra} - set(core) - set(dev) - {"herd"}
+    missing |= {name_of(text) for text in extra} - set(core) - set(dev) - {"herd-llm"}
     assert not missing, "give: make lock"
     pins = dict(line.split("==") for line in Path("constraints.txt").read_text().split())
     versions = {name: re.split(r"[\s;]", rest)[0] for name, rest in (core | dev).items()}
@@ -48,8 +48,8 @@ def test_the_files_are_in_step_or_make_lock_is_to_be_given() -> None:
 
 def wanted(project: dict[str, dict[str, list[str]]]) -> list[str]:
     """Return the extras that `dev` is made of, itself among them."""
-    (own,) = (text for text in project["optional-dependencies"]["dev"] if text.startswith("herd["))
-    return ["dev", *own.removeprefix("herd[").removesuffix("]").split(",")]
+    (own,) = (text for text in project["optional-dependencies"]["dev"] if text.startswith("herd-llm["))
+    return ["dev", *own.removeprefix("herd-llm[").removesuffix("]").split(",")]
 
 
 def test_torch_and_what_it_brings_come_from_its_own_index_alone() -> None:
@@ -65,6 +65,17 @@ def test_torch_and_what_it_brings_come_from_its_own_index_alone() -> None:
                                   "--index-url", "https://torch.example/cpu"]  # fmt: skip
     assert {"--no-deps", "--no-build-isolation"} <= set(own.split())
     assert "extra-index-url" not in told
+
+
+def test_the_image_copies_files_that_exist_and_installs_the_pins() -> None:
+    text = Path("Dockerfile").read_text()
+    copied = [name for line in re.findall(r"^COPY (?!--)(.+)$", text, re.MULTILINE) for name in line.split()[:-1]]
+    ignored = Path(".dockerignore").read_text().split()
+    assert set(copied) == {".", str(CORE), "constraints.txt"}
+    for name in ("pyproject.toml", "README.md", "LICENSE", "herd/flows", "prefect.yaml", *copied):
+        assert Path(name).exists(), name
+        assert name.split("/")[0] not in ignored
+    assert "--require-hashes --no-deps --requirement /tmp/requirements.txt" in text
 
 
 def test_a_machine_without_a_gpu_installs_the_build_for_one_if_asked() -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import ast
-import sysconfig
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
 
+PACKAGE = "herd."
 FLOORS = ["storage", "llama3", "tasks", "flows"]
 LINES, FILES = 700, 25
 """The most lines of a file and the most files of a folder."""
 ROOMS = ["recipe", "data", "tokens", "model", "parallel", "evaluate", "train", "studies", "planner", "export"]
 """Rooms of llama3, ground floor first; a room imports only from those before it."""
-INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "purelib")]
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +28,15 @@ def imports(trees: dict[Path, ast.Module]) -> dict[Path, set[str]]:
         found[path] = set()
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                found[path] |= {alias.name for alias in node.names}
+                found[path] |= {alias.name.removeprefix(PACKAGE) for alias in node.names}
+                assert not {alias.name.split(".")[0] for alias in node.names} & {*FLOORS}, f"{path}: import herd.X"
             elif isinstance(node, ast.ImportFrom):
                 assert not node.level, f"{path}: write imports from where things are defined, not relative ones"
-                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                source = (node.module or "").removeprefix(PACKAGE)
+                assert (node.module or "").split(".")[0] not in FLOORS, f"{path}: import from herd.{node.module}"
+                names = {f"{source}.{alias.name}" for alias in node.names}
                 files = {name for name in names if Path(*name.split(".")).with_suffix(".py").exists()}
-                found[path] |= files or {node.module or ""}
+                found[path] |= files or {source}
     return found
 
 
@@ -54,12 +55,6 @@ def test_rooms_of_the_library_only_import_down(imports: dict[Path, set[str]]) ->
             parts = [name.split(".") for name in names if name.startswith("llama3.")]
             above = {".".join(name) for name in parts if name[1] in ROOMS[room + 1 :]}
             assert not above, f"{path} is in room {path.parts[1]} and must not import {above}"
-
-
-def test_a_flow_s_file_hides_no_package() -> None:
-    """Prefect puts the folder of a flow before all others to import from: flows/requests.py broke docker's client."""
-    for path in Path("flows").glob("*.py"):
-        assert path.stem == "__init__" or PathFinder.find_spec(path.stem, INSTALLED) is None, path
 
 
 def test_the_library_knows_no_orchestrator(imports: dict[Path, set[str]]) -> None:

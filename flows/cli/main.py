@@ -35,6 +35,7 @@ from flows.cli.errors import (
 )
 from flows.cli.plan import planner
 from flows.cli.study import study
+from herd import __version__
 from storage.processes import fix_import_path
 from storage.root import DEFAULT_ROOT, Root
 from storage.secrets import move_logins
@@ -70,9 +71,7 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version
-
-        print(f"herd {version('herd')}")
+        print(f"herd {__version__}")
         raise typer.Exit
 
 

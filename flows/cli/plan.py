@@ -59,25 +59,14 @@ def plan_recipe(
     json_: JsonOption = False,
 ) -> None:
     """Show stages, totals, FLOPs and warnings; with a cluster layouts, steps, days, money, cadence and risks too."""
-    from llama3.data.readers.sources import survey
     from llama3.recipe.load import base_changes, load_recipe
-    from storage.fetch import use_fetched
-    from tasks.models.start import known_tokenizer
-    from tasks.plan.recipe import make_plan, memory_lines, plan_document, survey_chats, survey_evaluation
+    from tasks.plan.recipe import memory_lines, plan_document, survey_and_plan
 
     with mistakes():
         loaded = load_recipe(recipe, set_)
         if not json_ and (changes := base_changes(recipe)):
             out.print(f"base     {escape(changes)}")
-        use_fetched(Root.parse(root))
-        tokenizer = known_tokenizer(Root.parse(root), loaded)
-        plan = make_plan(
-            loaded,
-            survey(loaded),
-            survey_evaluation(loaded),
-            survey_chats(loaded, tokenizer, remote=False),
-            tokenizer,
-        )
+        plan = survey_and_plan(loaded, Root.parse(root))
         fabric, here = None, None
         if cluster:
             from tasks.plan.options import open_cluster

@@ -30,6 +30,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llama3.evaluate.answer_extraction import replace_matches
 from llama3.evaluate.task_yaml import DataRow, TaskFile, parse_rows
+from storage.processes import IMPORT_FOLDER
 
 TEXTS = ("preamble", "context", "continuation", "answer", "tests", "program", "text", "line", "group")
 EXPRESSIONS = ("contexts", "choices", "gold")
@@ -228,7 +229,7 @@ def _worker() -> subprocess.Popen[bytes]:
         _workers.clear()
     if not _workers:
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-        path = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
+        path = [str(IMPORT_FOLDER), *filter(None, sys.path)]
         worker = subprocess.Popen(
             [sys.executable, "-m", "llama3.evaluate.templates"],
             stdin=subprocess.PIPE,

@@ -233,6 +233,6 @@ def raise_on_all_ranks(world: ParallelContext, do: Callable[[], None]) -> None:
 
 def picklable_error(error: Exception, rank: int) -> Exception:
     """Return an error that can be pickled: built-in errors and our own; others become a RuntimeError."""
-    if type(error).__module__.split(".")[0] in ("builtins", "llama3", "storage"):
+    if type(error).__module__.split(".")[0] in ("builtins", "herd"):
         return error
     return RuntimeError(f"process {rank}: {type(error).__name__}: {error}")

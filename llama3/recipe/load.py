@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from llama3.recipe.base import read_plain, read_yaml
 from llama3.recipe.schema import Recipe
 from storage.artifact import flatten
+from storage.processes import IMPORT_FOLDER
 from storage.secrets import names_secret, refuse_secrets, scrub
 
 BASE = "base"
@@ -30,11 +31,33 @@ class RecipeError(ValueError):
     """An invalid recipe; the message has one line per fault: field, value, remedy."""
 
 
-def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
-    """Return the recipe in the YAML file `path` with `overrides` such as `curate.dedup.jaccard=0.7`.
+RECIPES = IMPORT_FOLDER / "herd" / "recipes"
+"""The recipes that herd ships."""
+
+
+def find_recipe(path: Path | str) -> Path:
+    """Return the file of a recipe: `path` itself, or the shipped recipe with that name, such as quickstart.
+
+    A file in the current folder has precedence. Raises RecipeError for a name that is neither.
+    """
+    path = Path(path)
+    if path.is_file() or len(path.parts) != 1 or path.suffix in (".yaml", ".yml"):
+        return path
+    shipped = RECIPES / f"{path}.yaml"
+    if not shipped.is_file():
+        names = sorted(other.stem for other in RECIPES.glob("*.yaml"))
+        close = difflib.get_close_matches(str(path), names, 1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        raise RecipeError(f"recipe {path}: no such file or shipped recipe; {meant}herd ships {', '.join(names)}")
+    return shipped
+
+
+def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Recipe:
+    """Return the recipe in a YAML file, or shipped under that name, with `overrides` (`curate.dedup.jaccard=0.7`).
 
     Raises RecipeError.
     """
+    path = find_recipe(path)
     return parse_recipe(read_recipe(path), str(path), overrides)
 
 
@@ -75,6 +98,7 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 
 def base_changes(path: Path) -> str:
     """Return in a line what the recipe `path` changes in its base; "" if it has none. Raises RecipeError."""
+    path = find_recipe(path)
     own = read_yaml(path)
     if not isinstance(own, dict) or BASE not in own:
         return ""

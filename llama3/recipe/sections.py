@@ -423,7 +423,7 @@ class Evaluate(Section):
 
 class Tracking(Section):
     tensorboard: bool = False
-    """Also write TensorBoard event files, below the root in `tensorboard/<run>/<stage>`; needs `herd[tensorboard]`."""
+    """Also write TensorBoard event files, in `tensorboard/<run>/<stage>` of the root; needs `herd-llm[tensorboard]`."""
 
 
 class Promote(Section):

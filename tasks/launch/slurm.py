@@ -18,6 +18,7 @@ from pathlib import Path
 
 from llama3.train.job import TERMINATED, AttemptResult, first_failure, last_lines, leave_by, read_outcomes
 from storage.filesystem import write_atomic
+from storage.processes import IMPORT_FOLDER
 from tasks.cluster import Cluster
 from tasks.errors import SchedulerRefused
 from tasks.launch.base import (
@@ -31,7 +32,6 @@ from tasks.launch.base import (
 )
 from tasks.launch.local import Agents
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SUSPENDED", "RESIZING")
 USABLE = "idle,mixed,allocated,completing,reserved,planned"
 STOP_S = 60.0
@@ -198,7 +198,7 @@ def run_on_nodes(cluster: Cluster, program: list[str]) -> tuple[list[str], str]:
     exports = [f"export {key}={shlex.quote(value)}" for key, value in settings.environment.items()]
     line = "\n".join([*settings.setup, *exports, f"exec {shlex.join([settings.python or sys.executable, *program])}"])
     command = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--label", "--time=10"]
-    command += [f"--cpus-per-task={settings.cpus_per_process * per_node}", f"--chdir={CHECKOUT}"]
+    command += [f"--cpus-per-task={settings.cpus_per_process * per_node}", f"--chdir={IMPORT_FOLDER}"]
     command += [f"--gpus-per-node={per_node}"] if settings.gpus else []
     command += [f"--{name}={value}" for name in ("partition", "account") if (value := getattr(settings, name))]
     done = subprocess.run(
@@ -232,7 +232,7 @@ def slurm_script(
         f"--signal=TERM@{settings.grace_s}",
         "--requeue",
         "--open-mode=append",
-        f"--chdir={CHECKOUT}",
+        f"--chdir={IMPORT_FOLDER}",
         f"--output={logs / 'slurm.log'}",
         *settings.lines,
     ]

@@ -21,7 +21,7 @@ from rich.table import Table
 from llama3.data.readers.conversations import PROBLEMS, ConversationSurvey
 from llama3.data.readers.files import File, list_source
 from llama3.data.readers.records import UNREAD
-from llama3.data.readers.sources import INSTALLED, DomainSurvey, reaches_limit, text_per_byte
+from llama3.data.readers.sources import INSTALLED, DomainSurvey, reaches_limit, survey, text_per_byte
 from llama3.evaluate.scores import check_evaluation
 from llama3.evaluate.suite import all_tasks
 from llama3.evaluate.task_yaml import MissingFile
@@ -36,10 +36,11 @@ from llama3.recipe.schema import Recipe
 from llama3.recipe.units import Tokens, tokens
 from llama3.tokens.mix import mix_datasets
 from llama3.tokens.tokenizer import Tokenizer
-from storage.fetch import Target, check_space, copies_folder, download, missing_bytes, prepare
+from storage.fetch import Target, check_space, copies_folder, download, missing_bytes, prepare, use_fetched
 from storage.filesystem import FetchedFile, StoreError, fetched_folder, fetched_listing, is_local
 from storage.root import Root
 from tasks.format import format_bytes
+from tasks.models.start import known_tokenizer
 
 MOST_TOKENS_PER_BYTE = 1 / 1.5
 """No tokenizer of ours made more tokens from a domain's text; a usual one makes 1 per 4 bytes of English."""
@@ -87,6 +88,14 @@ def make_plan(
     lacking = [f"evaluate: leaves out {line}" for line in left_out]
     warnings = [*placeholders(recipe), *lint(recipe), *short, *conversation_shortage(recipe, conversations), *lacking]
     return RunPlan(recipe, Schedule(recipe), rows, warnings, sources, conversations)
+
+
+def survey_and_plan(recipe: Recipe, root: Root) -> RunPlan:
+    """Return the plan of `recipe` with what is found on this machine; of remote sources, fetched copies are read."""
+    use_fetched(root)
+    tokenizer = known_tokenizer(root, recipe)
+    chats = survey_chats(recipe, tokenizer, remote=False)
+    return make_plan(recipe, survey(recipe), survey_evaluation(recipe), chats, tokenizer)
 
 
 def survey_evaluation(recipe: Recipe) -> list[str]:

@@ -153,7 +153,11 @@ def render(name: str, filters: Mapping[str, Callable[..., Any]] | None = None, *
     """
     html = name.endswith(".html")
     environment = Environment(
-        loader=PackageLoader("tasks"), autoescape=html, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("herd.tasks"),
+        autoescape=html,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters |= {"themed": themed, **(filters or {})}
     environment.globals["asset"] = asset

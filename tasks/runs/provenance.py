@@ -22,23 +22,24 @@ from typing import TYPE_CHECKING, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict
 
+from herd import __version__
 from llama3.train.job import HourlyCosts
 from storage.artifact import flatten
 from storage.filesystem import write_atomic
+from storage.processes import IMPORT_FOLDER
 from storage.root import Root
 from storage.secrets import names_secret, scrub
 
 if TYPE_CHECKING:
     from tasks.cluster import Cluster
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 MAX_DIFF = 2**20
 """Bytes of a diff that are kept."""
 MAX_NEW_FILE = 2**18
 SOURCES = (".py", ".yaml", ".yml", ".toml", ".txt", ".md", ".sh", ".html", ".css", ".cu", ".cpp")
 """New files with these endings are part of the diff."""
 PACKAGES = (
-    *("herd", "torch", "triton", "numpy", "numba", "safetensors", "tokenizers", "tiktoken", "pyarrow", "duckdb"),
+    *("herd-llm", "torch", "triton", "numpy", "numba", "safetensors", "tokenizers", "tiktoken", "pyarrow", "duckdb"),
     *("fsspec", "s3fs", "huggingface_hub", "pydantic", "prefect", "prefect-dask", "prefect-ray", "mlflow"),
 )
 CLUSTER = "cluster.yaml"
@@ -158,7 +159,12 @@ def hourly_costs(cluster: Cluster, gpus: bool, before: Mapping[str, float]) -> H
 
 @cache
 def code_version() -> str:
-    """Return the commit of this checkout, with `+changes` if files differ from it; `unknown` outside git."""
+    """Return the commit of this checkout, with `+changes` if files differ from it; else the version of the package.
+
+    `unknown` for a checkout without git.
+    """
+    if not (IMPORT_FOLDER / "pyproject.toml").is_file():
+        return f"v{__version__}"
     commit = _git("rev-parse", "--short=12", "HEAD")
     return (commit + ("+changes" if _git("status", "--porcelain") else "")) if commit else "unknown"
 
@@ -170,11 +176,11 @@ def code_changes() -> str:
         return ""
     with tempfile.TemporaryDirectory(prefix="herd-index-") as folder:
         index = Path(folder, "index")  # a copy, in which new files can be announced without touching the user's
-        shutil.copyfile(CHECKOUT / _git("rev-parse", "--git-path", "index"), index)
+        shutil.copyfile(IMPORT_FOLDER / _git("rev-parse", "--git-path", "index"), index)
         new = [
             name
             for name in _git("ls-files", "--others", "--exclude-standard").splitlines()
-            if name.endswith(SOURCES) and CHECKOUT.joinpath(name).stat().st_size <= MAX_NEW_FILE
+            if name.endswith(SOURCES) and IMPORT_FOLDER.joinpath(name).stat().st_size <= MAX_NEW_FILE
         ]
         if new:
             _git("add", "--intent-to-add", "--", *new, GIT_INDEX_FILE=str(index))
@@ -186,11 +192,11 @@ def code_changes() -> str:
 
 def _git(*words: str, **variables: str) -> str:
     """Return what git prints about this checkout; "" if it fails, or if another repository holds an installed herd."""
-    if not (CHECKOUT / ".git").exists():
+    if not (IMPORT_FOLDER / ".git").exists():
         return ""
     try:
         done = subprocess.run(
-            ["git", "-C", str(CHECKOUT), *words],
+            ["git", "-C", str(IMPORT_FOLDER), *words],
             capture_output=True,
             text=True,
             errors="replace",

@@ -29,7 +29,7 @@ def tracking_faults(tracking: Tracking) -> list[str]:
     if faults := folder_faults():
         return faults
     if tracking.tensorboard and find_spec("tensorboard") is None:
-        return ["tracking.tensorboard: true needs the package tensorboard; pip install 'herd[tensorboard]'"]
+        return ["tracking.tensorboard: true needs the package tensorboard; pip install 'herd-llm[tensorboard]'"]
     return []
 
 

@@ -11,9 +11,9 @@ from benchmarks.house import HouseSession, HouseSettings, house_rows
 FILES = {
     "storage/__init__.py": "",
     "storage/base.py": "def one():\n    return 1\n",
-    "llama3/a.py": "from storage.base import one  # why\n\n\ndef long():\n" + "    one()\n" * 9,
-    "llama3/b.py": "from llama3 import c\nfrom storage import base\n",
-    "llama3/c.py": "def late():\n    from llama3.b import base\n    return base\n",
+    "llama3/a.py": "from herd.storage.base import one  # why\n\n\ndef long():\n" + "    one()\n" * 9,
+    "llama3/b.py": "from herd.llama3 import c\nfrom herd.storage import base\n",
+    "llama3/c.py": "def late():\n    from herd.llama3.b import base\n    return base\n",
 }
 
 

@@ -23,11 +23,10 @@ import psutil
 import pytest
 import yaml
 
-from flows.local_server import CHECKOUT
 from llama3.data.readers.sources import open_source
 from llama3.recipe.load import load_recipe
 from storage.object_artifact import open_store
-from storage.processes import die_with_parent
+from storage.processes import IMPORT_FOLDER, die_with_parent
 from storage.root import Root
 from tasks.runs.records import RunRecord, Runs
 from tests.dist import Forked
@@ -64,7 +63,7 @@ class Herd:
             "HERD_ROOT": str(self.root),
             "COLUMNS": "200",
             "HERD_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(CHECKOUT), os.environ["PYTHONPATH"]]),
+            "PYTHONPATH": os.pathsep.join([str(IMPORT_FOLDER), os.environ["PYTHONPATH"]]),
             **self.variables,
         }
 

@@ -87,7 +87,19 @@ def surrounded(new_herd: NewHerd, tmp_path_factory: pytest.TempPathFactory) -> S
     log = outside / "imported"
     log.touch()
     (outside / "cwd").mkdir()
-    for name in ("storage", "tasks", "flows", "llama3", "deploy", "torch", "prefect", "mlflow", "json", "random"):
+    for name in (
+        "herd",
+        "storage",
+        "tasks",
+        "flows",
+        "llama3",
+        "deploy",
+        "torch",
+        "prefect",
+        "mlflow",
+        "json",
+        "random",
+    ):
         (outside / "cwd" / f"{name}.py").write_text(STRANGE.format(log=str(log)))
     made = new_herd(folder / "root")
     made.home, made.folder = folder / "home", outside / "cwd"
@@ -119,7 +131,7 @@ def test_no_process_of_a_run_imports_from_the_current_folder(surrounded: Surroun
 
 
 def test_an_empty_entry_of_the_import_path_is_dropped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "storage.py").write_text("raise SystemExit('a module of the current folder')")
+    (tmp_path / "herd.py").write_text("raise SystemExit('a module of the current folder')")
     monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}{tmp_path / 'mine'}{os.pathsep}")
     monkeypatch.setenv("PYTHONSAFEPATH", "")
     command = [sys.executable, "-m", "storage.processes"]

@@ -253,8 +253,8 @@ def check_part(whole: dict[str, Any], part: dict[str, Any], tmp_path: Path) -> N
 
 
 def check_deployment(entry: dict[str, Any]) -> None:
-    path, _, name = entry["entrypoint"].partition(":")
-    assert hasattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), name)
+    module, _, name = entry["entrypoint"].rpartition(".")
+    assert hasattr(importlib.import_module(module), name)
     PipelineParameters.model_validate(entry["parameters"]["config"])
 
 

@@ -1,9 +1,13 @@
-"""Refuses every connection that does not stay on this machine; on the path of the tests and of all they start."""
+"""Refuses connections that leave this machine, and modules under a second name: `storage.root`.
+
+On the path of the tests and of all they start.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
 from typing import Any
 
 _connect = socket.socket.connect
@@ -28,6 +32,18 @@ def connect_ex(self: socket.socket, address: Any) -> int:
 
 socket.socket.connect = connect  # type: ignore[method-assign]
 socket.socket.connect_ex = connect_ex  # type: ignore[method-assign]
+
+
+class _OneName:
+    """Refuses the folders of the checkout as packages of their own; their modules are those of herd."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name in ("flows", "tasks", "llama3", "storage", "deploy"):
+            raise ImportError(f"import herd.{name} instead of {name}")
+
+
+sys.meta_path.insert(0, _OneName)  # type: ignore[arg-type]
 
 if _started := os.environ.get("HERD_TEST_STARTED"):  # tests/costs.py counts the interpreters
     with open(_started, "a") as _file:

@@ -20,10 +20,10 @@ from typer.testing import CliRunner, Result
 from flows.cli import ops
 from flows.cli.errors import mistakes
 from flows.cli.main import PANELS, app
-from flows.local_server import CHECKOUT
 from llama3.recipe.load import to_yaml
 from llama3.tokens.inspect import Inspection, TokenCount
 from llama3.tokens.stream import DocumentUse
+from storage.processes import IMPORT_FOLDER as CHECKOUT
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.launch.slurm import SlurmLauncher

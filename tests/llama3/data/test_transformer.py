@@ -22,7 +22,7 @@ WORDS = re.findall(r"\w+", "the a cat dog sat ran on under mat tree and then saw
 
 @pytest.fixture(scope="session")
 def transformers() -> Any:
-    return pytest.importorskip("transformers", reason="package transformers is not installed: herd[scorer]")
+    return pytest.importorskip("transformers", reason="package transformers is not installed: herd-llm[scorer]")
 
 
 @pytest.fixture(scope="module")

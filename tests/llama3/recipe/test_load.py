@@ -12,6 +12,7 @@ from llama3.recipe.schedule import Schedule
 from llama3.recipe.schema import check_batches
 
 QUICKSTART = Path("recipes/quickstart.yaml")
+QUICKSTART_TEXT = QUICKSTART.read_text()
 RECIPES = sorted(Path("recipes").glob("*.yaml"))
 
 
@@ -22,6 +23,19 @@ def test_a_resolved_recipe_reads_back_as_itself(path: Path, tmp_path: Path) -> N
     again = load_recipe(tmp_path / "r.yaml")
     assert again == recipe
     assert digest(resolved(again)) == digest(resolved(recipe))
+
+
+def test_a_shipped_recipe_is_found_by_name_and_a_file_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = load_recipe(QUICKSTART)
+    assert load_recipe("quickstart") == load_recipe(Path("quickstart")) == shipped
+    with pytest.raises(RecipeError, match=r"recipe quick-start: .* did you mean quickstart\? herd ships domain-adap"):
+        load_recipe("quick-start")
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("quickstart") == shipped
+    Path("quickstart").write_text(QUICKSTART_TEXT.replace("name: quickstart", "name: mine"))
+    assert load_recipe("quickstart").name == "mine"
 
 
 MISTAKES = [

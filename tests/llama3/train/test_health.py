@@ -23,7 +23,7 @@ from tests.llama3.train.health_samples import (
 
 @pytest.fixture(scope="module")
 def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("pynvml", reason="NOT TESTED: nvidia-ml-py is not installed (pip install 'herd[health]')")
+    pytest.importorskip("pynvml", reason="NOT TESTED: nvidia-ml-py is not installed (pip install 'herd-llm[health]')")
     return library(tmp_path_factory.mktemp("nvml"))
 
 

@@ -20,6 +20,7 @@ from llama3.train.health import HealthTail
 from llama3.train.job import AttemptResult, read_outcomes
 from llama3.train.journal import read_attempts
 from storage.artifact import Store
+from storage.processes import IMPORT_FOLDER
 from storage.root import Root
 from tasks.cluster import Cluster, EvaluationCluster, load_cluster
 from tasks.console import TerminalConsole
@@ -27,7 +28,7 @@ from tasks.doctor import diagnose_nodes
 from tasks.errors import SchedulerRefused
 from tasks.launch.base import Launch, fitting, orphans
 from tasks.launch.hosts import Hosts
-from tasks.launch.slurm import CHECKOUT, SlurmLaunch, SlurmLauncher, slurm_script
+from tasks.launch.slurm import SlurmLaunch, SlurmLauncher, slurm_script
 from tasks.runs.records import Runs
 from tasks.stages.evaluate import run_evaluation
 from tasks.stages.train import StageAttempts
@@ -57,7 +58,7 @@ def test_script_is_the_golden_one() -> None:
     })  # fmt: skip
     work, logs = Path("/shared/herd data/work/main-1a2b"), Path("/shared/herd data/runs/tiny-1/logs/main/attempt-1")
     script = slurm_script(cluster, "herd-main-1a2b", work / "job.json", 16, logs)
-    script = script.replace(f"--chdir={CHECKOUT}", "--chdir=/shared/herd")
+    script = script.replace(f"--chdir={IMPORT_FOLDER}", "--chdir=/shared/herd")
     assert script == GOLDEN.read_text()
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
@@ -258,7 +259,7 @@ def test_a_node_on_which_attempts_die_twice_is_not_used_again(
 @pytest.mark.slow
 def test_a_node_with_a_broken_gpu_fails_its_attempt_by_name(running: None, tmp_path: Path) -> None:
     """The agents of both nodes sample a stand-in of NVML, whose event 79 comes with the first sample."""
-    pytest.importorskip("pynvml", reason="NOT TESTED: nvidia-ml-py is not installed (pip install 'herd[health]')")
+    pytest.importorskip("pynvml", reason="NOT TESTED: nvidia-ml-py is not installed (pip install 'herd-llm[health]')")
     library(tmp_path)
     write_state(tmp_path / "state", xid=79)
     variables = {"LD_LIBRARY_PATH": str(tmp_path), "NVML_STATE": str(tmp_path / "state")}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from herd import __version__
 from storage.root import Root
 from storage.secrets import names_secret, scrub
 from tasks.cluster import Cluster, load_cluster
@@ -32,9 +33,10 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "checkout"
     folder.mkdir()
     (folder / "train.py").write_text("rate = 1\n")
+    (folder / "pyproject.toml").touch()
     for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "one"]):
         subprocess.run(["git", "-C", str(folder), *words], check=True)
-    monkeypatch.setattr(provenance, "CHECKOUT", folder)
+    monkeypatch.setattr(provenance, "IMPORT_FOLDER", folder)
     for function in (code_changes, code_version):
         function.cache_clear()
         monkeypatch.setattr(provenance, function.__name__, function.__wrapped__)
@@ -68,8 +70,8 @@ def test_an_installed_herd_does_not_take_another_repository_for_its_own(
 ) -> None:
     site = checkout / "venv" / "site-packages"
     site.mkdir(parents=True)
-    monkeypatch.setattr(provenance, "CHECKOUT", site)
-    assert (provenance.code_version(), provenance.code_changes()) == ("unknown", "")
+    monkeypatch.setattr(provenance, "IMPORT_FOLDER", site)
+    assert (provenance.code_version(), provenance.code_changes()) == (f"v{__version__}", "")
 
 
 def test_no_secret_is_recorded(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

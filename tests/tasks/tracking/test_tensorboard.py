@@ -17,7 +17,7 @@ from tasks.tracking.tracker import MetricPoint, Tracker
 TINY = Path("tests/e2e/tiny.yaml")
 TAGS = {"herd.run": "tiny-1", "kind": "checkpoint", "stage": "main", "artifact.key": "abc"}
 BEGAN = 1_700_000_000.25
-MISSING = "tracking.tensorboard: true needs the package tensorboard; pip install 'herd[tensorboard]'"
+MISSING = "tracking.tensorboard: true needs the package tensorboard; pip install 'herd-llm[tensorboard]'"
 
 
 def points(first: int, last: int, later_s: float = 0.0, keys: tuple[str, ...] = ("train/loss",)) -> list[MetricPoint]:
@@ -52,7 +52,7 @@ def opened(root: Root) -> tuple[Tracker, list[str]]:
 class TestEventFiles:
     @pytest.fixture(autouse=True)
     def _installed(self) -> None:
-        pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'herd[tensorboard]'")
+        pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'herd-llm[tensorboard]'")
 
     def test_keys_and_steps_are_those_of_mlflow(self, tmp_path: Path) -> None:
         tracker, handles = opened(Root.parse(tmp_path))
