@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flows.cli.errors import problems
+from herd.flows.cli.errors import problems
 
 if TYPE_CHECKING:
     from benchmarks.rows import Row
@@ -305,7 +305,7 @@ def plan(
 
     names = tuple(filter(None, only.split(",")))
     with _mistakes():
-        settings = PlanSettings(names, (sys.executable, "-m", "flows.cli.main"), str(recipe))
+        settings = PlanSettings(names, (sys.executable, "-m", "herd.flows.cli.main"), str(recipe))
         rows = told(plan_rows(PlanSession(settings)), json_)
     tell({}, rows, {}, json_, out_)
 
@@ -329,7 +329,7 @@ def study(
 
     with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
         folder, names = _empty(work) if work else Path(temporary), tuple(filter(None, only.split(",")))
-        settings = StudySettings(folder, names, (sys.executable, "-m", "flows.cli.main"), recipe, tokens, ladder)
+        settings = StudySettings(folder, names, (sys.executable, "-m", "herd.flows.cli.main"), recipe, tokens, ladder)
         with _mistakes():
             rows = told(study_rows(StudySession(settings)), json_)
         tell({}, rows, {}, json_, out_)

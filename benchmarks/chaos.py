@@ -24,9 +24,9 @@ import psutil
 import yaml
 
 from benchmarks.measure import NotMeasured
-from flows.local_server import await_answer, prefect_command
-from storage.filesystem import filesystem_of
-from storage.processes import die_with_parent, free_port
+from herd.flows.local_server import await_answer, prefect_command
+from herd.storage.filesystem import filesystem_of
+from herd.storage.processes import die_with_parent, free_port
 from tests.dist import Forked
 from tests.e2e.conftest import kill_all, trainers, write_recipe
 from tests.storage.fault_proxy import Fault as NetworkFault
@@ -216,7 +216,7 @@ class World:
 
     def command(self, *words: str, root: str, scratch: Path, printed: list[str]) -> Forked:
         """Start `herd words...`; what it prints is appended to `printed` and to a log file."""
-        return self.forked("flows.cli.main", *words, root=root, scratch=scratch, printed=printed)
+        return self.forked("herd.flows.cli.main", *words, root=root, scratch=scratch, printed=printed)
 
     def forked(self, *words: str, root: str, scratch: Path, printed: list[str]) -> Forked:
         """Start `python -m words...`, as `command` does."""

@@ -15,12 +15,12 @@ import psutil
 
 from benchmarks.chaos import FAULTS, Lane, World
 from benchmarks.rows import Row, measured
-from llama3.train.metrics import LOST_TOKENS
-from storage.root import Root
-from tasks.promotion.log import CHAMPION, PromotionLog, current_label
-from tasks.runs.integrity import verify
-from tasks.runs.records import Runs
-from tasks.tracking.backfill import STATUS
+from herd.llama3.train.metrics import LOST_TOKENS
+from herd.storage.root import Root
+from herd.tasks.promotion.log import CHAMPION, PromotionLog, current_label
+from herd.tasks.runs.integrity import verify
+from herd.tasks.runs.records import Runs
+from herd.tasks.tracking.backfill import STATUS
 from tests.e2e.conftest import bytes_made
 from tests.storage.swift import SECRET
 
@@ -30,10 +30,10 @@ BPB_TOLERANCE = 2e-3
 """Of a model that was trained on a changing number of processes, which adds in another order (fp32)."""
 RECONCILE = """
 import sys
-from flows.local_server import quiet_prefect
+from herd.flows.local_server import quiet_prefect
 quiet_prefect()
-from flows.maintenance import reconcile
-from flows.recipe_form import RootParameters
+from herd.flows.maintenance import reconcile
+from herd.flows.recipe_form import RootParameters
 reconcile(RootParameters(root=sys.argv[1]), full=True, grace_s=0.0)
 """
 

@@ -11,7 +11,7 @@ from benchmarks.pairs import near_pairs, precision, recall
 from benchmarks.plain import without_common_lines
 from benchmarks.rows import Row, measured, number
 from benchmarks.session import ALPHABETIC, SHINGLE, Session, texts_of
-from llama3.recipe.data_schema import Dedup
+from herd.llama3.recipe.data_schema import Dedup
 
 MAX_COPIES, MIN_CHARS = 6, 8
 DEFAULT = Dedup()

@@ -20,10 +20,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llama3.data.demo.installed import installed_documents
-from llama3.data.mapreduce import ROW_GROUP, document_id, text_hash
-from llama3.data.text.normalize import normalize
-from llama3.recipe.base import Domain
+from herd.llama3.data.demo.installed import installed_documents
+from herd.llama3.data.mapreduce import ROW_GROUP, document_id, text_hash
+from herd.llama3.data.text.normalize import normalize
+from herd.llama3.recipe.base import Domain
 
 SIZES = {"small": 4_000_000, "full": 43_000_000}
 """Bytes of text, about: 1,000 and 9,500 documents."""

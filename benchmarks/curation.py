@@ -21,13 +21,13 @@ from benchmarks.measure import NotMeasured
 from benchmarks.ours.setup import one_shard, write_attributes
 from benchmarks.rows import Row, measured
 from benchmarks.session import Session
-from llama3.data.annotate import document_statistics
-from llama3.data.decontam.decontaminate import Decontaminate
-from llama3.data.filters import broken_rules
-from llama3.data.mapreduce import run_serial
-from llama3.data.text.normalize import normalize
-from llama3.data.text.words import split_words
-from llama3.recipe.data_schema import Quality
+from herd.llama3.data.annotate import document_statistics
+from herd.llama3.data.decontam.decontaminate import Decontaminate
+from herd.llama3.data.filters import broken_rules
+from herd.llama3.data.mapreduce import run_serial
+from herd.llama3.data.text.normalize import normalize
+from herd.llama3.data.text.words import split_words
+from herd.llama3.recipe.data_schema import Quality
 
 SETS = {"gsm8k": ("gsm8k/test.jsonl", ["question", "answer"]), "mmlu": ("mmlu/test.jsonl", ["question", "choices"])}
 """Evaluation set -> its file below `eval`, and the fields that a recipe would name."""

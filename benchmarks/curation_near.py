@@ -17,7 +17,7 @@ from benchmarks.measure import Cost
 from benchmarks.pairs import near_pairs
 from benchmarks.rows import Row, measured, number, ratio
 from benchmarks.session import Session
-from llama3.data.text.normalize import normalize
+from herd.llama3.data.text.normalize import normalize
 
 NEAR_BYTES = {"small": 4_000_000, "full": 20_000_000}
 NEAR_TEXTS = ("math/stacks", "code/*", "multilingual/progit-[efr][sru]")

@@ -40,15 +40,15 @@ from benchmarks.ours.setup import bench_recipe
 from benchmarks.rows import Row, measured
 from benchmarks.session import Session
 from benchmarks.storage_server import object_store
-from llama3.data.mapreduce import Runner, run_serial
-from llama3.data.text.normalize import normalize
-from llama3.recipe.load import resolved
-from storage.filesystem import filesystem_of
-from storage.object_artifact import open_store
-from storage.objects import put_bytes
-from storage.processes import peak_rss
-from storage.root import Root
-from tasks.runs.records import Runs
+from herd.llama3.data.mapreduce import Runner, run_serial
+from herd.llama3.data.text.normalize import normalize
+from herd.llama3.recipe.load import resolved
+from herd.storage.filesystem import filesystem_of
+from herd.storage.object_artifact import open_store
+from herd.storage.objects import put_bytes
+from herd.storage.processes import peak_rss
+from herd.storage.root import Root
+from herd.tasks.runs.records import Runs
 
 SMALLEST = {"small": 5_000_000, "full": 20_000_000}
 """Bytes of text of the smallest corpus; the others have 2, 4 and 8 times as much."""
@@ -56,9 +56,9 @@ GROWTH = (1, 2, 4, 8)
 SCALE = 64
 """Of the engine's constants, what the benchmark sets is so much smaller."""
 CONSTANTS = {
-    "llama3.data.write_shards": {"SHARD_BYTES": SCALE},
-    "llama3.data.collect": {"ITEM_BYTES": SCALE, "MOST_TEXT": SCALE},
-    "llama3.data.curate": {"PART_DOCUMENTS": SCALE},
+    "herd.llama3.data.write_shards": {"SHARD_BYTES": SCALE},
+    "herd.llama3.data.collect": {"ITEM_BYTES": SCALE, "MOST_TEXT": SCALE},
+    "herd.llama3.data.curate": {"PART_DOCUMENTS": SCALE},
 }
 """Module -> its constants that say how much text or how many documents one work item has -> how often smaller they are
 here."""
@@ -193,9 +193,9 @@ def work(source: Path, folder: Path, scaled: bool = True) -> dict[str, Any]:
 
     Without `scaled` with the engine's own sizes of work items, and 1 GiB for DuckDB.
     """
-    from llama3.data.annotate import annotate
-    from llama3.data.collect import collect
-    from llama3.data.curate import curate
+    from herd.llama3.data.annotate import annotate
+    from herd.llama3.data.collect import collect
+    from herd.llama3.data.curate import curate
 
     global _counts
     if _counts is None:  # this process repeats
@@ -278,9 +278,9 @@ def main(kill: str, marker: str, *words: str) -> None:
     The steps that have more than one item are counted from 1; in the one numbered `kill`, the last item but one ends
     its process unless the file `marker` exists.
     """
-    from flows.cli.main import main as herd
+    from herd.flows.cli.main import main as herd
 
-    stages, steps = import_module("tasks.stages.data"), count(1)
+    stages, steps = import_module("herd.tasks.stages.data"), count(1)
     usual = stages.data_runner
 
     @contextmanager
@@ -458,9 +458,9 @@ def stored_sizes(run: Session) -> list[Stored]:
 
 def curate_in_store(uri: str) -> None:
     """Curate `uri`/corpus by small work items with all their files below `uri`, as workers of a cluster do."""
-    from llama3.data.annotate import annotate
-    from llama3.data.collect import collect
-    from llama3.data.curate import curate
+    from herd.llama3.data.annotate import annotate
+    from herd.llama3.data.collect import collect
+    from herd.llama3.data.curate import curate
 
     scale_down()
     recipe = corpus_recipe(f"{uri}/corpus")

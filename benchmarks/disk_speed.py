@@ -16,11 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from llama3.parallel.mesh import ParallelContext
-from llama3.recipe.sections import Keep
-from llama3.train.checkpoint.dcp import Savable
-from llama3.train.checkpoint.manager import THREADS, Checkpoints, load_state
-from llama3.train.checkpoint.manifest import CheckpointManifest
+from herd.llama3.parallel.mesh import ParallelContext
+from herd.llama3.recipe.sections import Keep
+from herd.llama3.train.checkpoint.dcp import Savable
+from herd.llama3.train.checkpoint.manager import THREADS, Checkpoints, load_state
+from herd.llama3.train.checkpoint.manifest import CheckpointManifest
 
 T = TypeVar("T")
 CHUNK = 4 << 20

@@ -22,11 +22,11 @@ from benchmarks.measure import Bench, Cost
 from benchmarks.rows import EVALUATE_TARGETS, Row, measured, rows_of
 from benchmarks.split_evaluation import SIZES as SPLIT_SIZES
 from benchmarks.split_evaluation import SplitSession, evaluation_row, stage_row, wall_row
-from llama3.export.convert import convert
-from llama3.model.files import save_model
-from llama3.model.init import build_model
-from llama3.recipe.sections import Model
-from llama3.tokens.tokenizer import train_tokenizer
+from herd.llama3.export.convert import convert
+from herd.llama3.model.files import save_model
+from herd.llama3.model.init import build_model
+from herd.llama3.recipe.sections import Model
+from herd.llama3.tokens.tokenizer import train_tokenizer
 
 EvaluateSize = Literal["tiny", "small"]
 BATCHES = (1, 8, 32)
@@ -66,7 +66,7 @@ class EvaluateSettings:
     """Python that has lm-eval."""
     recipe: Path = Path("recipes/quickstart.yaml")
     """Whose documents are read where one model is evaluated by several processes."""
-    herd: Sequence[str] = (sys.executable, "-m", "flows.cli.main")
+    herd: Sequence[str] = (sys.executable, "-m", "herd.flows.cli.main")
     """How the command line is started."""
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from llama3.evaluate.task import GenerationSettings, Prompt, Request, Task
+from herd.llama3.evaluate.task import GenerationSettings, Prompt, Request, Task
 
 Line = dict[str, Any]
 LETTERS = "ABCD"

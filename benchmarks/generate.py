@@ -23,10 +23,10 @@ from benchmarks.generate_side import BYTES, coder
 from benchmarks.measure import NotMeasured
 from benchmarks.rows import GENERATE_TARGETS, Row, measured, rows_of
 from benchmarks.train_rounds import Rounds, Side, take_rounds
-from llama3.export.convert import convert
-from llama3.model.files import save_model
-from llama3.model.init import build_model
-from llama3.recipe.sections import Model
+from herd.llama3.export.convert import convert
+from herd.llama3.model.files import save_model
+from herd.llama3.model.init import build_model
+from herd.llama3.recipe.sections import Model
 
 SizeName = Literal["tiny", "small"]
 PROMPT = "When the ship came in, the harbour was full of people who had waited for it since the morning. "

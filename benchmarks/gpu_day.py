@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.rows import TRAIN_TARGETS, Row, failed, not_measured, number
-from llama3.train.device import describe_environment
+from herd.llama3.train.device import describe_environment
 
 ROWS = tuple(name for name in TRAIN_TARGETS if name.startswith("gpu/"))
 LIMITS_S = {"gpu/chain": 700.0, "gpu/memory": 400.0}
@@ -56,7 +56,7 @@ def _row(name: str, limit_s: float) -> Row:
 def calibration(root: Path) -> str:
     """Return what `herd plan calibrate` prints on this device."""
     words = ["plan", "calibrate", "--device", "cuda", "--seconds", str(CALIBRATION_S), "--root", str(root)]
-    command = [sys.executable, "-m", "flows.cli.main", *words]
+    command = [sys.executable, "-m", "herd.flows.cli.main", *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=4 * CALIBRATION_S)
     except subprocess.TimeoutExpired:

@@ -20,8 +20,8 @@ from benchmarks.rows import HOUSE_TARGETS, Row, measured, rows_of
 
 PACKAGES = ("flows", "tasks", "llama3", "storage")
 RUN = """
-import os, sys, flows.cli.main, flows.pipeline
-import llama3.train.launch, llama3.train.main, llama3.train.trainer
+import os, sys, herd.flows.cli.main, herd.flows.pipeline
+import herd.llama3.train.launch, herd.llama3.train.main, herd.llama3.train.trainer
 print(*(name for name, module in sys.modules.items()
         if name.startswith('herd.') and module.__file__ and os.path.getsize(module.__file__)))
 """

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TextIO
 
 from benchmarks.corpus import SEED, SIZES, Page, changed_words, digest, make_pages, read_texts, write_jsonl, write_shard
-from llama3.data.demo.installed import installed_documents
-from llama3.recipe.base import DOMAINS
-from llama3.tokens.adversarial_strings import adversarial_strings
-from llama3.tokens.hf_tokenizer import byte_level_json
-from llama3.tokens.tokenizer import train_tokenizer, use_tokenizer
-from llama3.tokens.vocabulary import PATTERN
+from herd.llama3.data.demo.installed import installed_documents
+from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.tokens.adversarial_strings import adversarial_strings
+from herd.llama3.tokens.hf_tokenizer import byte_level_json
+from herd.llama3.tokens.tokenizer import train_tokenizer, use_tokenizer
+from herd.llama3.tokens.vocabulary import PATTERN
 
 WARM_UP = 20
 """Documents that each side works on before the clock runs."""

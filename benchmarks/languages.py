@@ -16,10 +16,10 @@ from pathlib import Path
 from benchmarks.measure import NotMeasured
 from benchmarks.rows import Row, measured
 from benchmarks.session import Session
-from llama3.data.demo.installed import installed_documents
-from llama3.data.text.language import primary_subtag
-from llama3.data.text.normalize import normalize
-from llama3.recipe.data_schema import TUNED
+from herd.llama3.data.demo.installed import installed_documents
+from herd.llama3.data.text.language import primary_subtag
+from herd.llama3.data.text.normalize import normalize
+from herd.llama3.recipe.data_schema import TUNED
 
 SHORTEST, LONGEST = 2_000, 5_000
 """Bytes of a document; longer texts are cut."""

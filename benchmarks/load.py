@@ -32,17 +32,17 @@ import psutil
 from benchmarks.measure import NotMeasured
 from benchmarks.process_tree import tree_cost
 from benchmarks.rows import LOAD_TARGETS, Row, measured, rows_of
-from llama3.recipe.load import digest, load_recipe, resolved, to_yaml
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.schema import Recipe
-from llama3.train import metrics
-from storage.artifact import MANIFEST, ArtifactSpec
-from storage.digests import digest_file
-from storage.processes import free_ports
-from storage.root import Root
-from tasks.pipeline_steps import pipeline_steps
-from tasks.runs.records import RunRecord, Runs, StepRecord
-from tasks.tracking.mlflow_store import prepare_database
+from herd.llama3.recipe.load import digest, load_recipe, resolved, to_yaml
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.train import metrics
+from herd.storage.artifact import MANIFEST, ArtifactSpec
+from herd.storage.digests import digest_file
+from herd.storage.processes import free_ports
+from herd.storage.root import Root
+from herd.tasks.pipeline_steps import pipeline_steps
+from herd.tasks.runs.records import RunRecord, Runs, StepRecord
+from herd.tasks.tracking.mlflow_store import prepare_database
 
 DOMAINS = ("general", "math", "code", "multilingual")
 SERIES = (
@@ -79,7 +79,7 @@ class LoadSettings:
     postgres_points: int = 4_500_000
     queued: int = 20
     recipe: Path = Path("tests/e2e/tiny.yaml")
-    herd: Sequence[str] = (sys.executable, "-m", "flows.cli.main")
+    herd: Sequence[str] = (sys.executable, "-m", "herd.flows.cli.main")
 
 
 @dataclass
@@ -127,8 +127,8 @@ class LoadSession:
     @cached_property
     def server(self) -> tuple[str, psutil.Process]:
         """Address and process of an MLflow server over the full database, started as `herd up` does."""
-        from flows.local_server import await_answer, child
-        from flows.serve import mlflow_command
+        from herd.flows.local_server import await_answer, child
+        from herd.flows.serve import mlflow_command
 
         (port,) = free_ports(1)
         assert self.database
@@ -308,8 +308,8 @@ def full_postgres(runs: Sequence[RunRecord], points: int) -> Iterator[str]:
 
     Raises NotMeasured if there is no Postgres here.
     """
-    from deploy import team
-    from deploy.services import Team
+    from herd.deploy import team
+    from herd.deploy.services import Team
 
     folder = Path(tempfile.mkdtemp(prefix="herd-load-"))
     folder.chmod(0o755)  # Postgres runs as a user of its own
@@ -414,7 +414,7 @@ def queue_runs(given: LoadSettings) -> tuple[int, float, float]:
     from prefect.client.schemas.objects import TERMINAL_STATES, StateType
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-    from flows.local_server import ACCESS, PASSWORD, child
+    from herd.flows.local_server import ACCESS, PASSWORD, child
 
     root, (prefect, mlflow_port) = Root.parse(given.folder / "queued"), free_ports(2)
     environment = {**os.environ, "PREFECT_HOME": str(given.folder / "prefect-up"), "HERD_THREADS": "1"}

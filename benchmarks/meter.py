@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from storage.processes import peak_rss
+from herd.storage.processes import peak_rss
 
 SHORT_S, REPEATS = 10.0, 5
 """What takes less CPU time than this in all is done again, at most so often, and the median counts: on either side."""

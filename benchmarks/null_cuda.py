@@ -23,21 +23,21 @@ import torch
 from benchmarks.measure import NotMeasured
 from benchmarks.rows import Row, measured
 from benchmarks.train_session import TrainSession
-from llama3.parallel.comm_trace import fake_process_group
-from llama3.parallel.layout import Layout
-from llama3.parallel.memory import Load, memory
-from llama3.parallel.mesh import init_distributed
-from llama3.planner.device_curves import prior_curves
-from llama3.planner.step_time import compute_seconds, layer_work
-from llama3.planner.topology import load_fabric
-from llama3.recipe.base import DOMAINS
-from llama3.recipe.schema import Recipe
-from llama3.recipe.sections import Model
-from llama3.train.data_loader import Step, TokenBatch, local_batch
-from llama3.train.job import TrainJob
-from llama3.train.loss_spikes import SpikeGuard
-from llama3.train.state import Precision, TrainState
-from llama3.train.train_step import Engine
+from herd.llama3.parallel.comm_trace import fake_process_group
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.memory import Load, memory
+from herd.llama3.parallel.mesh import init_distributed
+from herd.llama3.planner.device_curves import prior_curves
+from herd.llama3.planner.step_time import compute_seconds, layer_work
+from herd.llama3.planner.topology import load_fabric
+from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.sections import Model
+from herd.llama3.train.data_loader import Step, TokenBatch, local_batch
+from herd.llama3.train.job import TrainJob
+from herd.llama3.train.loss_spikes import SpikeGuard
+from herd.llama3.train.state import Precision, TrainState
+from herd.llama3.train.train_step import Engine
 
 ROWS, SEQ = 128_256, 8_192
 FABRIC = "roce-24k"
@@ -108,7 +108,7 @@ class StepCost:
     reserved: int
     """Peak bytes with the allocator's gaps."""
     predicted: int
-    """Bytes by `llama3.parallel.memory`."""
+    """Bytes by `herd.llama3.parallel.memory`."""
     host_s: float
     """CPU seconds of the least of the steps after the first two."""
     step_s: float
@@ -219,7 +219,7 @@ def predicted_layer_s(preset: str = "8b", layout: Layout | None = None) -> float
 
 
 def memory_errors() -> list[float]:
-    """Return how far `llama3.parallel.memory` is off the allocator's peak in each of `MEMORY`, in percent."""
+    """Return how far `herd.llama3.parallel.memory` is off the allocator's peak in each of `MEMORY`, in percent."""
     costs = [
         step_cost(preset, layers, micro_batches=count, layout=Layout.model_validate(layout))
         for preset, layers, count, layout in MEMORY

@@ -20,17 +20,17 @@ from pathlib import Path
 import psutil
 
 from benchmarks.rows import Row, measured
-from llama3.recipe.load import load_recipe, to_yaml
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
-from llama3.train.job import TrainJob
-from storage.root import Root
-from tasks.runs.records import Runs
+from herd.llama3.recipe.load import load_recipe, to_yaml
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.train.job import TrainJob
+from herd.storage.root import Root
+from herd.tasks.runs.records import Runs
 
 WATCH_S = 0.25
 EMPTY_FLOW = "from prefect import flow\n@flow\ndef nothing() -> None: ...\nnothing()\n"
 EMPTY_TRACKER = (
-    "import sys\nfrom storage.root import Root\nfrom tasks.tracking.mlflow import MLflowTracker\n"
+    "import sys\nfrom herd.storage.root import Root\nfrom herd.tasks.tracking.mlflow import MLflowTracker\n"
     "assert MLflowTracker(Root.parse(sys.argv[1]), 'empty').experiment\n"
 )
 
@@ -67,7 +67,7 @@ def measure_overhead(recipe: Path, folder: Path) -> Overhead:
     prefect = [sys.executable, "-c", EMPTY_FLOW]
     mlflow = [sys.executable, "-c", EMPTY_TRACKER, str(folder / "root")]
     first, again = ([_timed(side, environment, folder)[0] for side in (prefect, mlflow)] for _ in range(2))
-    herd, share = _timed([sys.executable, "-m", "flows.cli.main", "run", str(recipe)], environment, folder)
+    herd, share = _timed([sys.executable, "-m", "herd.flows.cli.main", "run", str(recipe)], environment, folder)
     (run,) = Runs(Root.parse(folder / "root")).all()
     plain = [
         sys.executable,
@@ -137,14 +137,14 @@ def _trains(process: psutil.Process) -> bool:
 
 def plain_chain(recipe: Recipe, folder: Path) -> None:
     """Raw text to a scored model by plain calls, in `folder`."""
-    from llama3.data.annotate import annotate
-    from llama3.data.collect import collect
-    from llama3.data.curate import curate
-    from llama3.data.readers.sources import survey
-    from llama3.tokens.shards import tokenize
-    from llama3.tokens.tokenizer import make_tokenizer
-    from tasks.cluster import Cluster
-    from tasks.executors import data_runner
+    from herd.llama3.data.annotate import annotate
+    from herd.llama3.data.collect import collect
+    from herd.llama3.data.curate import curate
+    from herd.llama3.data.readers.sources import survey
+    from herd.llama3.tokens.shards import tokenize
+    from herd.llama3.tokens.tokenizer import make_tokenizer
+    from herd.tasks.cluster import Cluster
+    from herd.tasks.executors import data_runner
 
     survey(recipe)
     names = ("collected", "annotated", "curated", "scratch", "tokenizer", "tokens")
@@ -161,14 +161,14 @@ def plain_chain(recipe: Recipe, folder: Path) -> None:
 
 
 def _train(recipe: Recipe, folder: Path, tokens: Path, tokenizer: Path, curated: Path) -> None:
-    from llama3.evaluate.evaluate import evaluate
-    from llama3.export.checks import check_model
-    from tasks.cluster import Cluster
-    from tasks.launch.base import wait
-    from tasks.launch.local import Agents, LocalLauncher
-    from tasks.models.export import smoke_test
-    from tasks.pipeline_steps import evaluated_stages
-    from tasks.stages.evaluate import write_validation_rows
+    from herd.llama3.evaluate.evaluate import evaluate
+    from herd.llama3.export.checks import check_model
+    from herd.tasks.cluster import Cluster
+    from herd.tasks.launch.base import wait
+    from herd.tasks.launch.local import Agents, LocalLauncher
+    from herd.tasks.models.export import smoke_test
+    from herd.tasks.pipeline_steps import evaluated_stages
+    from herd.tasks.stages.evaluate import write_validation_rows
 
     (folder / "recipe.yaml").write_text(to_yaml(recipe))
     parent, cluster = None, Cluster()
@@ -198,7 +198,7 @@ def _train(recipe: Recipe, folder: Path, tokens: Path, tokenizer: Path, curated:
 
 def main(recipe: str, folder: str, root: str, run: str) -> None:
     """The plain side."""
-    from tasks.report.run import make_report
+    from herd.tasks.report.run import make_report
 
     plain_chain(load_recipe(Path(recipe)), Path(folder))
     make_report(Root.parse(root), run)

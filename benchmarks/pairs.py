@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
-from llama3.data.text.words import split_words
+from herd.llama3.data.text.words import split_words
 
 COMMON = 64
 """A shingle of more documents says nothing about any two of them."""

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.rows import PLAN_TARGETS, Row, measured, rows_of
-from llama3.planner.layout_search import search_layouts
-from llama3.planner.published import llama3_model, table4_query
+from herd.llama3.planner.layout_search import search_layouts
+from herd.llama3.planner.published import llama3_model, table4_query
 
 ROWS_OF_TABLE_4 = range(3)
 USAGE = 2
@@ -67,7 +67,7 @@ def _command(session: PlanSession, name: str) -> Row:
         "start/usage": ("no-such-command",),
         "start/status": ("status",),
         "start/plan": ("plan", settings.recipe),
-        "start/engine": ("-c", "import flows.pipeline"),
+        "start/engine": ("-c", "import herd.flows.pipeline"),
     }[name]
     command = [*(settings.herd[:1] if name == "start/engine" else settings.herd), *words]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

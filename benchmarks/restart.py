@@ -18,11 +18,11 @@ from pathlib import Path
 
 import psutil
 
-from llama3.train.job import AttemptResult, TrainJob, last_lines
-from storage.processes import die_with_parent
-from tasks.cluster import Cluster
-from tasks.launch.base import SHUTDOWN_S, Launch, Launcher, trainer_environment
-from tasks.launch.local import Agents, LocalLauncher, processor_seconds, rank_process
+from herd.llama3.train.job import AttemptResult, TrainJob, last_lines
+from herd.storage.processes import die_with_parent
+from herd.tasks.cluster import Cluster
+from herd.tasks.launch.base import SHUTDOWN_S, Launch, Launcher, trainer_environment
+from herd.tasks.launch.local import Agents, LocalLauncher, processor_seconds, rank_process
 
 LONGEST_S = 300.0
 
@@ -109,7 +109,7 @@ class TorchrunLauncher:
     def start(self, job: Path, processes: int, logs: Path) -> TorchrunLaunch:
         """Start torchrun with a store of its own and no restarts."""
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"]
-        command += ["--nproc-per-node", str(processes), "-m", "llama3.train.main", str(job)]
+        command += ["--nproc-per-node", str(processes), "-m", "herd.llama3.train.main", str(job)]
         logs.mkdir(parents=True, exist_ok=True)
         with (logs / "torchrun.log").open("ab") as output:
             process = subprocess.Popen(

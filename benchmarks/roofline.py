@@ -27,11 +27,11 @@ from benchmarks.null_cuda import FABRIC, is_null
 from benchmarks.rows import Row, measured
 from benchmarks.train_gpu import ROWS, SEQ, SEQUENCES, SHAPES, build_model
 from benchmarks.train_session import TrainSession
-from llama3.model.flops import flops_per_token
-from llama3.planner.device_curves import Curves, prior_curves
-from llama3.planner.topology import load_fabric
-from llama3.recipe.sections import Model
-from llama3.train.device import peak_flops
+from herd.llama3.model.flops import flops_per_token
+from herd.llama3.planner.device_curves import Curves, prior_curves
+from herd.llama3.planner.topology import load_fabric
+from herd.llama3.recipe.sections import Model
+from herd.llama3.train.device import peak_flops
 
 PRODUCTS = ("mm", "addmm", "bmm", "_scaled_mm")
 ATTENTION = ("flash_attention", "efficient_attention")

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llama3.evaluate.scores import Score
-from llama3.evaluate.statistics import mean, ratio
-from llama3.studies.isoflop import Trial, fit_ladder
-from llama3.studies.results import NOTHING, RunResult, Samples
-from llama3.studies.verdicts import annealing_verdict
+from herd.llama3.evaluate.scores import Score
+from herd.llama3.evaluate.statistics import mean, ratio
+from herd.llama3.studies.isoflop import Trial, fit_ladder
+from herd.llama3.studies.results import NOTHING, RunResult, Samples
+from herd.llama3.studies.verdicts import annealing_verdict
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def false_findings(studies: int, repeats: int = 3, documents: int = 64, sources:
 # The losses are Hoffmann's form with the constants that Besiroglu et al. found in Hoffmann's data (arXiv
 # 2404.10102: E 1.82, A 482, B 2085, a 0.348, b 0.366), times noise as between seeds. Sizes lie around each budget's
 # best one. What this gives up: noise that is not normal, and grids that miss the optimum; a fixed grid costs
-# accuracy, as `llama3.studies.isoflop` says.
+# accuracy, as `herd.llama3.studies.isoflop` says.
 
 
 @dataclass(frozen=True)

@@ -31,21 +31,21 @@ from benchmarks.process_tree import TreeCost, tree_cost
 from benchmarks.rows import Row, measured
 from benchmarks.study_overhead import run_environment
 from benchmarks.train_rounds import Rounds
-from llama3.data.demo.word_problems import questions
-from llama3.model.files import save_model
-from llama3.model.init import build_model
-from llama3.parallel.layout import Layout
-from llama3.recipe.load import load_recipe, to_yaml
-from llama3.recipe.schema import Recipe
-from llama3.tokens.tokenizer import Tokenizer
-from llama3.train import metrics
-from storage.artifact import Artifact
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.cluster import Cluster, EvaluationCluster
-from tasks.launch.local import Agents
-from tasks.runs.records import Runs
-from tasks.stages.evaluate import CheckpointQueue, run_evaluation
+from herd.llama3.data.demo.word_problems import questions
+from herd.llama3.model.files import save_model
+from herd.llama3.model.init import build_model
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.recipe.load import load_recipe, to_yaml
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.train import metrics
+from herd.storage.artifact import Artifact
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster, EvaluationCluster
+from herd.tasks.launch.local import Agents
+from herd.tasks.runs.records import Runs
+from herd.tasks.stages.evaluate import CheckpointQueue, run_evaluation
 
 RANKS = 4
 STAGE = "main"
@@ -228,7 +228,9 @@ class SplitSession:
             while run.poll() is None:
                 time.sleep(WATCH_S)
                 with suppress(psutil.Error, StopIteration):
-                    agent = agent or next(child for child in run.children() if "llama3.train.launch" in child.cmdline())
+                    agent = agent or next(
+                        child for child in run.children() if "herd.llama3.train.launch" in child.cmdline()
+                    )
                     times = agent.cpu_times()  # has the trainer's once that has ended
                     cpu_s = max(cpu_s, times.children_user + times.children_system)
                 for folder in root.local.glob("work/*/checkpoints"):

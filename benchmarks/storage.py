@@ -23,11 +23,11 @@ import s3fs
 from benchmarks.rows import STORAGE_TARGETS, Row, measured, rows_of
 from benchmarks.storage_server import object_store
 from benchmarks.train_rounds import Ratio, Rounds
-from storage.artifact import MANIFEST, ArtifactSpec, Store
-from storage.digests import digest_bytes
-from storage.filesystem import filesystem_of
-from storage.object_artifact import open_store
-from storage.root import Root
+from herd.storage.artifact import MANIFEST, ArtifactSpec, Store
+from herd.storage.digests import digest_bytes
+from herd.storage.filesystem import filesystem_of
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
 
 StorageSize = Literal["tiny", "small", "full"]
 WARM_UP = 1

@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.measure import NotMeasured
-from storage.filesystem import filesystem_of
-from storage.objects import remove_all
-from storage.processes import free_port
+from herd.storage.filesystem import filesystem_of
+from herd.storage.objects import remove_all
+from herd.storage.processes import free_port
 
 START_S = 60.0
 OWN = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench", "AWS_DEFAULT_REGION": "us-east-1"}

@@ -9,7 +9,7 @@ from benchmarks.measure import Cost, NotMeasured
 from benchmarks.ours.token_shards import make_shards
 from benchmarks.rows import Row, failed, measured
 from benchmarks.session import Session
-from llama3.recipe.units import Bytes
+from herd.llama3.recipe.units import Bytes
 
 MIX = {"small": (200_000, 80_000_000), "full": (10_000_000, 4_000_000_000)}
 """Documents to choose from, and the budget in tokens."""

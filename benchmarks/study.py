@@ -18,12 +18,21 @@ import numpy as np
 from benchmarks.rows import STUDY_TARGETS, Row, measured, rows_of
 from benchmarks.simulated_studies import PlantedLaw, false_findings, recovery
 from benchmarks.study_overhead import StudyCost, study_cost
-from llama3.recipe.base import Domain
-from llama3.studies.effects import coverage
-from llama3.studies.expand import BUDGETS, FIGURE, FLAGSHIP_FLOPS, TEXT, PowerLaw, VariantRun, design_mixes, load_study
-from llama3.studies.isoflop import NoLawError, Trial, fit_ladder
-from llama3.studies.mixture import MixTrial, fit_mixture, propose
-from llama3.studies.study import MixDesign
+from herd.llama3.recipe.base import Domain
+from herd.llama3.studies.effects import coverage
+from herd.llama3.studies.expand import (
+    BUDGETS,
+    FIGURE,
+    FLAGSHIP_FLOPS,
+    TEXT,
+    PowerLaw,
+    VariantRun,
+    design_mixes,
+    load_study,
+)
+from herd.llama3.studies.isoflop import NoLawError, Trial, fit_ladder
+from herd.llama3.studies.mixture import MixTrial, fit_mixture, propose
+from herd.llama3.studies.study import MixDesign
 
 TRIES = 100
 SOURCES = 3

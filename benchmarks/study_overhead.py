@@ -21,8 +21,8 @@ from typing import Any
 import yaml
 
 from benchmarks.process_tree import tree_cost
-from llama3.recipe.load import load_recipe, resolved, to_yaml
-from llama3.studies.expand import ExpandedStudy, load_study
+from herd.llama3.recipe.load import load_recipe, resolved, to_yaml
+from herd.llama3.studies.expand import ExpandedStudy, load_study
 
 NAME = "bench-study"
 VARIANT_FIELDS: Mapping[str, list[str]] = {"steady": [], "short": ["lr.warmup=10 steps"]}

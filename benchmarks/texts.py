@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from benchmarks.measure import ROOT, NotMeasured
 from benchmarks.rows import Row, measured
 from benchmarks.session import ALPHABETIC, Session, texts_of
-from llama3.tokens.vocabulary import PATTERN
+from herd.llama3.tokens.vocabulary import PATTERN
 
 SETS = ("gopher", "repetition", "fineweb")
 REFERENCE = ROOT / "tests" / "llama3" / "data" / "reference_statistics.py"

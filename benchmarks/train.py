@@ -15,7 +15,7 @@ from benchmarks.rows import TRAIN_TARGETS, Row, measured, rows_of
 from benchmarks.train_gemm import FLOPS
 from benchmarks.train_rounds import Rounds
 from benchmarks.train_session import PEERS, TrainSession
-from llama3.model.flops import flops_per_token
+from herd.llama3.model.flops import flops_per_token
 
 AGREE = {False: 1e-4, True: 0.02}
 """How far the sides' first losses may lie apart, in fp32 and with products in bf16."""

@@ -2,8 +2,8 @@
 
 Utilization is that of the shapes of Llama 3 at 8,192 tokens, in bf16 and float8: whole steps as the trainer takes them,
 blocks compiled one by one, fused AdamW on fp32 weights, chunked loss, nothing recomputed unless the layers need it. It
-is of the peak that `llama3.train.device` names, by the formula over all scores (what torchtitan and PaLM print) and
-over the causal half. The 8B does not fit beside its optimizer state on one card, so it has fewer layers: the same
+is of the peak that `herd.llama3.train.device` names, by the formula over all scores (what torchtitan and PaLM print)
+and over the causal half. The 8B does not fit beside its optimizer state on one card, so it has fewer layers: the same
 matrices, a larger share of the vocabulary. `make gpu-day` measures all rows, each in a process of its own.
 """
 
@@ -27,22 +27,22 @@ from benchmarks.measure import NotMeasured
 from benchmarks.null_cuda import memory_errors, predicted_layer_s, step_cost
 from benchmarks.rows import Row, measured
 from benchmarks.train_session import TrainSession
-from llama3.model.attention import AttentionMask, attend, attention_mask, can_attend
-from llama3.model.flops import flops_per_token
-from llama3.model.init import empty_model
-from llama3.model.linear import check_device, use_float8
-from llama3.model.transformer import Transformer
-from llama3.parallel.layout import Layout
-from llama3.parallel.mesh import init_distributed
-from llama3.recipe.base import DOMAINS, SPECIAL_TOKENS
-from llama3.recipe.schema import Recipe
-from llama3.recipe.sections import Model
-from llama3.train.data_loader import Step, TokenBatch, local_batch
-from llama3.train.device import device_name, peak_flops
-from llama3.train.job import TrainJob
-from llama3.train.loss_spikes import SpikeGuard
-from llama3.train.state import Precision, TrainState
-from llama3.train.train_step import Engine
+from herd.llama3.model.attention import AttentionMask, attend, attention_mask, can_attend
+from herd.llama3.model.flops import flops_per_token
+from herd.llama3.model.init import empty_model
+from herd.llama3.model.linear import check_device, use_float8
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.mesh import init_distributed
+from herd.llama3.recipe.base import DOMAINS, SPECIAL_TOKENS
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.sections import Model
+from herd.llama3.train.data_loader import Step, TokenBatch, local_batch
+from herd.llama3.train.device import device_name, peak_flops
+from herd.llama3.train.job import TrainJob
+from herd.llama3.train.loss_spikes import SpikeGuard
+from herd.llama3.train.state import Precision, TrainState
+from herd.llama3.train.train_step import Engine
 
 ROWS, SEQ = 128_256, 8_192
 WARM_UP, STEPS = 4, 10
@@ -176,7 +176,13 @@ def _chain(run: TrainSession, name: str) -> Row:
     place.write_text("device: cuda\n")
     sets = ("model.preset=30m", "name=gpu-day", "checkpoint.every=50Ki")
     words = ["run", "recipes/quickstart.yaml", "--root", str(root), "--cluster", str(place)]
-    command = [sys.executable, "-m", "flows.cli.main", *words, *(word for each in sets for word in ("--set", each))]
+    command = [
+        sys.executable,
+        "-m",
+        "herd.flows.cli.main",
+        *words,
+        *(word for each in sets for word in ("--set", each)),
+    ]
     began = time.monotonic()
     first = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     journals = (root / "work").glob

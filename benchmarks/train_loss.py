@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from llama3.model.loss import token_nll
+from herd.llama3.model.loss import token_nll
 
 
 def stepper(shape: Mapping[str, Any], bf16: bool) -> Callable[[], float]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.train_side import Loss
-from llama3.model.transformer import Transformer
-from llama3.recipe.sections import Model
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.recipe.sections import Model
 
 
 def build(shape: dict[str, Any], weights: dict[str, Tensor], bf16: bool) -> tuple[nn.Module, Loss]:

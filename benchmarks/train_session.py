@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from benchmarks.measure import NotMeasured
 from benchmarks.train_rounds import Rounds, Side, take_rounds
 from benchmarks.train_side import TARGETS, TOKENS
-from llama3.model.init import build_model
-from llama3.recipe.sections import Model
-from llama3.train.state import fast_fp32
+from herd.llama3.model.init import build_model
+from herd.llama3.recipe.sections import Model
+from herd.llama3.train.state import fast_fp32
 
 SizeName = Literal["tiny", "small", "full"]
 PEERS = ("torchtitan", "transformers", "litgpt")

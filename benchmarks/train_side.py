@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.meter import MISSING
-from storage.processes import peak_rss
+from herd.storage.processes import peak_rss
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 TOKENS, TARGETS = "bench.tokens", "bench.targets"

@@ -24,19 +24,19 @@ from benchmarks.measure import NotMeasured
 from benchmarks.ours.token_shards import VOCABULARY, make_shards, stream_recipe
 from benchmarks.rows import Row, measured
 from benchmarks.train_session import TrainSession
-from llama3.evaluate.held_out import ValidationDocument
-from llama3.parallel.check_layout import measure_layout
-from llama3.parallel.mesh import init_distributed
-from llama3.recipe.base import DOMAINS
-from llama3.recipe.load import to_yaml
-from llama3.recipe.schema import Recipe
-from llama3.recipe.sections import Evaluate, Model
-from llama3.tokens.tokenizer import Tokenizer
-from llama3.train import metrics
-from llama3.train.job import Attempt, AttemptResult, TrainJob
-from llama3.train.journal import Record, read_journal
-from llama3.train.state import Precision, TrainState
-from llama3.train.validation import AUTO_SHARE, FORWARD, pack_rows
+from herd.llama3.evaluate.held_out import ValidationDocument
+from herd.llama3.parallel.check_layout import measure_layout
+from herd.llama3.parallel.mesh import init_distributed
+from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.recipe.load import to_yaml
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.sections import Evaluate, Model
+from herd.llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.train import metrics
+from herd.llama3.train.job import Attempt, AttemptResult, TrainJob
+from herd.llama3.train.journal import Record, read_journal
+from herd.llama3.train.state import Precision, TrainState
+from herd.llama3.train.validation import AUTO_SHARE, FORWARD, pack_rows
 
 RANKS = 4
 SEQ, SEQUENCES = 256, 8
@@ -94,7 +94,7 @@ def rank_start(run: TrainSession, name: str) -> Row:
     folder = run.settings.folder / "start"
     jobs = [_job(folder / str(number), SMALL, 1, vocabulary=1_000) for number in range(1 + STARTS)]
     attempts = [Attempt(job=job, logs=job.parent / "logs").model_dump_json() for job in jobs]
-    command = [sys.executable, "-m", "llama3.train.launch", "--serve"]
+    command = [sys.executable, "-m", "herd.llama3.train.launch", "--serve"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     spent = []
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment) as agent:
@@ -155,7 +155,7 @@ def _shape(run: TrainSession) -> dict[str, Any]:
 
 def _trained(job: Path) -> list[Record]:
     """Run the trainer on one thread; return its journal."""
-    command = [sys.executable, "-m", "llama3.train.main", str(job)]
+    command = [sys.executable, "-m", "herd.llama3.train.main", str(job)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     if ended.returncode:

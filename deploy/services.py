@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypedDict
 from urllib.parse import quote, urlsplit
 
-from flows.local_server import prefect_command, worker_command
+from herd.flows.local_server import prefect_command, worker_command
 
 NEEDED = ("HERD_TEAM", "HERD_ROOT", "HERD_DB_PASSWORD", "HERD_AUTH")
 PORTS = {"postgres": 5433, "prefect": 4200, "mlflow": 5000}

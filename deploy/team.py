@@ -1,6 +1,6 @@
 """The services of a team on one machine: Postgres, a Prefect server, an MLflow server and a worker, as plain processes.
 
-    python -m deploy.team up --env /etc/herd/team.env      (also: down, status, environment, purge, run SERVICE)
+    python -m herd.deploy.team up --env /etc/herd/team.env      (also: down, status, environment, purge, run SERVICE)
 
 No containers, and nothing to install but Debian's postgresql: each service is a process with a pid file and a log below
 one folder, bound to loopback; a reverse proxy with TLS goes in front (docs/tutorials/team.md). systemd runs the very
@@ -30,9 +30,9 @@ from urllib.parse import urlsplit
 import asyncpg  # type: ignore[import-untyped]
 import psutil
 
-from deploy.services import Service, Team, identity, postgres_program
-from flows.local_server import WORKING_DIRECTORY
-from storage.processes import IMPORT_FOLDER
+from herd.deploy.services import Service, Team, identity, postgres_program
+from herd.flows.local_server import WORKING_DIRECTORY
+from herd.storage.processes import IMPORT_FOLDER
 
 PURGED = "90d"
 DATABASES = ("prefect", "mlflow", "mlflow_auth")
@@ -94,7 +94,7 @@ def register(team: Team) -> None:
     """Make pool, limits, deployments and automations on the Prefect server. Raises ValueError with its words."""
     home = {"PREFECT_HOME": str(team.folder / "prefect")}  # the worker's may belong to a user of its own
     environment = surroundings({**team.client(), **home})
-    command = [sys.executable, "-m", "flows.cli.main", "setup"]
+    command = [sys.executable, "-m", "herd.flows.cli.main", "setup"]
     done = subprocess.run(command, cwd=WORKING_DIRECTORY, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"herd setup: {(done.stdout + done.stderr)[-2000:]}")
@@ -259,7 +259,9 @@ def settings(file: Path | None) -> dict[str, str]:
 
 def main() -> int:
     """Do what the command line asks for; a mistake is a line on stderr and status 2."""
-    parser = argparse.ArgumentParser(prog="python -m deploy.team", description="Services of a team on one machine.")
+    parser = argparse.ArgumentParser(
+        prog="python -m herd.deploy.team", description="Services of a team on one machine."
+    )
     parser.add_argument("command", choices=["up", "down", "status", "environment", "register", "purge", "run"])
     parser.add_argument("service", nargs="?", default="", help="what `run` becomes: postgres, mlflow, prefect, worker")
     parser.add_argument("--env", type=Path, help="file of NAME=value lines; without, the environment")

@@ -7,22 +7,30 @@ from __future__ import annotations
 
 from prefect import flow
 
-from flows.recipe_form import EvaluationParameters, PromotionParameters, StageInProgressParameters
-from flows.run_lifecycle import FlowResult, ReadOnlyRuns, existing_run, find_checkpoint, find_run, flow_state, why_not
-from llama3.evaluate.suite import stage_suite_name
-from llama3.recipe.schedule import Schedule
-from storage.artifact import Artifact
-from storage.lease import LeaseHeld
-from tasks.pipeline_steps import evaluated_stages
-from tasks.promotion.approval import decide
-from tasks.promotion.gate import Override
-from tasks.promotion.log import CHAMPION, decided
-from tasks.promotion.promote import promote_model
-from tasks.promotion.rollback import RollbackRequest, roll_back
-from tasks.runs.progress import kept_checkpoints, run_progress, run_work_dir_name
-from tasks.stages.evaluate import evaluate_model, evaluate_waiting
-from tasks.step import Context
-from tasks.tracking.steps import SCORE, scores_of
+from herd.flows.recipe_form import EvaluationParameters, PromotionParameters, StageInProgressParameters
+from herd.flows.run_lifecycle import (
+    FlowResult,
+    ReadOnlyRuns,
+    existing_run,
+    find_checkpoint,
+    find_run,
+    flow_state,
+    why_not,
+)
+from herd.llama3.evaluate.suite import stage_suite_name
+from herd.llama3.recipe.schedule import Schedule
+from herd.storage.artifact import Artifact
+from herd.storage.lease import LeaseHeld
+from herd.tasks.pipeline_steps import evaluated_stages
+from herd.tasks.promotion.approval import decide
+from herd.tasks.promotion.gate import Override
+from herd.tasks.promotion.log import CHAMPION, decided
+from herd.tasks.promotion.promote import promote_model
+from herd.tasks.promotion.rollback import RollbackRequest, roll_back
+from herd.tasks.runs.progress import kept_checkpoints, run_progress, run_work_dir_name
+from herd.tasks.stages.evaluate import evaluate_model, evaluate_waiting
+from herd.tasks.step import Context
+from herd.tasks.tracking.steps import SCORE, scores_of
 
 PATIENCE_S = 60.0
 """Wait of `promote` for the flow that evaluates the checkpoint, which the checkpoint's commit has started."""

@@ -22,12 +22,12 @@ from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Crashed, Scheduled
 
-from flows.local_server import is_temporary
-from llama3.recipe.schema import Recipe
-from storage.lease import lease_holders
-from storage.root import Root
-from tasks.runs.records import Runs
-from tasks.runs.recovery import FRUITLESS, RESUMED
+from herd.flows.local_server import is_temporary
+from herd.llama3.recipe.schema import Recipe
+from herd.storage.lease import lease_holders
+from herd.storage.root import Root
+from herd.tasks.runs.records import Runs
+from herd.tasks.runs.recovery import FRUITLESS, RESUMED
 
 # A work queue serves the longest-waiting flow run first, so a schedule whose runs take longer than its interval would
 # delay every other flow run (Prefect 3.8.8: the limit with CANCEL_NEW counts runs of the same deployment only).

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from storage.processes import IMPORT_FOLDER, die_with_parent
-from storage.root import Root
+from herd.storage.processes import IMPORT_FOLDER, die_with_parent
+from herd.storage.root import Root
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -59,7 +59,7 @@ localStorage.setItem("prefect-password", location.hash.slice(1)); location.repla
 
 def server_command(*address: str) -> list[str]:
     """Return the command of a Prefect server at uvicorn's `address` options; it needs `server_variables`."""
-    options = ["--factory", "flows.local_server:create_app", "--lifespan", "on", "--log-level", "warning"]
+    options = ["--factory", "herd.flows.local_server:create_app", "--lifespan", "on", "--log-level", "warning"]
     return [sys.executable, "-m", "uvicorn", *options, *address]
 
 

@@ -8,23 +8,23 @@ from prefect import flow, get_client, get_run_logger
 from prefect.artifacts import create_table_artifact
 from prefect.settings import PREFECT_API_URL
 
-from flows.crash_recovery import thin_out
-from flows.local_server import is_temporary
-from flows.recipe_form import ReportParameters, RootParameters, field_at
-from flows.run_lifecycle import FlowResult, existing_run, find_run, flow_state
-from llama3.recipe.units import Duration
-from storage.artifact import DamagedArtifact
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.console import Console, current_console
-from tasks.format import format_bytes
-from tasks.report.run import write_report
-from tasks.runs.gc import GcPlan, delete_items, delete_rows, gc_lines, gc_rows, gc_table, plan_gc, plan_rows
-from tasks.runs.integrity import verify as read_all
-from tasks.runs.recovery import GRACE_S, Reconciled
-from tasks.runs.recovery import reconcile as reconcile_root
-from tasks.tracking import prefect_artifacts
-from tasks.tracking.registry import labels_with_alias
+from herd.flows.crash_recovery import thin_out
+from herd.flows.local_server import is_temporary
+from herd.flows.recipe_form import ReportParameters, RootParameters, field_at
+from herd.flows.run_lifecycle import FlowResult, existing_run, find_run, flow_state
+from herd.llama3.recipe.units import Duration
+from herd.storage.artifact import DamagedArtifact
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.console import Console, current_console
+from herd.tasks.format import format_bytes
+from herd.tasks.report.run import write_report
+from herd.tasks.runs.gc import GcPlan, delete_items, delete_rows, gc_lines, gc_rows, gc_table, plan_gc, plan_rows
+from herd.tasks.runs.integrity import verify as read_all
+from herd.tasks.runs.recovery import GRACE_S, Reconciled
+from herd.tasks.runs.recovery import reconcile as reconcile_root
+from herd.tasks.tracking import prefect_artifacts
+from herd.tasks.tracking.registry import labels_with_alias
 
 MOST_LISTED = 200
 

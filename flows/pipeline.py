@@ -1,7 +1,7 @@
 """The whole chain, from raw text to a promoted model, as one Prefect flow.
 
-Every step (`tasks.pipeline_steps`, `tasks/stages`) finds or makes an artifact, so a retry, a rerun, a second run and a
-run that stops early all take this path.
+Every step (`herd.tasks.pipeline_steps`, `tasks/stages`) finds or makes an artifact, so a retry, a rerun, a second run
+and a run that stops early all take this path.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, TypeVar
 
 from prefect import flow
 
-from flows.crash_recovery import check_attempts, progress_of_run
-from flows.recipe_form import PipelineParameters, RerunParameters, StageParameters
-from flows.run_lifecycle import FlowResult, chosen_recipe, find_run, flow_state, open_run, run_message
-from llama3.evaluate.gate import Decision
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.units import Tokens
-from storage.artifact import Artifact
-from tasks.launch.local import Agents
-from tasks.pipeline_steps import PipelineStep, first_step, last_step, pipeline_steps
-from tasks.promotion.promote import promote_model
-from tasks.report.run import write_report
-from tasks.stages.data import (
+from herd.flows.crash_recovery import check_attempts, progress_of_run
+from herd.flows.recipe_form import PipelineParameters, RerunParameters, StageParameters
+from herd.flows.run_lifecycle import FlowResult, chosen_recipe, find_run, flow_state, open_run, run_message
+from herd.llama3.evaluate.gate import Decision
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.units import Tokens
+from herd.storage.artifact import Artifact
+from herd.tasks.launch.local import Agents
+from herd.tasks.pipeline_steps import PipelineStep, first_step, last_step, pipeline_steps
+from herd.tasks.promotion.promote import promote_model
+from herd.tasks.report.run import write_report
+from herd.tasks.stages.data import (
     annotate_documents,
     collect_documents,
     curate_documents,
@@ -34,10 +34,10 @@ from tasks.stages.data import (
     prepare_tokenizer,
     tokenize_documents,
 )
-from tasks.stages.evaluate import check_long_context_gates, evaluate_model
-from tasks.stages.init_weights import init_weights
-from tasks.stages.train import train_stage
-from tasks.step import Context
+from herd.tasks.stages.evaluate import check_long_context_gates, evaluate_model
+from herd.tasks.stages.init_weights import init_weights
+from herd.tasks.stages.train import train_stage
+from herd.tasks.step import Context
 
 T = TypeVar("T")
 

@@ -18,12 +18,12 @@ from pydantic.config import JsonDict
 from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
 from pydantic_core import CoreSchema
 
-from llama3.recipe.base import DOMAINS
-from llama3.recipe.load import RECIPES
-from storage.root import DEFAULT_ROOT, Root
-from tasks.cluster import Cluster
-from tasks.pipeline_steps import KINDS
-from tasks.runs.records import StudyPart
+from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.recipe.load import RECIPES
+from herd.storage.root import DEFAULT_ROOT, Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.pipeline_steps import KINDS
+from herd.tasks.runs.records import StudyPart
 
 # The form's section "Change the recipe". Each field becomes an override like `--set`. Prefect checks the patterns
 # before a run exists; the recipe's own checks find the rest within a second of the start.

@@ -11,21 +11,21 @@ from pathlib import Path
 
 import psutil
 
-from flows.pipeline import pipeline
-from flows.recipe_form import PipelineParameters
-from llama3.recipe.load import to_yaml
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
-from storage.filesystem import write_atomic
-from storage.object_artifact import open_store
-from storage.processes import in_background
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.launch.local import rank_process
-from tasks.models.export import export_model
-from tasks.models.start import with_local_models
-from tasks.pipeline_steps import next_step
-from tasks.plan.rehearsal import (
+from herd.flows.pipeline import pipeline
+from herd.flows.recipe_form import PipelineParameters
+from herd.llama3.recipe.load import to_yaml
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.storage.filesystem import write_atomic
+from herd.storage.object_artifact import open_store
+from herd.storage.processes import in_background
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.launch.local import rank_process
+from herd.tasks.models.export import export_model
+from herd.tasks.models.start import with_local_models
+from herd.tasks.pipeline_steps import next_step
+from herd.tasks.plan.rehearsal import (
     Rehearsal,
     RehearsalFinding,
     ScaledRun,
@@ -35,7 +35,7 @@ from tasks.plan.rehearsal import (
     proofs,
     write_rehearsal,
 )
-from tasks.runs.records import RunRecord, Runs
+from herd.tasks.runs.records import RunRecord, Runs
 
 LOOK_S = 0.02
 ERROR_LINES = 6

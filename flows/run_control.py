@@ -14,12 +14,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import UUID
 
-from flows.local_server import ACCESS
-from storage.lease import lease_holder
-from storage.root import Root
-from tasks.launch.base import orphans
-from tasks.runs.progress import log_folders
-from tasks.runs.records import RunRecord, Runs
+from herd.flows.local_server import ACCESS
+from herd.storage.lease import lease_holder
+from herd.storage.root import Root
+from herd.tasks.launch.base import orphans
+from herd.tasks.runs.progress import log_folders
+from herd.tasks.runs.records import RunRecord, Runs
 
 POLL_S = 0.5
 LIVE_S = 10.0

@@ -27,38 +27,38 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, Failed
 from rich.markup import escape
 
-from flows.crash_recovery import TooManyCrashes, attempt_number, end_flow_run, exit_if_alive_elsewhere
-from flows.local_server import is_temporary
-from flows.recipe_form import LATEST, PipelineParameters, is_made_up
-from flows.watchdog import watched
-from llama3.evaluate.gate import CheckUnfinished, Decision
-from llama3.recipe.load import RecipeError, load_recipe, parse_recipe, resolved
-from llama3.recipe.schema import Recipe
-from storage.artifact import Artifact, flatten
-from storage.lease import Lease, LeaseHeld, LeaseLost, lease
-from storage.object_artifact import open_store
-from storage.processes import peak_memory
-from storage.root import Root
-from storage.secrets import split_login
-from tasks.cluster import Cluster
-from tasks.console import Console, current_console, working
-from tasks.errors import EvaluationFailed, SchedulerRefused, StudyIncomplete, TrainingFailed
-from tasks.launch.local import slow_precision
-from tasks.models.lookup import label_of_alias
-from tasks.pipeline_steps import step_names
-from tasks.plan.recipe import RunPlan, make_plan, plan_markdown, stage_table, summary_lines
-from tasks.promotion.log import PENDING_APPROVAL
-from tasks.runs.preflight import preflight
-from tasks.runs.provenance import CLUSTER, code_version, record_provenance
-from tasks.runs.records import RunRecord, Runs, State, mark_open, now, trained_stages
-from tasks.step import Context
-from tasks.tracking import prefect_artifacts
-from tasks.tracking.backfill import catch_up, watch_outages
-from tasks.tracking.events import run_ended
-from tasks.tracking.factory import mlflow_of, open_tracker
-from tasks.tracking.mlflow_store import report_page
-from tasks.tracking.prefect_artifacts import run_done
-from tasks.tracking.prometheus import remove_gauges
+from herd.flows.crash_recovery import TooManyCrashes, attempt_number, end_flow_run, exit_if_alive_elsewhere
+from herd.flows.local_server import is_temporary
+from herd.flows.recipe_form import LATEST, PipelineParameters, is_made_up
+from herd.flows.watchdog import watched
+from herd.llama3.evaluate.gate import CheckUnfinished, Decision
+from herd.llama3.recipe.load import RecipeError, load_recipe, parse_recipe, resolved
+from herd.llama3.recipe.schema import Recipe
+from herd.storage.artifact import Artifact, flatten
+from herd.storage.lease import Lease, LeaseHeld, LeaseLost, lease
+from herd.storage.object_artifact import open_store
+from herd.storage.processes import peak_memory
+from herd.storage.root import Root
+from herd.storage.secrets import split_login
+from herd.tasks.cluster import Cluster
+from herd.tasks.console import Console, current_console, working
+from herd.tasks.errors import EvaluationFailed, SchedulerRefused, StudyIncomplete, TrainingFailed
+from herd.tasks.launch.local import slow_precision
+from herd.tasks.models.lookup import label_of_alias
+from herd.tasks.pipeline_steps import step_names
+from herd.tasks.plan.recipe import RunPlan, make_plan, plan_markdown, stage_table, summary_lines
+from herd.tasks.promotion.log import PENDING_APPROVAL
+from herd.tasks.runs.preflight import preflight
+from herd.tasks.runs.provenance import CLUSTER, code_version, record_provenance
+from herd.tasks.runs.records import RunRecord, Runs, State, mark_open, now, trained_stages
+from herd.tasks.step import Context
+from herd.tasks.tracking import prefect_artifacts
+from herd.tasks.tracking.backfill import catch_up, watch_outages
+from herd.tasks.tracking.events import run_ended
+from herd.tasks.tracking.factory import mlflow_of, open_tracker
+from herd.tasks.tracking.mlflow_store import report_page
+from herd.tasks.tracking.prefect_artifacts import run_done
+from herd.tasks.tracking.prometheus import remove_gauges
 
 PATIENCE_S = 60.0
 """Seconds that a finished run waits for an MLflow that is away; afterwards the reconciler sends the rest."""

@@ -41,7 +41,7 @@ from pydantic import SecretStr
 from rich.console import Console
 from rich.markup import escape
 
-from flows.local_server import (
+from herd.flows.local_server import (
     LOOPBACK,
     PASSWORD,
     POOL,
@@ -55,10 +55,10 @@ from flows.local_server import (
     worker_command,
     write_access,
 )
-from storage.processes import IMPORT_FOLDER
-from storage.root import Root
-from tasks.console import TerminalConsole, working
-from tasks.tracking.mlflow_store import environment_uri, prepare_database
+from herd.storage.processes import IMPORT_FOLDER
+from herd.storage.root import Root
+from herd.tasks.console import TerminalConsole, working
+from herd.tasks.tracking.mlflow_store import environment_uri, prepare_database
 
 QUEUES = {"default": None, "training": 1, "evaluation": 1}
 """Work queue -> most flow runs at the same time; those of `default` take seconds."""
@@ -388,7 +388,7 @@ def _reached(host: str) -> str:
 
 def _run(processes: list[subprocess.Popen[bytes]], root: Root) -> None:
     """Reconcile runs at once and every RECONCILE_S, until a process ends or the user stops this one."""
-    from tasks.runs.recovery import reconcile
+    from herd.tasks.runs.recovery import reconcile
 
     due, first = 0.0, True
     try:

@@ -1,8 +1,8 @@
 """A study as one Prefect flow: its variants as runs of the pipeline, then the verdict.
 
-One at a time, a variant is a child flow run in this process; side by side, each is a process (`flows.study_variant`). A
-killed study continues: finished variants are found by their recipe. A failed variant does not stop the others. All
-flows run on one machine; Slurm and Kubernetes spread their training.
+One at a time, a variant is a child flow run in this process; side by side, each is a process
+(`herd.flows.study_variant`). A killed study continues: finished variants are found by their recipe. A failed variant
+does not stop the others. All flows run on one machine; Slurm and Kubernetes spread their training.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict
 from rich.markup import escape
 
-from flows.crash_recovery import (
+from herd.flows.crash_recovery import (
     attempt_number,
     check_attempts,
     end_flow_run,
     exit_if_alive_elsewhere,
     progress_of_study,
 )
-from flows.local_server import is_temporary
-from flows.pipeline import pipeline
-from flows.recipe_form import NAME, PlaceParameters, RecipeChange, field_at, is_made_up
-from flows.run_lifecycle import MISTAKES, FlowResult, flow_state, reporting_end
-from flows.study_variant import Apart, VariantJob
-from flows.watchdog import watched
-from llama3.recipe.load import resolved, to_yaml
-from llama3.studies.checks import check_study
-from llama3.studies.expand import ExpandedStudy, VariantRun, load_study
-from storage.artifact import flatten
-from storage.filesystem import write_atomic
-from storage.lease import LeaseLost
-from storage.processes import processors
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.console import Console, FileConsole, TerminalConsole, console_as, current_console
-from tasks.errors import StudyIncomplete
-from tasks.format import format_duration
-from tasks.runs.preflight import check_place
-from tasks.runs.provenance import code_version
-from tasks.runs.records import Runs, State, StudyPart, now
-from tasks.study.plan import check_hours, plan_lines, plan_study, plan_table
-from tasks.study.records import FOLDER, Studies, StudyRecord, runs_of
-from tasks.study.report import conclude, plan_markdown
-from tasks.tracking import prefect_artifacts
-from tasks.tracking.factory import mlflow_of, open_tracker
-from tasks.tracking.tracker import Tracker
+from herd.flows.local_server import is_temporary
+from herd.flows.pipeline import pipeline
+from herd.flows.recipe_form import NAME, PlaceParameters, RecipeChange, field_at, is_made_up
+from herd.flows.run_lifecycle import MISTAKES, FlowResult, flow_state, reporting_end
+from herd.flows.study_variant import Apart, VariantJob
+from herd.flows.watchdog import watched
+from herd.llama3.recipe.load import resolved, to_yaml
+from herd.llama3.studies.checks import check_study
+from herd.llama3.studies.expand import ExpandedStudy, VariantRun, load_study
+from herd.storage.artifact import flatten
+from herd.storage.filesystem import write_atomic
+from herd.storage.lease import LeaseLost
+from herd.storage.processes import processors
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.console import Console, FileConsole, TerminalConsole, console_as, current_console
+from herd.tasks.errors import StudyIncomplete
+from herd.tasks.format import format_duration
+from herd.tasks.runs.preflight import check_place
+from herd.tasks.runs.provenance import code_version
+from herd.tasks.runs.records import Runs, State, StudyPart, now
+from herd.tasks.study.plan import check_hours, plan_lines, plan_study, plan_table
+from herd.tasks.study.records import FOLDER, Studies, StudyRecord, runs_of
+from herd.tasks.study.report import conclude, plan_markdown
+from herd.tasks.tracking import prefect_artifacts
+from herd.tasks.tracking.factory import mlflow_of, open_tracker
+from herd.tasks.tracking.tracker import Tracker
 
 
 class VariantForm(BaseModel):

@@ -1,4 +1,4 @@
-"""Run one variant of a study in its own process: `python -m flows.study_variant JOB.json`.
+"""Run one variant of a study in its own process: `python -m herd.flows.study_variant JOB.json`.
 
 The process has its own signals, leases and watchdog. It works in the folder of the study's process, so that relative
 paths of sources mean the same. Its output goes to a log beside the study's record.
@@ -13,10 +13,10 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from flows.recipe_form import PipelineParameters
-from storage.processes import die_with_parent
-from tasks.cluster import Cluster
-from tasks.runs.records import StudyPart
+from herd.flows.recipe_form import PipelineParameters
+from herd.storage.processes import die_with_parent
+from herd.tasks.cluster import Cluster
+from herd.tasks.runs.records import StudyPart
 
 
 class VariantJob(BaseModel):
@@ -46,7 +46,7 @@ class Apart:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as lines:
             process = subprocess.Popen(
-                [sys.executable, "-m", "flows.study_variant", str(job)],
+                [sys.executable, "-m", "herd.flows.study_variant", str(job)],
                 stdin=subprocess.DEVNULL,
                 stdout=lines,
                 stderr=lines,
@@ -70,8 +70,8 @@ class Apart:
 
 def main(words: list[str]) -> int:
     """Run the job of the file `words[0]`; return 0 if it finished."""
-    from flows.local_server import quiet_prefect
-    from flows.pipeline import pipeline
+    from herd.flows.local_server import quiet_prefect
+    from herd.flows.pipeline import pipeline
 
     quiet_prefect()
     job = VariantJob.model_validate_json(Path(words[0]).read_text())

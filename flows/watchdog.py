@@ -21,8 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import UUID
 
-from storage.processes import IMPORT_FOLDER
-from storage.root import Root
+from herd.storage.processes import IMPORT_FOLDER
+from herd.storage.root import Root
 
 WORKER_S = 2.0
 """Seconds in which a living worker reports the end itself: it knows the reason."""
@@ -52,7 +52,7 @@ def watched(root: Root, work: str, attempt: int) -> Iterator[None]:
     logs.mkdir(parents=True, exist_ok=True)
     with (logs / "watchdog.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "flows.watchdog", root.uri, str(root.local), work, str(attempt)],
+            [sys.executable, "-m", "herd.flows.watchdog", root.uri, str(root.local), work, str(attempt)],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -90,7 +90,7 @@ def record_end(root: Root, work: str, attempt: int) -> None:
     from prefect.client.orchestration import SyncPrefectClient, get_client
     from prefect.settings import PREFECT_API_URL
 
-    from tasks.runs.recovery import reconcile_record, restart
+    from herd.tasks.runs.recovery import reconcile_record, restart
 
     def restart_dead(client: SyncPrefectClient, flow_run_id: UUID) -> bool:
         """Restart the flow run if attempt `attempt` crashed; return whether the next one is still to begin."""

@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from storage.digests import FileDigest, digest_file, digest_folder, digest_json, parallel_map
-from storage.filesystem import sync_folder, write_atomic
-from storage.processes import boot_id
-from storage.signing import sign, signature_error
-from storage.staging import clear_staging, discard, file_lock, staging_folder
+from herd.storage.digests import FileDigest, digest_file, digest_folder, digest_json, parallel_map
+from herd.storage.filesystem import sync_folder, write_atomic
+from herd.storage.processes import boot_id
+from herd.storage.signing import sign, signature_error
+from herd.storage.staging import clear_staging, discard, file_lock, staging_folder
 
 MANIFEST, KIND = "manifest.json", "manifest"
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from storage.artifact import LABEL, MANIFEST, DamagedArtifact
-from storage.filesystem import filesystem_of
-from storage.object_artifact import DOWNLOADING, LAZY, RemoteStore
-from storage.objects import ObjectInfo, list_children, list_objects, remove_all
-from storage.root import Root
-from storage.staging import clear_staging, discard, disk_usage, newest_mtime
+from herd.storage.artifact import LABEL, MANIFEST, DamagedArtifact
+from herd.storage.filesystem import filesystem_of
+from herd.storage.object_artifact import DOWNLOADING, LAZY, RemoteStore
+from herd.storage.objects import ObjectInfo, list_children, list_objects, remove_all
+from herd.storage.root import Root
+from herd.storage.staging import clear_staging, discard, disk_usage, newest_mtime
 
 ATTEMPT = re.compile(r"([A-Za-z0-9._-]+)/([0-9a-f]{32})/.+")
 """name-key8/attempt/file"""

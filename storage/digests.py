@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from storage.filesystem import sync_folder
+from herd.storage.filesystem import sync_folder
 
 THREADS = 4
 """Files read at the same time: hashing releases the GIL, and a disk is faster with several requests."""

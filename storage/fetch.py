@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from storage.digests import digest_file, parallel_map
-from storage.filesystem import (
+from herd.storage.digests import digest_file, parallel_map
+from herd.storage.filesystem import (
     FETCHED,
     HUB_ANSWER_S,
     LISTINGS,
@@ -42,8 +42,8 @@ from storage.filesystem import (
     with_retries,
     write_atomic,
 )
-from storage.root import Root
-from storage.staging import file_lock
+from herd.storage.root import Root
+from herd.storage.staging import file_lock
 
 if TYPE_CHECKING:
     from huggingface_hub import HfUri

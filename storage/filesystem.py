@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 TRIES, FIRST_WAIT_S = 4, 0.5
 """Tries of a call, and seconds to wait after the first; each later wait is twice as long."""
 Answer = TypeVar("Answer")
-OBJECT_STORES = {"s3": "storage.s3:BoundedS3", "s3a": "storage.s3:BoundedS3"}
+OBJECT_STORES = {"s3": "herd.storage.s3:BoundedS3", "s3a": "herd.storage.s3:BoundedS3"}
 """Scheme of a URI -> module and class of the client of an object store.
 
 A client is an fsspec file system whose calls end by `call_deadline`. `pipe_file(..., mode="create")` never replaces an
@@ -36,7 +36,7 @@ DEADLINE_S = 300.0
 HUB_ANSWER_S = 20
 """Default time limit in seconds without a byte for requests of the Hugging Face Hub client."""
 FETCHED = "HERD_FETCHED"
-"""Environment variable: the folder with copies of remote files (see `storage.fetch`)."""
+"""Environment variable: the folder with copies of remote files (see `herd.storage.fetch`)."""
 LISTINGS = "listings"
 """Folder of the manifests inside FETCHED."""
 _MAGIC = re.compile(r"[*?\[]")

@@ -23,9 +23,9 @@ from typing import IO, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from storage.digests import digest_json
-from storage.processes import boot_id
-from storage.root import Root
+from herd.storage.digests import digest_json
+from herd.storage.processes import boot_id
+from herd.storage.root import Root
 
 PROBES = 4
 """Tries before a lock counts as held: `holders` takes each lock for an instant to see whether it is free."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import BaseModel, RootModel
 
-from storage.artifact import (
+from herd.storage.artifact import (
     DAMAGED,
     MANIFEST,
     NEWEST,
@@ -35,7 +35,7 @@ from storage.artifact import (
     missing_files,
     wrong_files,
 )
-from storage.digests import (
+from herd.storage.digests import (
     PAGE,
     PAGED,
     READERS,
@@ -47,8 +47,8 @@ from storage.digests import (
     first_wrong_page,
     parallel_map,
 )
-from storage.filesystem import filesystem_of, write_atomic
-from storage.objects import (
+from herd.storage.filesystem import filesystem_of, write_atomic
+from herd.storage.objects import (
     copy_object,
     create_bytes,
     get_bytes,
@@ -62,8 +62,8 @@ from storage.objects import (
     remove_all,
     size_of,
 )
-from storage.root import Root
-from storage.staging import discard, file_lock
+from herd.storage.root import Root
+from herd.storage.staging import discard, file_lock
 
 TRIES = 3
 """Downloads before an object counts as damaged: networks and some S3 servers return wrong bytes without an error."""

@@ -23,7 +23,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from storage.filesystem import (
+from herd.storage.filesystem import (
     StoreError,
     filesystem_of,
     is_local,

@@ -27,11 +27,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from storage.artifact import LAZY_FOLDER, MANIFEST, VERIFIED, Artifact, FileStat, VerifiedFiles
-from storage.digests import PAGE, PAGE_DIGEST, PAGED, FileDigest, digest_file
-from storage.filesystem import write_atomic
-from storage.object_artifact import LAZY, PAGES, RemoteArtifact, download_verified, get_verified_pages
-from storage.processes import boot_id
+from herd.storage.artifact import LAZY_FOLDER, MANIFEST, VERIFIED, Artifact, FileStat, VerifiedFiles
+from herd.storage.digests import PAGE, PAGE_DIGEST, PAGED, FileDigest, digest_file
+from herd.storage.filesystem import write_atomic
+from herd.storage.object_artifact import LAZY, PAGES, RemoteArtifact, download_verified, get_verified_pages
+from herd.storage.processes import boot_id
 
 Ints = NDArray[np.int64]
 CACHE = "HERD_CACHE"

@@ -12,9 +12,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.filesystem import OBJECT_STORES, is_local, is_object_store, local_path, write_atomic
-from storage.objects import create_bytes, get_bytes, list_children, put_bytes, remove_all
-from storage.secrets import refuse_secrets
+from herd.storage.filesystem import OBJECT_STORES, is_local, is_object_store, local_path, write_atomic
+from herd.storage.objects import create_bytes, get_bytes, list_children, put_bytes, remove_all
+from herd.storage.secrets import refuse_secrets
 
 DEFAULT_ROOT = "herd-data"
 """The default root of commands."""

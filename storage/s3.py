@@ -20,8 +20,8 @@ from botocore.exceptions import ConnectionError as NoConnection
 from fsspec.asyn import sync_wrapper
 from s3fs.core import S3_RETRYABLE_ERRORS, S3FileSystem, set_custom_error_handler
 
-from storage.filesystem import StoreTimeout, call_deadline
-from storage.secrets import refuse_secrets
+from herd.storage.filesystem import StoreTimeout, call_deadline
+from herd.storage.secrets import refuse_secrets
 
 SLOWEST = 2**20
 """Minimum speed of a file transfer in bytes per second."""

@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from llama3.parallel.layout import Backend, Layout
-from llama3.recipe.base import read_yaml
-from llama3.recipe.units import Bytes
-from llama3.train.profiler import Profile
-from storage.processes import processors
-from storage.secrets import names_secret, refuse_secrets
+from herd.llama3.parallel.layout import Backend, Layout
+from herd.llama3.recipe.base import read_yaml
+from herd.llama3.recipe.units import Bytes
+from herd.llama3.train.profiler import Profile
+from herd.storage.processes import processors
+from herd.storage.secrets import names_secret, refuse_secrets
 
 
 def _one_line(text: str) -> str:
@@ -324,7 +324,7 @@ def load_cluster(path: Path, **changes: Any) -> Cluster:
 
 def cluster_reference() -> str:
     """Return the reference of all fields of a cluster file as markdown."""
-    from llama3.recipe.reference import describe_sections, sections
+    from herd.llama3.recipe.reference import describe_sections, sections
 
     intro = (
         *("# Cluster reference", "", "Written by `herd schema --cluster`; do not edit by hand.", ""),

@@ -20,9 +20,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from llama3.recipe.units import tokens
-from storage.processes import in_background
-from tasks.format import format_duration
+from herd.llama3.recipe.units import tokens
+from herd.storage.processes import in_background
+from herd.tasks.format import format_duration
 
 PLAIN_INTERVAL_S = 10.0
 QUIET_S = 5.0

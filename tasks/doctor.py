@@ -25,13 +25,13 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from llama3.recipe.schema import Recipe
-from storage.filesystem import remote_filesystem
-from storage.processes import processors
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.format import FittedTable, format_bytes
-from tasks.launch.local import visible_gpus
+from herd.llama3.recipe.schema import Recipe
+from herd.storage.filesystem import remote_filesystem
+from herd.storage.processes import processors
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.format import FittedTable, format_bytes
+from herd.tasks.launch.local import visible_gpus
 
 State = Literal["ok", "warn", "fail"]
 COLORS: dict[State, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -246,7 +246,7 @@ def check_ports(host: str = "127.0.0.1") -> Iterator[CheckResult]:
 
 def check_hub(recipe: Recipe) -> Iterator[CheckResult]:
     """Look at name resolution and token of the Hugging Face Hub, if the recipe names something there."""
-    from tasks.plan.recipe import remote_addresses
+    from herd.tasks.plan.recipe import remote_addresses
 
     addresses = [address for address in remote_addresses(recipe) if address.uri.startswith("hf://")]
     if not addresses:
@@ -281,14 +281,14 @@ def diagnose_nodes(root: Root, cluster: Cluster) -> list[CheckResult]:
     if cluster.launcher != "slurm":
         todo = f"herd doctor in a pod of {cluster.kubernetes.image}, with the volume {cluster.kubernetes.claim}"
         return [CheckResult("nodes", "warn", "Kubernetes: pods are not looked at from here", todo)]
-    from tasks.launch.slurm import run_on_nodes
+    from herd.tasks.launch.slurm import run_on_nodes
 
     folder = root.file(FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
     asked = folder / f"{uuid.uuid4().hex}.json"
     asked.write_text(json.dumps({"root": root.uri, "cluster": cluster.model_dump(mode="json")}))
     try:
-        answers, errors = run_on_nodes(cluster, ["-m", "flows.cli.main", "doctor", "--node", str(asked)])
+        answers, errors = run_on_nodes(cluster, ["-m", "herd.flows.cli.main", "doctor", "--node", str(asked)])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     findings = [CheckResult(*row) for answer in answers for row in json.loads(answer)]

@@ -21,12 +21,12 @@ from prefect.cache_policies import NO_CACHE
 from prefect.context import TaskRunContext
 from prefect.task_runners import TaskRunner
 
-from llama3.data.mapreduce import Runner, run_serial
-from llama3.recipe.units import Bytes
-from storage.filesystem import FETCHED
-from storage.objects import atomic_file, read_file
-from tasks.cluster import Cluster
-from tasks.console import count_items
+from herd.llama3.data.mapreduce import Runner, run_serial
+from herd.llama3.recipe.units import Bytes
+from herd.storage.filesystem import FETCHED
+from herd.storage.objects import atomic_file, read_file
+from herd.tasks.cluster import Cluster
+from herd.tasks.console import count_items
 
 BATCHES_PER_WORKER = 4
 """More would cost Prefect tasks (0.1 s each), fewer would leave workers idle at the end of a step."""

@@ -18,7 +18,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from storage.root import DEFAULT_ROOT, Root
+from herd.storage.root import DEFAULT_ROOT, Root
 
 
 def command(root: Root, *words: str) -> str:

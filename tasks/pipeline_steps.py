@@ -6,8 +6,8 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Literal
 
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.schema import Recipe
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schema import Recipe
 
 Kind = Literal[
     "collect",

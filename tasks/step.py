@@ -21,20 +21,20 @@ from typing import Any, NamedTuple
 
 from rich.markup import escape
 
-from llama3.recipe.schema import Recipe
-from llama3.recipe.units import tokens
-from storage.artifact import Artifact, ArtifactSpec, Store
-from storage.lease import Lease, LeaseHeld, lease
-from storage.objects import remove_tree
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.console import Console, working
-from tasks.launch.local import Agents
-from tasks.runs.progress import IN_PROGRESS
-from tasks.runs.records import RunRecord, Runs, StepRecord
-from tasks.tracking.events import artifact_committed
-from tasks.tracking.steps import LoggedStep, child_tags, project_step
-from tasks.tracking.tracker import Tracker
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.units import tokens
+from herd.storage.artifact import Artifact, ArtifactSpec, Store
+from herd.storage.lease import Lease, LeaseHeld, lease
+from herd.storage.objects import remove_tree
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.console import Console, working
+from herd.tasks.launch.local import Agents
+from herd.tasks.runs.progress import IN_PROGRESS
+from herd.tasks.runs.records import RunRecord, Runs, StepRecord
+from herd.tasks.tracking.events import artifact_committed
+from herd.tasks.tracking.steps import LoggedStep, child_tags, project_step
+from herd.tasks.tracking.tracker import Tracker
 
 Build = Callable[[Path, str], dict[str, Any]]
 """Fills an empty folder and returns the artifact's metadata; also gets the handle of the step's MLflow run."""

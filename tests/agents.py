@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
-from llama3.train.job import Attempt
-from tasks.launch.base import trainer_environment
-from tasks.launch.local import Agent, Agents, LocalLaunch
+from herd.llama3.train.job import Attempt
+from herd.tasks.launch.base import trainer_environment
+from herd.tasks.launch.local import Agent, Agents, LocalLaunch
 from tests.dist import Forked
 
 
@@ -21,7 +21,7 @@ class ForkedAgents(Agents):
         agent = self._agents.get(threads)
         if threads == 1 and (agent is None or agent.process.poll() is not None):
             environment = {**os.environ, **trainer_environment(threads)}
-            process = Forked("llama3.train.launch", "--serve", environment=environment)
+            process = Forked("herd.llama3.train.launch", "--serve", environment=environment)
             self._agents[threads] = Agent(cast("subprocess.Popen[bytes]", process), self.log)
         return super().start(attempt, threads)
 

@@ -95,8 +95,8 @@ def shared() -> Path:
 @pytest.fixture(scope="session")
 def prefect_server() -> Iterator[dict[str, str]]:
     """The Prefect server of the whole run: `api` and `home`. What a test makes on it has names of its own."""
-    from flows.local_server import await_answer, child, prefect_command
-    from storage.processes import free_port
+    from herd.flows.local_server import await_answer, child, prefect_command
+    from herd.storage.processes import free_port
 
     @contextmanager
     def start(home: Path) -> Iterator[dict[str, str]]:

@@ -1,8 +1,8 @@
 """Forks processes from a server that has imported the large libraries once: importing them costs 7 CPU s each time.
 
 `results = run(2, function, argument)` runs a function on several gloo processes. It must be importable (a module's,
-not a test's own) and return plain values. `Forked("flows.cli.main", "status")` does what `python -P -m flows.cli.main
-status` does.
+not a test's own) and return plain values. `Forked("herd.flows.cli.main", "status")` does what `python -P -m
+herd.flows.cli.main status` does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import IO, Any
 
-from storage.processes import die_with_parent, free_port
+from herd.storage.processes import die_with_parent, free_port
 from tests.servers import RUN
 
 PRELOADED = [
@@ -39,14 +39,14 @@ PRELOADED = [
     "pyarrow.dataset",
     "pyarrow.parquet",
     "torch._subclasses.fake_tensor",
-    "llama3.parallel.parallelize",
-    "llama3.parallel.comm_trace",
-    "llama3.parallel.pipeline",
-    "llama3.train.main",
-    "llama3.train.trainer",
-    "llama3.train.checkpoint.dcp",
-    "storage.object_artifact",
-    "storage.s3",
+    "herd.llama3.parallel.parallelize",
+    "herd.llama3.parallel.comm_trace",
+    "herd.llama3.parallel.pipeline",
+    "herd.llama3.train.main",
+    "herd.llama3.train.trainer",
+    "herd.llama3.train.checkpoint.dcp",
+    "herd.storage.object_artifact",
+    "herd.storage.s3",
     # not flows and tasks: some of their modules read or write the environment when they are imported
     "jinja2",
     "matplotlib.figure",
@@ -264,9 +264,9 @@ def _renew_prefect() -> None:
     import prefect.context
     from prefect.logging.configuration import setup_logging
 
-    import flows.local_server
+    import herd.flows.local_server
 
-    quiet = flows.local_server.quiet_prefect
+    quiet = herd.flows.local_server.quiet_prefect
 
     def renew() -> None:
         prefect.context.refresh_global_settings_context()
@@ -277,7 +277,7 @@ def _renew_prefect() -> None:
         renew()
 
     renew()
-    flows.local_server.quiet_prefect = quiet_prefect
+    herd.flows.local_server.quiet_prefect = quiet_prefect
 
 
 def _rank(

@@ -25,22 +25,22 @@ from pyarrow import parquet
 from pydantic import ValidationError
 from safetensors.torch import save
 
-from llama3.data.readers.conversations import read_conversations
-from llama3.data.readers.files import ReadErrors, source_files
-from llama3.data.readers.records import read_files
-from llama3.evaluate.task_yaml import parse_task
-from llama3.model.files import Weights
-from llama3.recipe.base import read_yaml
-from llama3.recipe.data_schema import ConversationSource, Source
-from llama3.recipe.load import load_recipe
-from llama3.tokens.megatron import encode_index, open_pair
-from llama3.tokens.shards import read_index
-from llama3.train.journal import read_journal
-from storage.artifact import ArtifactSpec, Manifest
-from storage.digests import digest_bytes
-from storage.lease import LeaseRecord
-from tasks.cluster import load_cluster
-from tasks.models.serve import ChatRequest, CompletionRequest
+from herd.llama3.data.readers.conversations import read_conversations
+from herd.llama3.data.readers.files import ReadErrors, source_files
+from herd.llama3.data.readers.records import read_files
+from herd.llama3.evaluate.task_yaml import parse_task
+from herd.llama3.model.files import Weights
+from herd.llama3.recipe.base import read_yaml
+from herd.llama3.recipe.data_schema import ConversationSource, Source
+from herd.llama3.recipe.load import load_recipe
+from herd.llama3.tokens.megatron import encode_index, open_pair
+from herd.llama3.tokens.shards import read_index
+from herd.llama3.train.journal import read_journal
+from herd.storage.artifact import ArtifactSpec, Manifest
+from herd.storage.digests import digest_bytes
+from herd.storage.lease import LeaseRecord
+from herd.tasks.cluster import load_cluster
+from herd.tasks.models.serve import ChatRequest, CompletionRequest
 
 CASES = 100
 SECONDS_A_MB, LEAST_S = 1.0, 1.0

@@ -30,14 +30,14 @@ COMMANDS = {
 """Command -> the heavy libraries that it may import, and the most modules: a fifth more than measured."""
 MODULES = {
     "herd": (set(), 120),
-    "tasks.runs.preflight": (DATA, 800),
-    "flows.pipeline": (
+    "herd.tasks.runs.preflight": (DATA, 800),
+    "herd.flows.pipeline": (
         {*DATA, "duckdb", "fsspec", "httpx", "prefect", "safetensors"},
         1900,
     ),
-    "llama3.train.launch": (set(), 380),
-    "tasks.promotion.rollback": (set(), 410),
-    "tasks.promotion.approval": (set(), 440),
+    "herd.llama3.train.launch": (set(), 380),
+    "herd.tasks.promotion.rollback": (set(), 410),
+    "herd.tasks.promotion.approval": (set(), 440),
 }
 """The same for the checks before `herd run`, the engine of a flow run, a trainer's agent, rollback and approval."""
 
@@ -62,7 +62,7 @@ def test_a_command_imports_what_it_needs(command: str, tmp_path: Path, monkeypat
     tiny = Path("tests/e2e/tiny.yaml").read_text()
     recipe.write_text(re.sub(r"uri: installed[^}]*", f"uri: {text}", tiny))
     modules = imported(
-        "from flows.cli.main import main; main()", tmp_path, *command.replace("RECIPE", str(recipe)).split()
+        "from herd.flows.cli.main import main; main()", tmp_path, *command.replace("RECIPE", str(recipe)).split()
     )
     allowed, most = COMMANDS[command]
     assert modules & HEAVY <= allowed
@@ -79,4 +79,4 @@ def test_a_module_imports_what_it_needs(module: str, tmp_path: Path) -> None:
 
 def test_the_interval_of_a_share_needs_no_scipy(tmp_path: Path) -> None:
     """Every rank of an evaluation computes some."""
-    assert "scipy" not in imported("from llama3.evaluate.statistics import proportion; proportion(1, 3)", tmp_path)
+    assert "scipy" not in imported("from herd.llama3.evaluate.statistics import proportion; proportion(1, 3)", tmp_path)

@@ -1,5 +1,5 @@
 """What the forkserver of tests/dist.py does last before it forks: the agent of a node does the same."""
 
-from llama3.train.launch import preload
+from herd.llama3.train.launch import preload
 
 preload()

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from benchmarks.ours.setup import one_shard, write_attributes
-from llama3.data.dedup.minhash import MinHash, choose_pairs, map_bands, round_shuffles
-from llama3.data.kernels.shingles import band_hashes
+from herd.llama3.data.dedup.minhash import MinHash, choose_pairs, map_bands, round_shuffles
+from herd.llama3.data.kernels.shingles import band_hashes
 
 
 def work(source: Path, folder: Path) -> dict[str, Any]:

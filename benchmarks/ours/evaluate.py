@@ -13,14 +13,14 @@ _began = time.perf_counter()
 import torch  # noqa: E402
 
 from benchmarks.evaluate_tasks import read_job  # noqa: E402
-from llama3.evaluate.answer_extraction import is_correct  # noqa: E402
-from llama3.evaluate.generate import generate_batch  # noqa: E402
-from llama3.evaluate.scores import Likelihood, samples  # noqa: E402
-from llama3.evaluate.scoring import score_requests  # noqa: E402
-from llama3.evaluate.task import Task  # noqa: E402
-from llama3.model.files import load_model  # noqa: E402
-from llama3.model.transformer import Transformer  # noqa: E402
-from llama3.tokens.tokenizer import Tokenizer  # noqa: E402
+from herd.llama3.evaluate.answer_extraction import is_correct  # noqa: E402
+from herd.llama3.evaluate.generate import generate_batch  # noqa: E402
+from herd.llama3.evaluate.scores import Likelihood, samples  # noqa: E402
+from herd.llama3.evaluate.scoring import score_requests  # noqa: E402
+from herd.llama3.evaluate.task import Task  # noqa: E402
+from herd.llama3.model.files import load_model  # noqa: E402
+from herd.llama3.model.transformer import Transformer  # noqa: E402
+from herd.llama3.tokens.tokenizer import Tokenizer  # noqa: E402
 
 IMPORT_S = time.perf_counter() - _began
 Answers = dict[str, dict[str, Any]]

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.ours.setup import MEMORY, quality
-from llama3.data.annotate import document_statistics
-from llama3.data.filters import outcome_sql
-from llama3.data.mapreduce import duckdb_session
-from llama3.recipe.data_schema import Curate, Quality
+from herd.llama3.data.annotate import document_statistics
+from herd.llama3.data.filters import outcome_sql
+from herd.llama3.data.mapreduce import duckdb_session
+from herd.llama3.recipe.data_schema import Curate, Quality
 
 _SETS = ("gopher", "repetition", "fineweb")
 

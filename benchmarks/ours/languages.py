@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from llama3.data.text.language import detect_language
+from herd.llama3.data.text.language import detect_language
 
 
 def work(source: Path, folder: Path) -> dict[str, Any]:

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.ours.setup import one_shard, write_attributes, write_kept
-from llama3.data.dedup.exact import Exact
-from llama3.data.dedup.minhash import MinHash
-from llama3.data.kernels.shingles import band_hashes
-from llama3.data.mapreduce import CurationJob, run_serial
+from herd.llama3.data.dedup.exact import Exact
+from herd.llama3.data.dedup.minhash import MinHash
+from herd.llama3.data.kernels.shingles import band_hashes
+from herd.llama3.data.mapreduce import CurationJob, run_serial
 
 
 def prepare(source: Path, folder: Path, jaccard: float = 0.8) -> CurationJob:

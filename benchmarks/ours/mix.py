@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ours.token_shards import stream_recipe
-from llama3.tokens.stream import TokenStream
+from herd.llama3.tokens.stream import TokenStream
 
 SEQ = 8_000
 """Tokens in a sequence; divides the usual budgets in round numbers."""

@@ -11,10 +11,10 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from benchmarks.ours.setup import MEMORY, bench_recipe, quality
-from llama3.data.annotate import annotate
-from llama3.data.collect import collect
-from llama3.data.curate import curate
-from llama3.data.mapreduce import run_serial
+from herd.llama3.data.annotate import annotate
+from herd.llama3.data.collect import collect
+from herd.llama3.data.curate import curate
+from herd.llama3.data.mapreduce import run_serial
 
 WORDS, MEAN_WORD = (50, 100_000), (3, 10)
 """Least and most words of a document, and characters of its mean word."""

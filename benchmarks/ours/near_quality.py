@@ -9,9 +9,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from benchmarks.ours.minhash import prepare
-from llama3.data.dedup.exact import Exact
-from llama3.data.dedup.minhash import CLUSTERS, MinHash, round_shuffles
-from llama3.data.mapreduce import read_table, run_serial
+from herd.llama3.data.dedup.exact import Exact
+from herd.llama3.data.dedup.minhash import CLUSTERS, MinHash, round_shuffles
+from herd.llama3.data.mapreduce import read_table, run_serial
 
 
 def work(source: Path, folder: Path) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from typing import Any
 
 from benchmarks.meter import cpu_seconds
 from benchmarks.ours.setup import MEMORY, bench_recipe, quality
-from llama3.data.annotate import annotate
-from llama3.data.collect import collect
-from llama3.data.curate import curate
-from llama3.data.mapreduce import run_serial
-from llama3.recipe.schema import Recipe
-from llama3.tokens.shards import tokenize
+from herd.llama3.data.annotate import annotate
+from herd.llama3.data.collect import collect
+from herd.llama3.data.curate import curate
+from herd.llama3.data.mapreduce import run_serial
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.shards import tokenize
 
 
 def work(source: Path, folder: Path, tokenizer: str, alphabetic: float) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llama3.data.mapreduce import CurationJob, CurationStage, Shard
-from llama3.recipe.base import DOMAINS, Domain
-from llama3.recipe.schema import Recipe
+from herd.llama3.data.mapreduce import CurationJob, CurationStage, Shard
+from herd.llama3.recipe.base import DOMAINS, Domain
+from herd.llama3.recipe.schema import Recipe
 
 MEMORY = "1GiB"
 _REPEATING = ["domain", "source", "language", "license", "date"]

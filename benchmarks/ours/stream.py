@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ours.token_shards import stream_recipe
-from llama3.tokens.stream import TokenStream
+from herd.llama3.tokens.stream import TokenStream
 
 SEQ = 8192
 WINDOW = 128 * SEQ

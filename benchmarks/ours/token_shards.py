@@ -16,10 +16,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from benchmarks.ours.setup import bench_recipe
-from llama3.recipe.base import DOMAINS
-from llama3.recipe.schema import Recipe
-from llama3.tokens.kernels import Ints
-from llama3.tokens.shards import write_index, write_shard
+from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.kernels import Ints
+from herd.llama3.tokens.shards import write_index, write_shard
 
 MEAN_TOKENS = 1_040
 PER_SHARD = 100_000

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from llama3.tokens.encoder import Encoder, encoder_for
-from llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.tokens.encoder import Encoder, encoder_for
+from herd.llama3.tokens.tokenizer import Tokenizer
 
 _BATCH = 1024
 

@@ -17,7 +17,7 @@ from rich.console import Console as RichConsole
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from storage.root import Root
+from herd.storage.root import Root
 
 RootOption = Annotated[
     str, typer.Option("--root", envvar="HERD_ROOT", help="Folder or s3://bucket/prefix for artifacts and runs.")
@@ -63,7 +63,7 @@ def mistakes() -> Iterator[None]:
 @contextmanager
 def at_work(name: str) -> Iterator[None]:
     """Show on standard error that `name` still works, unless the block takes a moment only."""
-    from tasks.console import TerminalConsole, working
+    from herd.tasks.console import TerminalConsole, working
 
     with working(TerminalConsole(problems), name):
         yield
@@ -85,8 +85,8 @@ def print_json(document: Any) -> None:
 
 def exit_as_judged(root: Root, run: str) -> None:
     """Exit with the status REFUSED if the gate refused the model of `run`."""
-    from tasks.promotion.log import REJECTED as verdict
-    from tasks.runs.records import Runs
+    from herd.tasks.promotion.log import REJECTED as verdict
+    from herd.tasks.runs.records import Runs
 
     if Runs(root).find(run).verdict == verdict:
         raise typer.Exit(REFUSED)
@@ -95,11 +95,11 @@ def exit_as_judged(root: Root, run: str) -> None:
 def _print_error(error: Exception) -> int | None:
     """Print an error that the user can act on and return its exit status; None for any other error."""
     # imported only after an error: they take 70 ms and more
-    from flows.local_server import ACCESS, NoServer
-    from llama3.evaluate.gate import CheckUnfinished
-    from storage.filesystem import StoreError
-    from storage.lease import LeaseHeld, LeaseLost
-    from tasks.errors import EvaluationFailed, InferenceFailed, SchedulerRefused, StudyIncomplete, TrainingFailed
+    from herd.flows.local_server import ACCESS, NoServer
+    from herd.llama3.evaluate.gate import CheckUnfinished
+    from herd.storage.filesystem import StoreError
+    from herd.storage.lease import LeaseHeld, LeaseLost
+    from herd.tasks.errors import EvaluationFailed, InferenceFailed, SchedulerRefused, StudyIncomplete, TrainingFailed
 
     failures: tuple[type[Exception], ...] = (TrainingFailed, EvaluationFailed, InferenceFailed, StudyIncomplete)
     failures += (CheckUnfinished, StoreError, SchedulerRefused)
@@ -131,7 +131,7 @@ def _print_error(error: Exception) -> int | None:
 
 def _print_system_error(error: OSError | MemoryError) -> int | None:
     """Print what the system refused, and what to do; return the exit status, or None if the reader of a pipe left."""
-    from storage.fetch import FULL
+    from herd.storage.fetch import FULL
 
     if isinstance(error, MemoryError):
         problems.print(f"[red]error[/]  memory: none is left ({escape(str(error) or 'out of memory')})")
@@ -169,8 +169,8 @@ def _reader_left() -> bool:
 
 
 def _status(error: Exception) -> int:
-    from storage.artifact import DamagedArtifact
-    from tasks.errors import GateFailed
+    from herd.storage.artifact import DamagedArtifact
+    from herd.tasks.errors import GateFailed
 
     if isinstance(error, GateFailed):
         return REFUSED
@@ -181,7 +181,7 @@ def with_retries(call: Callable[[], T]) -> T:
     """Return what the flow `call` returns; retry while a busy Prefect server does not let it begin."""
     from httpx import HTTPStatusError
 
-    from flows.run_lifecycle import BEGUN
+    from herd.flows.run_lifecycle import BEGUN
 
     for pause_s in PAUSES_S:
         try:

@@ -19,8 +19,9 @@ import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from flows.cli import models, ops
-from flows.cli.errors import (
+from herd import __version__
+from herd.flows.cli import models, ops
+from herd.flows.cli.errors import (
     FAILED,
     DefaultGroup,
     JsonOption,
@@ -33,12 +34,11 @@ from flows.cli.errors import (
     problems,
     with_retries,
 )
-from flows.cli.plan import planner
-from flows.cli.study import study
-from herd import __version__
-from storage.processes import fix_import_path
-from storage.root import DEFAULT_ROOT, Root
-from storage.secrets import move_logins
+from herd.flows.cli.plan import planner
+from herd.flows.cli.study import study
+from herd.storage.processes import fix_import_path
+from herd.storage.root import DEFAULT_ROOT, Root
+from herd.storage.secrets import move_logins
 
 PANELS = {
     "Start here": ("run", "plan", "status", "rerun", "up"),
@@ -157,11 +157,11 @@ def fetch(
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    from llama3.recipe.load import load_recipe
-    from llama3.recipe.units import Bytes
-    from storage.fetch import check_space, free_bytes, missing_bytes
-    from tasks.format import command, format_bytes, format_duration
-    from tasks.plan.recipe import epoch_lines, fetch_files, fetch_lines, prepare_fetch, targets_of
+    from herd.llama3.recipe.load import load_recipe
+    from herd.llama3.recipe.units import Bytes
+    from herd.storage.fetch import check_space, free_bytes, missing_bytes
+    from herd.tasks.format import command, format_bytes, format_duration
+    from herd.tasks.plan.recipe import epoch_lines, fetch_files, fetch_lines, prepare_fetch, targets_of
 
     with mistakes():
         speed, loaded = Bytes.parse(rate), load_recipe(recipe, set_)
@@ -211,10 +211,10 @@ def rehearse(
     json_: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Run the whole chain in small here, with a kill and a resume, and show what would go wrong at full size."""
-    from flows.local_server import quiet_prefect, start_temporary_server
-    from llama3.recipe.load import load_recipe
-    from tasks.cluster import Cluster, load_cluster
-    from tasks.console import TerminalConsole, console_as
+    from herd.flows.local_server import quiet_prefect, start_temporary_server
+    from herd.llama3.recipe.load import load_recipe
+    from herd.tasks.cluster import Cluster, load_cluster
+    from herd.tasks.console import TerminalConsole, console_as
 
     with mistakes():
         loaded, place = load_recipe(recipe, set_), load_cluster(cluster) if cluster else Cluster()
@@ -222,8 +222,8 @@ def rehearse(
         quiet_prefect()
         base = Root.parse(root)
         ready = start_temporary_server(base)
-        from flows.rehearsal import rehearse as run_rehearsal
-        from tasks.plan.rehearsal import print_rehearsal
+        from herd.flows.rehearsal import rehearse as run_rehearsal
+        from herd.tasks.plan.rehearsal import print_rehearsal
 
         ready()
         with console_as(TerminalConsole(problems if json_ else out)):  # with --json standard output is JSON
@@ -242,7 +242,7 @@ def report(run: RunArgument, root: RootOption = DEFAULT_ROOT) -> None:
     """Write the report of a run again from its tracked values."""
     with mistakes():
         with at_work("report"):
-            from tasks.report.run import make_report  # imports matplotlib and MLflow
+            from herd.tasks.report.run import make_report  # imports matplotlib and MLflow
 
             page = make_report(Root.parse(root), run)
         out.print(f"{page}")
@@ -257,7 +257,7 @@ def inspect(
     json_: JsonOption = False,
 ) -> None:
     """Show the documents, sources and licenses of a run's tokens."""
-    from tasks.models.lookup import inspect_run, inspection_tables
+    from herd.tasks.models.lookup import inspect_run, inspection_tables
 
     with mistakes():
         inspection = inspect_run(Root.parse(root), run, tokens, limit)
@@ -297,11 +297,11 @@ def try_data(
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
     """Show what each rule of curation would drop from a sample, with examples."""
-    from llama3.data.curate import curate_sample
-    from llama3.evaluate.suite import with_evaluation_sets
-    from llama3.recipe.load import load_recipe
-    from storage.fetch import use_fetched
-    from tasks.report.data import print_sample
+    from herd.llama3.data.curate import curate_sample
+    from herd.llama3.evaluate.suite import with_evaluation_sets
+    from herd.llama3.recipe.load import load_recipe
+    from herd.storage.fetch import use_fetched
+    from herd.tasks.report.data import print_sample
 
     with mistakes(), tempfile.TemporaryDirectory(prefix="herd-sample-") as folder:
         use_fetched(Root.parse(root))
@@ -338,10 +338,10 @@ def schema(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON Schema, for editors.")] = False,
 ) -> None:
     """Print the reference of all fields of a recipe, a study or a cluster file as markdown."""
-    from llama3.recipe.reference import json_schema, recipe_reference
-    from llama3.recipe.schema import Recipe
-    from llama3.studies.study import Study, study_reference
-    from tasks.cluster import Cluster, cluster_reference
+    from herd.llama3.recipe.reference import json_schema, recipe_reference
+    from herd.llama3.recipe.schema import Recipe
+    from herd.llama3.studies.study import Study, study_reference
+    from herd.tasks.cluster import Cluster, cluster_reference
 
     with mistakes():
         if study and cluster:
@@ -357,13 +357,13 @@ def _run(cluster_file: Path | None, processes: int, threads: int, json_: bool, *
 
     With `json_` standard output is the document of `herd status RUN --json`; all other lines go to standard error.
     """
-    from flows.local_server import quiet_prefect, start_temporary_server
-    from flows.recipe_form import PipelineParameters
-    from llama3.recipe.load import load_recipe
-    from tasks.cluster import Cluster, load_cluster
-    from tasks.console import TerminalConsole, console_as, working
-    from tasks.runs.preflight import check_place
-    from tasks.runs.records import Runs, now
+    from herd.flows.local_server import quiet_prefect, start_temporary_server
+    from herd.flows.recipe_form import PipelineParameters
+    from herd.llama3.recipe.load import load_recipe
+    from herd.tasks.cluster import Cluster, load_cluster
+    from herd.tasks.console import TerminalConsole, console_as, working
+    from herd.tasks.runs.preflight import check_place
+    from herd.tasks.runs.records import Runs, now
 
     with mistakes():
         changes = {name: value for name, value in {"processes": processes, "threads": threads}.items() if value}
@@ -373,7 +373,7 @@ def _run(cluster_file: Path | None, processes: int, threads: int, json_: bool, *
         recipe = runs.recipe(config.rerun_of) if config.rerun_of else load_recipe(Path(config.recipe), config.overrides)
         cluster = None
         if cluster_file and not cluster_file.is_file():
-            from tasks.plan.presets import cluster_of
+            from herd.tasks.plan.presets import cluster_of
 
             cluster = cluster_of(str(cluster_file), recipe, root)
         if cluster is not None:
@@ -390,10 +390,10 @@ def _run(cluster_file: Path | None, processes: int, threads: int, json_: bool, *
             from httpx import HTTPError, HTTPStatusError, TransportError
             from prefect import get_client
 
-            from flows.pipeline import pipeline
-            from tasks.runs.recovery import reconcile_record
-            from tasks.runs.status import run_document, summary_lines
-            from tasks.tracking.mlflow_store import preload
+            from herd.flows.pipeline import pipeline
+            from herd.tasks.runs.recovery import reconcile_record
+            from herd.tasks.runs.status import run_document, summary_lines
+            from herd.tasks.tracking.mlflow_store import preload
 
             preload()  # while the server starts
             ready()

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.markup import escape
 
-from flows.cli.errors import DefaultGroup, RootOption, at_work, mistakes, out, problems
-from storage.filesystem import write_atomic
-from storage.root import DEFAULT_ROOT, Root
+from herd.flows.cli.errors import DefaultGroup, RootOption, at_work, mistakes, out, problems
+from herd.storage.filesystem import write_atomic
+from herd.storage.root import DEFAULT_ROOT, Root
 
 if TYPE_CHECKING:
-    from llama3.evaluate.evaluate import EvaluationResult
-    from llama3.evaluate.scores import Score
+    from herd.llama3.evaluate.evaluate import EvaluationResult
+    from herd.llama3.evaluate.scores import Score
 
 
 evaluation = typer.Typer(
@@ -68,11 +68,11 @@ def generate(
 
     No chat template is applied. The text goes to standard output, the speed to standard error.
     """
-    from storage.processes import peak_rss
-    from tasks.models.lookup import generate_text, load_runner, model_folder
+    from herd.storage.processes import peak_rss
+    from herd.tasks.models.lookup import generate_text, load_runner, model_folder
 
     with mistakes():
-        from llama3.tokens.tokenizer import Tokenizer
+        from herd.llama3.tokens.tokenizer import Tokenizer
 
         given = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
         folder = model_folder(Root.parse(root), model)
@@ -118,7 +118,7 @@ def serve(
     """Serve a model over HTTP as OpenAI's API does, with a page to try it; Ctrl-C stops it."""
     with mistakes():
         problems.print("[dim]loading the model[/]")
-        from tasks.models import serve as server  # imports torch and FastAPI
+        from herd.tasks.models import serve as server  # imports torch and FastAPI
 
         if threads:
             import torch
@@ -145,8 +145,8 @@ def export(
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
     """Write a model and its card in the format of Hugging Face, Meta, GGUF or MLflow (to serve it)."""
-    from storage.processes import peak_rss
-    from tasks.models.export import export_model
+    from herd.storage.processes import peak_rss
+    from herd.tasks.models.export import export_model
 
     with mistakes():
         with at_work("export"):
@@ -182,8 +182,8 @@ def evaluate(
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
     """Evaluate any model on any tasks, without a recipe, a server or a record in MLflow."""
-    from llama3.evaluate.suite import render_suites
-    from tasks.models.lookup import evaluate_folder, model_folder
+    from herd.llama3.evaluate.suite import render_suites
+    from herd.tasks.models.lookup import evaluate_folder, model_folder
 
     with mistakes():
         folder = model_folder(Root.parse(root), model)
@@ -248,15 +248,15 @@ def waiting(
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
     """Score the checkpoints of a running stage that wait (evaluate.every), here and without a deployment."""
-    from flows.local_server import quiet_prefect, start_temporary_server
-    from tasks.cluster import Cluster, load_cluster
+    from herd.flows.local_server import quiet_prefect, start_temporary_server
+    from herd.tasks.cluster import Cluster, load_cluster
 
     with mistakes():
         place = load_cluster(cluster) if cluster else Cluster()
         quiet_prefect()
         ready = start_temporary_server(Root.parse(root))
-        from flows.checkpoint import score_waiting
-        from flows.recipe_form import StageInProgressParameters
+        from herd.flows.checkpoint import score_waiting
+        from herd.flows.recipe_form import StageInProgressParameters
 
         ready()
         result = score_waiting(StageInProgressParameters(run=run, root=root, cluster=place))
@@ -273,9 +273,9 @@ def render(
     """Write the questions of a suite as text, one folder per task; a recipe's evaluate.tasks can name the folders."""
     from rich.table import Table
 
-    from llama3.evaluate.requests import write_requests
-    from llama3.evaluate.suite import render_task, suite_tasks
-    from llama3.evaluate.task_yaml import MissingFile
+    from herd.llama3.evaluate.requests import write_requests
+    from herd.llama3.evaluate.suite import render_task, suite_tasks
+    from herd.llama3.evaluate.task_yaml import MissingFile
 
     with mistakes():
         planned = suite_tasks(suite, data)

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from flows.cli.errors import (
+from herd.flows.cli.errors import (
     FAILED,
     JsonOption,
     RootOption,
@@ -26,7 +26,7 @@ from flows.cli.errors import (
     problems,
     with_retries,
 )
-from storage.root import DEFAULT_ROOT, Root
+from herd.storage.root import DEFAULT_ROOT, Root
 
 WATCH_S = 2.0
 """Between two refreshes of `herd status --watch`."""
@@ -51,7 +51,7 @@ def up(
     notify: NotifyOption = "",
 ) -> None:
     """Start a Prefect server, an MLflow server and a worker on this machine, and register the deployments."""
-    from flows.serve import serve
+    from herd.flows.serve import serve
 
     with mistakes():
         serve(Root.parse(root), prefect_port, mlflow_port, host, notify)
@@ -63,7 +63,7 @@ def setup(
     notify: NotifyOption = "",
 ) -> None:
     """Create work pool, queues, result storage and automations on the server of PREFECT_API_URL; safe to repeat."""
-    from flows import serve
+    from herd.flows import serve
 
     with mistakes():
         for line in serve.setup(Root.parse(root), notify=notify):
@@ -84,14 +84,14 @@ def doctor(
     node: Annotated[Path | None, typer.Option("--node", hidden=True)] = None,
 ) -> None:
     """Check this machine, the root, and with --cluster every node: what is there, what is wrong, what to do."""
-    from tasks.cluster import Cluster, load_cluster
-    from tasks.doctor import diagnose, diagnose_as_node, diagnose_nodes, findings_table
+    from herd.tasks.cluster import Cluster, load_cluster
+    from herd.tasks.doctor import diagnose, diagnose_as_node, diagnose_nodes, findings_table
 
     with mistakes():
         if node is not None:  # started by `herd doctor --cluster` on a node: one line
             print(json.dumps(diagnose_as_node(node)))
             return
-        from llama3.recipe.load import load_recipe
+        from herd.llama3.recipe.load import load_recipe
 
         place = load_cluster(cluster) if cluster else Cluster()
         loaded = load_recipe(recipe) if recipe else None
@@ -119,7 +119,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh in place until Ctrl-C.")] = False,
 ) -> None:
     """Show the state of runs: stage, position, loss, speed, goodput, last checkpoint, restarts, time left."""
-    from tasks.runs.status import run_document, runs_document, status_tables
+    from herd.tasks.runs.status import run_document, runs_document, status_tables
 
     place = Root.parse(root)
     with mistakes():
@@ -140,7 +140,7 @@ def _watch(root: Root, run: str) -> None:
     from rich.console import Group
     from rich.live import Live
 
-    from tasks.runs.status import status_tables
+    from herd.tasks.runs.status import status_tables
 
     with suppress(KeyboardInterrupt), Live(console=out, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
@@ -157,7 +157,7 @@ def logs(
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
     """Print the log of a trainer process: of the newest attempt, of rank 0 unless --rank says otherwise."""
-    from flows.run_control import find_log, follow_log
+    from herd.flows.run_control import find_log, follow_log
 
     with mistakes():
         if not follow:
@@ -177,7 +177,7 @@ def stop(
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
     """Stop a run: its trainer saves a checkpoint and ends; the same command, or a Retry, continues there."""
-    from flows.run_control import stop_run
+    from herd.flows.run_control import stop_run
 
     with mistakes():
         out.print(escape(stop_run(Root.parse(root), run, lambda text: problems.print(escape(text)), wait)))
@@ -190,7 +190,7 @@ def hosts(
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
     """List the hosts on which attempts died or faults were seen, and which of them no attempt gets."""
-    from tasks.launch.hosts import Hosts, hosts_table
+    from herd.tasks.launch.hosts import Hosts, hosts_table
 
     with mistakes():
         ledger = Hosts(Root.parse(root))
@@ -209,7 +209,7 @@ def watch(
     open_: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Serve a page of a run on this machine that follows it: loss, tokens, time left, the last sample."""
-    from tasks.report.live import serve_live
+    from herd.tasks.report.live import serve_live
 
     def ready(url: str) -> None:
         out.print(f"{url}  [dim]ends with Ctrl-C; the run does not need it[/]")
@@ -229,7 +229,11 @@ def compare(
     """Show the differences of runs in recipe and result, and write a page with curves over tokens."""
     with mistakes():
         with at_work("comparison"):
-            from tasks.report.compare import compare_runs, comparison_tables, comparison_url  # matplotlib and MLflow
+            from herd.tasks.report.compare import (  # matplotlib and MLflow
+                compare_runs,
+                comparison_tables,
+                comparison_url,
+            )
 
             result = compare_runs(Root.parse(root), runs)
             url = comparison_url(Root.parse(root), result)
@@ -249,7 +253,7 @@ def compare(
 @mlflow.command()
 def sync(run: str, root: RootOption = DEFAULT_ROOT) -> None:
     """Send everything of a run to MLflow again, from artifacts and journals; safe to repeat."""
-    from tasks.tracking.backfill import backfill_run
+    from herd.tasks.tracking.backfill import backfill_run
 
     with mistakes():
         done = backfill_run(Root.parse(root), run)
@@ -268,8 +272,8 @@ def gc(
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
     """List or delete artifacts that no kept run, alias or live process needs, and old rows of databases."""
-    from flows.maintenance import clean_up
-    from tasks.console import TerminalConsole
+    from herd.flows.maintenance import clean_up
+    from herd.tasks.console import TerminalConsole
 
     with mistakes():
         out.print(clean_up(Root.parse(root), keep_runs, older_than, not delete, TerminalConsole(), databases))
@@ -286,7 +290,7 @@ def verify(
 
     Exit status 1: something is damaged. The next run makes quarantined artifacts again.
     """
-    from tasks.runs.integrity import verify as read_all
+    from herd.tasks.runs.integrity import verify as read_all
 
     with mistakes():
         done = read_all(Root.parse(root), run, quarantine, str if json_ else lambda text: out.print(escape(text)), sign)
@@ -318,13 +322,13 @@ def promote(
     """Let the gate judge a model now and make it the champion if it passes."""
     import getpass
 
-    from flows.local_server import quiet_prefect, start_temporary_server
+    from herd.flows.local_server import quiet_prefect, start_temporary_server
 
     with mistakes():
         quiet_prefect()
         ready = start_temporary_server(Root.parse(root))
-        from flows.checkpoint import promote as judge
-        from flows.recipe_form import PromotionParameters
+        from herd.flows.checkpoint import promote as judge
+        from herd.flows.recipe_form import PromotionParameters
 
         config = PromotionParameters(
             checkpoint=model, root=root, by=by or getpass.getuser(), comment=comment, override=override
@@ -355,8 +359,8 @@ def rollback(
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
     """Go back to the previous champion, or to any former champion, without a gate."""
-    from tasks.promotion.log import CHAMPION, decided
-    from tasks.promotion.rollback import RollbackRequest, roll_back
+    from herd.tasks.promotion.log import CHAMPION, decided
+    from herd.tasks.promotion.rollback import RollbackRequest, roll_back
 
     with mistakes():
         name, _, alias = family.partition("@")
@@ -370,7 +374,7 @@ def promotion_log(
     json_: JsonOption = False,
 ) -> None:
     """Show the promotion log of a family, the newest last, and the holder of each alias."""
-    from tasks.promotion.log import promotion_document, promotion_table
+    from herd.tasks.promotion.log import promotion_document, promotion_table
 
     with mistakes():
         if json_:
@@ -380,8 +384,8 @@ def promotion_log(
 
 
 def _decide(root: str, run: str, approved: bool, by: str, comment: str) -> None:
-    from tasks.promotion.approval import decide
-    from tasks.promotion.log import decided
+    from herd.tasks.promotion.approval import decide
+    from herd.tasks.promotion.log import decided
 
     with mistakes():
         out.print(escape(decided(*decide(Root.parse(root), run, approved, by, comment))))

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from flows.cli.errors import DefaultGroup, JsonOption, RootOption, mistakes, out, print_json, problems
-from storage.root import DEFAULT_ROOT, Root
+from herd.flows.cli.errors import DefaultGroup, JsonOption, RootOption, mistakes, out, print_json, problems
+from herd.storage.root import DEFAULT_ROOT, Root
 
 if TYPE_CHECKING:
-    from tasks.plan.recipe import RunPlan
+    from herd.tasks.plan.recipe import RunPlan
 
 planner = typer.Typer(
     cls=DefaultGroup,
@@ -59,8 +59,8 @@ def plan_recipe(
     json_: JsonOption = False,
 ) -> None:
     """Show stages, totals, FLOPs and warnings; with a cluster layouts, steps, days, money, cadence and risks too."""
-    from llama3.recipe.load import base_changes, load_recipe
-    from tasks.plan.recipe import memory_lines, plan_document, survey_and_plan
+    from herd.llama3.recipe.load import base_changes, load_recipe
+    from herd.tasks.plan.recipe import memory_lines, plan_document, survey_and_plan
 
     with mistakes():
         loaded = load_recipe(recipe, set_)
@@ -69,8 +69,8 @@ def plan_recipe(
         plan = survey_and_plan(loaded, Root.parse(root))
         fabric, here = None, None
         if cluster:
-            from tasks.plan.options import open_cluster
-            from tasks.plan.presets import fabric_of
+            from herd.tasks.plan.options import open_cluster
+            from herd.tasks.plan.presets import fabric_of
 
             cluster = fabric_of(cluster)
             fabric, here = open_cluster(cluster, sparse)
@@ -91,8 +91,8 @@ def plan_recipe(
                     out.print(line)
                 out.print("[dim]cluster.fabric is not given: step times are unknown (herd plan presets: clusters)[/]")
             return
-        from tasks.format import command
-        from tasks.plan.cluster import plan_on_cluster, print_cluster_plan
+        from herd.tasks.format import command
+        from herd.tasks.plan.cluster import plan_on_cluster, print_cluster_plan
 
         prices = {"gpu_hour": price, "pue": pue, **({"gpu_watts": watts} if watts else {})}
         planned = plan_on_cluster(plan, cluster, gpus or [], prices, sparse, Root.parse(root), megawatts, hosts)
@@ -104,7 +104,7 @@ def plan_recipe(
             _print_warnings(planned.plan)
         console = problems if json_ else out  # with --json standard output is JSON
         if html:
-            from tasks.plan.page import write_page  # imports matplotlib
+            from herd.tasks.plan.page import write_page  # imports matplotlib
 
             write_page(planned, html)
             console.print(f"[dim]{html}[/]")
@@ -116,7 +116,7 @@ def plan_recipe(
 
 
 def _print_plan(plan: RunPlan, warnings: bool = True) -> None:
-    from tasks.plan.recipe import stage_table, summary_lines
+    from herd.tasks.plan.recipe import stage_table, summary_lines
 
     out.print(stage_table(plan))
     for line in summary_lines(plan):
@@ -135,8 +135,8 @@ def validate(
     only: Annotated[str, typer.Argument(help="One anchor, such as A7; empty: all.")] = "", json_: JsonOption = False
 ) -> None:
     """Compare the planner with published figures (A1 to A26); exit status 1 if one is outside its target."""
-    from llama3.planner.validation.run import verify as verified
-    from tasks.plan.tables import verdict_line, verify_table
+    from herd.llama3.planner.validation.run import verify as verified
+    from herd.tasks.plan.tables import verdict_line, verify_table
 
     with mistakes():
         anchors = verified(only)
@@ -152,8 +152,8 @@ def validate(
 @planner.command()
 def presets(name: Annotated[str, typer.Argument(help="A preset; empty: list them.")] = "") -> None:
     """Print the YAML of a preset (GPU, server or cluster), to copy and edit."""
-    from llama3.planner.hardware import preset_text
-    from tasks.plan.tables import presets_table
+    from herd.llama3.planner.hardware import preset_text
+    from herd.tasks.plan.tables import presets_table
 
     with mistakes():
         if name:
@@ -174,8 +174,8 @@ def compare_clusters(
     json_: JsonOption = False,
 ) -> None:
     """Compare clusters for a recipe; each becomes an MLflow run with the metrics of a training run."""
-    from llama3.recipe.load import load_recipe
-    from tasks.plan.cluster import compare_fabrics, fabrics_table
+    from herd.llama3.recipe.load import load_recipe
+    from herd.tasks.plan.cluster import compare_fabrics, fabrics_table
 
     with mistakes():
         clusters = cluster or ["roce-24k", "ib-24k"]
@@ -191,8 +191,8 @@ def network(
     name: Annotated[str, typer.Argument(help="A cluster: preset or YAML file.")], json_: JsonOption = False
 ) -> None:
     """Show a cluster's network: collectives by size and ranks, routing, failed links, fragmented jobs."""
-    from llama3.planner.topology import load_fabric
-    from tasks.plan.tables import network_facts, network_tables
+    from herd.llama3.planner.topology import load_fabric
+    from herd.tasks.plan.tables import network_facts, network_tables
 
     with mistakes():
         fabric = load_fabric(name)
@@ -215,8 +215,8 @@ def hall(
     json_: JsonOption = False,
 ) -> None:
     """Show how many GPUs of a cluster a site's power feeds, in racks, with their reader hosts."""
-    from llama3.planner.topology import load_fabric
-    from tasks.plan.tables import hall_facts, hall_lines
+    from herd.llama3.planner.topology import load_fabric
+    from herd.tasks.plan.tables import hall_facts, hall_lines
 
     with mistakes():
         fabric = load_fabric(name)
@@ -234,8 +234,8 @@ def calibrate(
     seconds: Annotated[float, typer.Option(help="Approximate duration in seconds.")] = 60.0,
 ) -> None:
     """Measure matmul, attention and elementwise kernels here; later runs use it for predictions (`plan/*`)."""
-    from tasks.console import TerminalConsole
-    from tasks.plan.calibrate import calibration_lines, calibration_table, measure_and_store
+    from herd.tasks.console import TerminalConsole
+    from herd.tasks.plan.calibrate import calibration_lines, calibration_table, measure_and_store
 
     with mistakes():
         calibration, artifact = measure_and_store(Root.parse(root), TerminalConsole(), device, seconds)
@@ -260,8 +260,8 @@ def fault_test(
     json_: JsonOption = False,
 ) -> None:
     """Kill and hang ranks of a real run by a seeded trace; compare effective time with the planner's prediction."""
-    from tasks.cluster import Cluster
-    from tasks.plan.fault_test import FaultTestSettings, fault_test_lines, run_fault_test
+    from herd.tasks.cluster import Cluster
+    from herd.tasks.plan.fault_test import FaultTestSettings, fault_test_lines, run_fault_test
 
     with mistakes():
         result = run_fault_test(

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from flows.cli.errors import RootOption, mistakes, out, with_retries
-from storage.root import DEFAULT_ROOT, Root
+from herd.flows.cli.errors import RootOption, mistakes, out, with_retries
+from herd.storage.root import DEFAULT_ROOT, Root
 
 if TYPE_CHECKING:
-    from flows.study import StudyParameters
+    from herd.flows.study import StudyParameters
 
 study = typer.Typer(
     help="Experiments that compare recipes: several runs, one question, one verdict.", no_args_is_help=True
@@ -34,8 +34,8 @@ def _parameters(
     threads: int,
     at_once: int,
 ) -> StudyParameters:
-    from flows.study import StudyParameters
-    from tasks.cluster import Cluster, load_cluster
+    from herd.flows.study import StudyParameters
+    from herd.tasks.cluster import Cluster, load_cluster
 
     changes = {"threads": threads} if threads else {}
     machines = load_cluster(cluster, **changes) if cluster else Cluster(**changes)
@@ -54,8 +54,8 @@ def plan(
     price: Annotated[float | None, typer.Option(min=0, help="Price of a device-hour, in any currency.")] = None,
 ) -> None:
     """Print the runs of a study, their cost, and the artifacts that exist already; runs nothing."""
-    from llama3.studies.checks import check_study
-    from tasks.study.plan import check_hours, plan_lines, plan_study, plan_table
+    from herd.llama3.studies.checks import check_study
+    from herd.tasks.study.plan import check_hours, plan_lines, plan_study, plan_table
 
     with mistakes():
         config = _parameters(file, set_, only, root, cluster, 0, 1)
@@ -82,9 +82,9 @@ def run(
     at_once: Annotated[int, typer.Option(min=1, help="Runs side by side.")] = 1,
 ) -> None:
     """Run the missing runs of a study, then its verdict. Stopped or killed, the same command continues it."""
-    from flows.local_server import quiet_prefect, start_temporary_server
-    from llama3.studies.checks import check_study
-    from tasks.study.plan import check_hours, plan_study
+    from herd.flows.local_server import quiet_prefect, start_temporary_server
+    from herd.llama3.studies.checks import check_study
+    from herd.tasks.study.plan import check_hours, plan_study
 
     with mistakes():
         config = _parameters(file, set_, only, root, cluster, threads, at_once)
@@ -94,10 +94,10 @@ def run(
         out.print("[dim]starting Prefect[/]")
         quiet_prefect()
         ready = start_temporary_server(config.root_at)
-        from flows.study import study as study_flow
-        from tasks.format import command
-        from tasks.study.records import PAGE, Studies
-        from tasks.tracking.mlflow_store import preload
+        from herd.flows.study import study as study_flow
+        from herd.tasks.format import command
+        from herd.tasks.study.records import PAGE, Studies
+        from herd.tasks.tracking.mlflow_store import preload
 
         preload()  # while the server starts
         ready()
@@ -112,8 +112,8 @@ def run(
 @study.command()
 def report(name: NameArgument, root: RootOption = DEFAULT_ROOT) -> None:
     """Print the verdict of a study and write its page again, from its tracked values."""
-    from tasks.study.records import PAGE, Studies
-    from tasks.study.report import rewrite, verdict_table
+    from herd.tasks.study.records import PAGE, Studies
+    from herd.tasks.study.report import rewrite, verdict_table
 
     with mistakes():
         studies = Studies(Root.parse(root))
@@ -135,7 +135,7 @@ def apply(
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
     """Write the recipe that a study proposes, with a comment that contains the study's name and digest."""
-    from tasks.study.report import applied
+    from herd.tasks.study.report import applied
 
     with mistakes():
         text = applied(Root.parse(root), name, recipe)
@@ -149,7 +149,7 @@ def apply(
 @study.command(name="list")
 def list_(root: RootOption = DEFAULT_ROOT) -> None:
     """List the studies under a root with their verdicts."""
-    from tasks.study.records import Studies
+    from herd.tasks.study.records import Studies
 
     with mistakes():
         for record in Studies(Root.parse(root)).standing():

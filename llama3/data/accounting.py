@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from llama3.data.mapreduce import (
+from herd.llama3.data.mapreduce import (
     CurationJob,
     Runner,
     aggregate,
@@ -24,7 +24,7 @@ from llama3.data.mapreduce import (
     schema_of,
     write_table,
 )
-from llama3.data.write_shards import STEP as WRITTEN
+from herd.llama3.data.write_shards import STEP as WRITTEN
 
 STEP = "ledger"
 KEPT = ("kept", "held_out")

@@ -18,14 +18,20 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from llama3.data.classifiers import prepare_scores, score_texts, topic_texts
-from llama3.data.collect import collected_shards
-from llama3.data.dedup.lines import line_hashes
-from llama3.data.kernels.arrow import text_buffers
-from llama3.data.kernels.histogram import Floats, add_counts, allocate_word_arrays, longest_text, measure_divergence
-from llama3.data.kernels.shingles import band_hashes
-from llama3.data.kernels.statistics import Statistic, measure
-from llama3.data.mapreduce import (
+from herd.llama3.data.classifiers import prepare_scores, score_texts, topic_texts
+from herd.llama3.data.collect import collected_shards
+from herd.llama3.data.dedup.lines import line_hashes
+from herd.llama3.data.kernels.arrow import text_buffers
+from herd.llama3.data.kernels.histogram import (
+    Floats,
+    add_counts,
+    allocate_word_arrays,
+    longest_text,
+    measure_divergence,
+)
+from herd.llama3.data.kernels.shingles import band_hashes
+from herd.llama3.data.kernels.statistics import Statistic, measure
+from herd.llama3.data.mapreduce import (
     BATCH,
     CurationJob,
     Runner,
@@ -36,12 +42,12 @@ from llama3.data.mapreduce import (
     schema_of,
     write_table,
 )
-from llama3.data.wordlists import count_words_in, read_words
-from llama3.recipe.base import Domain
-from llama3.recipe.data_schema import Curate
-from llama3.recipe.schema import Recipe
-from storage.filesystem import is_local, local_path
-from storage.objects import atomic_file, local_folder, open_file, put_folder
+from herd.llama3.data.wordlists import count_words_in, read_words
+from herd.llama3.recipe.base import Domain
+from herd.llama3.recipe.data_schema import Curate
+from herd.llama3.recipe.schema import Recipe
+from herd.storage.filesystem import is_local, local_path
+from herd.storage.objects import atomic_file, local_folder, open_file, put_folder
 
 # KL divergence of a document's words from those of its domain and language (arXiv 2407.21783, 3.1.1).
 # KL = sum of p ln(p / q) over words, in nats per word, minus its expectation for as many words drawn at random from

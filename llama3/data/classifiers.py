@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from llama3.data.kernels.arrow import text_buffers
-from llama3.data.kernels.histogram import (
+from herd.llama3.data.kernels.arrow import text_buffers
+from herd.llama3.data.kernels.histogram import (
     PIECE,
     Floats,
     Weights,
@@ -34,14 +34,14 @@ from llama3.data.kernels.histogram import (
     longest_text,
     train_epoch,
 )
-from llama3.data.readers.files import Fault
-from llama3.data.readers.sources import open_source
-from llama3.data.text.extract import plain_text
-from llama3.data.text.normalize import normalize
-from llama3.recipe.base import Domain
-from llama3.recipe.data_schema import Curate, Source
-from storage.filesystem import glob, write_atomic
-from storage.objects import open_file
+from herd.llama3.data.readers.files import Fault
+from herd.llama3.data.readers.sources import open_source
+from herd.llama3.data.text.extract import plain_text
+from herd.llama3.data.text.normalize import normalize
+from herd.llama3.recipe.base import Domain
+from herd.llama3.recipe.data_schema import Curate, Source
+from herd.storage.filesystem import glob, write_atomic
+from herd.storage.objects import open_file
 
 # Not the fasttext package: it loads a truncated model without an error, crashes or hangs on a damaged count, holds the
 # GIL and takes an unspaced Chinese sentence for one word; 20 to 40 MB/s on one core, ours 150 to 300. Eleven kinds of
@@ -220,7 +220,7 @@ def check_seeds(curate: Curate) -> list[str]:
     for index, score in enumerate(curate.scores):
         try:
             if score.model:
-                from llama3.data.hf_classifier import check_transformer  # imports torch
+                from herd.llama3.data.hf_classifier import check_transformer  # imports torch
 
                 check_transformer(Path(score.model))
         except ValueError as error:
@@ -252,7 +252,7 @@ def prepare_scores(curate: Curate, text_files: Mapping[Domain, Sequence[str]], f
     for index, score in enumerate(curate.scores):
         where, target = f"curate.scores.{index}.", folder / "scores" / score.name
         if score.model:
-            from llama3.data.hf_classifier import transformer_facts  # imports torch
+            from herd.llama3.data.hf_classifier import transformer_facts  # imports torch
 
             facts[score.name] = transformer_facts(Path(score.model))
         elif (target / MODEL).exists():
@@ -288,7 +288,7 @@ def score_texts(curate: Curate, folder: Path, domain: Domain, texts: Any) -> dic
         if score.domains and domain not in score.domains:
             values = np.full(len(texts), np.nan)
         elif score.model:
-            from llama3.data.hf_classifier import load_scorer  # imports torch
+            from herd.llama3.data.hf_classifier import load_scorer  # imports torch
 
             values = load_scorer(Path(score.model)).scores(texts)
         else:

@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from llama3.data.kernels.arrow import text_buffers
-from llama3.data.mapreduce import (
+from herd.llama3.data.kernels.arrow import text_buffers
+from herd.llama3.data.mapreduce import (
     ROW_BITS,
     Runner,
     hash_and_id,
@@ -32,8 +32,8 @@ from llama3.data.mapreduce import (
     run_step,
     write_table,
 )
-from llama3.data.readers.document import UNREAD, DocumentBatch
-from llama3.data.readers.files import (
+from herd.llama3.data.readers.document import UNREAD, DocumentBatch
+from herd.llama3.data.readers.files import (
     EMPTY,
     NO_LOSS,
     PASSED_OVER,
@@ -45,17 +45,17 @@ from llama3.data.readers.files import (
     SourceListing,
     list_source,
 )
-from llama3.data.readers.files import SCHEMA as SKIPPED
-from llama3.data.readers.sources import INSTALLED, read_source, source_names
-from llama3.data.text.extract import plain_text
-from llama3.data.text.language import UNDETERMINED, detect_language, primary_subtag
-from llama3.data.text.normalize import normalize_texts, replace_texts
-from llama3.data.write_shards import ITEM_BITS, ShardWriter
-from llama3.data.write_shards import SHARD_BYTES as MOST_TEXT
-from llama3.recipe.base import Domain
-from llama3.recipe.data_schema import Curate
-from llama3.recipe.schema import Recipe
-from storage.objects import atomic_file, file_names, read_file, remove_tree
+from herd.llama3.data.readers.files import SCHEMA as SKIPPED
+from herd.llama3.data.readers.sources import INSTALLED, read_source, source_names
+from herd.llama3.data.text.extract import plain_text
+from herd.llama3.data.text.language import UNDETERMINED, detect_language, primary_subtag
+from herd.llama3.data.text.normalize import normalize_texts, replace_texts
+from herd.llama3.data.write_shards import ITEM_BITS, ShardWriter
+from herd.llama3.data.write_shards import SHARD_BYTES as MOST_TEXT
+from herd.llama3.recipe.base import Domain
+from herd.llama3.recipe.data_schema import Curate
+from herd.llama3.recipe.schema import Recipe
+from herd.storage.objects import atomic_file, file_names, read_file, remove_tree
 
 STEP, TEXT, LISTING = "items", "text", "listing.json"
 ITEM_BYTES = 64_000_000

@@ -16,24 +16,31 @@ from typing import Any
 import orjson
 import pyarrow as pa
 
-from llama3.data.accounting import EXPLAINED, FINDINGS, check_not_empty, summarize_ledger, write_findings, write_ledger
-from llama3.data.annotate import annotate, list_shards
-from llama3.data.collect import collect, skipped_table
-from llama3.data.decontam.decontaminate import Decontaminate
-from llama3.data.dedup.exact import Exact, NewestVersion
-from llama3.data.dedup.lines import LineDedup
-from llama3.data.dedup.minhash import MinHash
-from llama3.data.filters import Filters
-from llama3.data.mapreduce import FAN, CurationJob, CurationStage, Runner, read_table, run_serial, write_table
-from llama3.data.readers.files import File, ReadErrors, source_files
-from llama3.data.readers.records import UNREAD
-from llama3.data.readers.sources import INSTALLED, read_source
-from llama3.data.topics import TopicCaps
-from llama3.data.write_shards import write_documents
-from llama3.recipe.base import Domain
-from llama3.recipe.data_schema import Source
-from llama3.recipe.schema import Recipe
-from storage.filesystem import is_local
+from herd.llama3.data.accounting import (
+    EXPLAINED,
+    FINDINGS,
+    check_not_empty,
+    summarize_ledger,
+    write_findings,
+    write_ledger,
+)
+from herd.llama3.data.annotate import annotate, list_shards
+from herd.llama3.data.collect import collect, skipped_table
+from herd.llama3.data.decontam.decontaminate import Decontaminate
+from herd.llama3.data.dedup.exact import Exact, NewestVersion
+from herd.llama3.data.dedup.lines import LineDedup
+from herd.llama3.data.dedup.minhash import MinHash
+from herd.llama3.data.filters import Filters
+from herd.llama3.data.mapreduce import FAN, CurationJob, CurationStage, Runner, read_table, run_serial, write_table
+from herd.llama3.data.readers.files import File, ReadErrors, source_files
+from herd.llama3.data.readers.records import UNREAD
+from herd.llama3.data.readers.sources import INSTALLED, read_source
+from herd.llama3.data.topics import TopicCaps
+from herd.llama3.data.write_shards import write_documents
+from herd.llama3.recipe.base import Domain
+from herd.llama3.recipe.data_schema import Source
+from herd.llama3.recipe.schema import Recipe
+from herd.storage.filesystem import is_local
 
 VERSION = 3
 """Version of curated artifacts; a higher number makes them again although the recipe is the same."""

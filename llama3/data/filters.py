@@ -13,11 +13,11 @@ import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from llama3.data.mapreduce import DocumentRule, sql_literal
-from llama3.data.text.language import primary_subtag
-from llama3.recipe.base import DOMAINS
-from llama3.recipe.data_schema import Curate, Quality
-from storage.filesystem import filesystem_of, glob, is_local, local_path, source_state
+from herd.llama3.data.mapreduce import DocumentRule, sql_literal
+from herd.llama3.data.text.language import primary_subtag
+from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.recipe.data_schema import Curate, Quality
+from herd.storage.filesystem import filesystem_of, glob, is_local, local_path, source_state
 
 BLOCKED = "blocked"
 """BOOLEAN column that `outcome_sql` reads if the recipe has block lists: whether the host is on one."""

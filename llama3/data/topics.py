@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from llama3.data.mapreduce import (
+from herd.llama3.data.mapreduce import (
     CurationJob,
     CurationStage,
     Runner,
@@ -26,8 +26,8 @@ from llama3.data.mapreduce import (
     sql_literal,
     write_drops,
 )
-from llama3.recipe.base import DOMAINS
-from llama3.recipe.data_schema import Curate
+from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.recipe.data_schema import Curate
 
 STEP = "topic"
 _KEEP = 'rank DESC, draw, id, url, "date", source_index, license, language, "row"'

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llama3.data.kernels.arrow import Hashes, text_buffers
-from llama3.data.kernels.histogram import allocate_word_arrays, chain_hash, count_phrases, longest_text
-from llama3.data.kernels.words import find_words
-from storage.filesystem import filesystem_of, glob, is_local, local_path, version_of
+from herd.llama3.data.kernels.arrow import Hashes, text_buffers
+from herd.llama3.data.kernels.histogram import allocate_word_arrays, chain_hash, count_phrases, longest_text
+from herd.llama3.data.kernels.words import find_words
+from herd.storage.filesystem import filesystem_of, glob, is_local, local_path, version_of
 
 FIELD = "curate.dirty_words"
 MOST_WORDS = 16

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from llama3.data.mapreduce import (
+from herd.llama3.data.mapreduce import (
     BATCH,
     ROW_BITS,
     CurationJob,
@@ -28,12 +28,12 @@ from llama3.data.mapreduce import (
     schema_of,
     write_table,
 )
-from llama3.data.text.pii import redact
-from llama3.recipe.base import Domain
-from storage.objects import atomic_file
+from herd.llama3.data.text.pii import redact
+from herd.llama3.recipe.base import Domain
+from herd.storage.objects import atomic_file
 
 if TYPE_CHECKING:
-    from llama3.data.kernels.ngrams import Table
+    from herd.llama3.data.kernels.ngrams import Table
 
 STEP, PLAN = "written", "output/plan"
 SHARD_BYTES = 64_000_000
@@ -159,7 +159,7 @@ def _documents(job: CurationJob, files: int) -> Shuffle:
 
 def map_documents(job: CurationJob, index: int) -> None:
     """Finish the documents of a shard that no stage dropped, send them to their files, and write WRITTEN for them."""
-    from llama3.data.dedup.lines import bad_lines  # imports numba
+    from herd.llama3.data.dedup.lines import bad_lines  # imports numba
 
     domain, files = job.shards[index].domain, plan_files(job)
     survivors = job.survivors(index, "end", ("row", "topic", "rank"))
@@ -205,7 +205,7 @@ def _finished(job: CurationJob, domain: Domain, bad: Table, documents: pa.Table)
     curate, rules = job.recipe.curate, job.recipe.curate.lines
     texts, lines = documents["text"], np.zeros(len(documents), np.int64)
     if domain in rules.domains and (rules.max_copies is not None or rules.max_repeated_ngrams is not None):
-        from llama3.data.dedup.lines import strip_lines  # imports numba
+        from herd.llama3.data.dedup.lines import strip_lines  # imports numba
 
         stripped = strip_lines(job, bad, *(documents[name] for name in ("text", "domain", "language", "id")))
         texts, lines = stripped.texts, stripped.lines

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import regex
 
-from llama3.evaluate.task import GenerationSettings, check_sampling
+from herd.llama3.evaluate.task import GenerationSettings, check_sampling
 
 SECONDS = 5.0
 """Processor time of one expression on one text; `re` has no such limit, and some expressions take years."""

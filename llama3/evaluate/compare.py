@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from llama3.evaluate.scores import BITS, MACRO, SAMPLES_FILE, Scores, read_scores, read_task_record
-from llama3.evaluate.significance import DOCUMENTS, PAIRED, QUESTIONS, Difference, holm, mcnemar, normal_p
-from llama3.evaluate.statistics import (
+from herd.llama3.evaluate.scores import BITS, MACRO, SAMPLES_FILE, Scores, read_scores, read_task_record
+from herd.llama3.evaluate.significance import DOCUMENTS, PAIRED, QUESTIONS, Difference, holm, mcnemar, normal_p
+from herd.llama3.evaluate.statistics import (
     RESAMPLES,
     Estimate,
     Resampled,
@@ -31,8 +31,8 @@ from llama3.evaluate.statistics import (
     resample,
     weighted_mean,
 )
-from llama3.evaluate.suite import BPB, CORE
-from llama3.recipe.schema import Recipe
+from herd.llama3.evaluate.suite import BPB, CORE
+from herd.llama3.recipe.schema import Recipe
 
 Array = NDArray[np.float64]
 Item = tuple[str, float]

@@ -23,17 +23,17 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from llama3.evaluate.generate import Dice, ModelRunner, Sampler
-from llama3.model.attention import AttentionMask
-from llama3.model.files import load_model, open_model
-from llama3.model.param_table import param_row
-from llama3.model.transformer import Head, Transformer
-from llama3.parallel.comms import InferenceComms
-from llama3.parallel.layout import Layout
-from llama3.parallel.mesh import Axis, ParallelContext, init_distributed
-from llama3.parallel.pipeline_schedule import split_layers
-from llama3.recipe.sections import Model
-from storage.filesystem import write_atomic
+from herd.llama3.evaluate.generate import Dice, ModelRunner, Sampler
+from herd.llama3.model.attention import AttentionMask
+from herd.llama3.model.files import load_model, open_model
+from herd.llama3.model.param_table import param_row
+from herd.llama3.model.transformer import Head, Transformer
+from herd.llama3.parallel.comms import InferenceComms
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.mesh import Axis, ParallelContext, init_distributed
+from herd.llama3.parallel.pipeline_schedule import split_layers
+from herd.llama3.recipe.sections import Model
+from herd.storage.filesystem import write_atomic
 
 IN_FLIGHT = 2
 """Outputs of a pipeline stage that the next one may not have received yet; each is [B, S, D]."""

@@ -15,9 +15,9 @@ from itertools import takewhile
 
 import torch
 
-from llama3.evaluate.generate import GeneratedText, Runner, Sampler, as_runner, check_fit
-from llama3.model.transformer import Transformer
-from llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.evaluate.generate import GeneratedText, Runner, Sampler, as_runner, check_fit
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.tokens.tokenizer import Tokenizer
 
 PREFILL_TOKENS = 512
 """Most tokens of prompts that are read between two tokens of the batch."""

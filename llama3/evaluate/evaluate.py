@@ -23,13 +23,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from llama3.evaluate.answer_extraction import RegexTimeout, extract_answer, is_correct
-from llama3.evaluate.distributed import EvalRanks
-from llama3.evaluate.generate import generate, generate_batch
-from llama3.evaluate.held_out import ValidationDocument, document_bytes, longest_sequence, read_validation_documents
-from llama3.evaluate.needle import KINDS, context_lengths, find_needles
-from llama3.evaluate.sandbox import SandboxResult, run_programs
-from llama3.evaluate.scores import (
+from herd.llama3.evaluate.answer_extraction import RegexTimeout, extract_answer, is_correct
+from herd.llama3.evaluate.distributed import EvalRanks
+from herd.llama3.evaluate.generate import generate, generate_batch
+from herd.llama3.evaluate.held_out import (
+    ValidationDocument,
+    document_bytes,
+    longest_sequence,
+    read_validation_documents,
+)
+from herd.llama3.evaluate.needle import KINDS, context_lengths, find_needles
+from herd.llama3.evaluate.sandbox import SandboxResult, run_programs
+from herd.llama3.evaluate.scores import (
     BITS,
     GENERATIONS_FILE,
     SAMPLES_FILE,
@@ -44,15 +49,15 @@ from llama3.evaluate.scores import (
     score_table,
     write_scores,
 )
-from llama3.evaluate.scoring import LanguageModel, Scorable, score_requests, score_sequences
-from llama3.evaluate.statistics import ratio
-from llama3.evaluate.suite import ARITHMETIC, RESPONSES, LoadedSuite, render_recipe_suite
-from llama3.evaluate.task import WRITTEN, Prompt, Task, requests_digest
-from llama3.model.linear import use_reproducible_matmul
-from llama3.model.transformer import Transformer
-from llama3.recipe.schema import Recipe
-from llama3.tokens.chat import encode_chat
-from llama3.tokens.tokenizer import MODEL_FILE, Tokenizer
+from herd.llama3.evaluate.scoring import LanguageModel, Scorable, score_requests, score_sequences
+from herd.llama3.evaluate.statistics import ratio
+from herd.llama3.evaluate.suite import ARITHMETIC, RESPONSES, LoadedSuite, render_recipe_suite
+from herd.llama3.evaluate.task import WRITTEN, Prompt, Task, requests_digest
+from herd.llama3.model.linear import use_reproducible_matmul
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.chat import encode_chat
+from herd.llama3.tokens.tokenizer import MODEL_FILE, Tokenizer
 
 # Tasks of the kinds `generate` and `code`. Every answer is kept whole, with the reason if it is wrong.
 

@@ -1,6 +1,6 @@
 """The promotion gate: may a candidate model replace the champion, and why; one row per rule and score.
 
-A pure function of rules (`llama3.recipe.gates`), scores and paired differences, all kept as `Evidence`, so that a
+A pure function of rules (`herd.llama3.recipe.gates`), scores and paired differences, all kept as `Evidence`, so that a
 stored decision can be replayed. Paired bits per byte separate close checkpoints; accuracies do not, so they only veto.
 """
 
@@ -12,8 +12,8 @@ from typing import Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from llama3.evaluate.significance import DOCUMENTS, LEVEL, Difference, Number, holm
-from llama3.recipe.gates import AbsoluteRule, GateRule, RelativeRule, ScoreChange, assign_rules
+from herd.llama3.evaluate.significance import DOCUMENTS, LEVEL, Difference, Number, holm
+from herd.llama3.recipe.gates import AbsoluteRule, GateRule, RelativeRule, ScoreChange, assign_rules
 
 INTEGRITY = "integrity/finite"
 

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from llama3.evaluate.answer_extraction import check_generation_settings
-from llama3.evaluate.task import GenerationSettings, Prompt, check_sampling
-from llama3.model.kv_cache import BatchCache, Cache, PaddedCache, with_cache
-from llama3.model.transformer import Transformer
-from llama3.parallel.memory import CACHED, DECODED
-from llama3.recipe.sections import Model
-from llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.evaluate.answer_extraction import check_generation_settings
+from herd.llama3.evaluate.task import GenerationSettings, Prompt, check_sampling
+from herd.llama3.model.kv_cache import BatchCache, Cache, PaddedCache, with_cache
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.parallel.memory import CACHED, DECODED
+from herd.llama3.recipe.sections import Model
+from herd.llama3.tokens.tokenizer import Tokenizer
 
 
 class Dice(Protocol):

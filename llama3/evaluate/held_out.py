@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 
-from llama3.recipe.base import DOMAINS, Domain
-from llama3.recipe.schema import Recipe
-from llama3.tokens.documents import read_documents
+from herd.llama3.recipe.base import DOMAINS, Domain
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.documents import read_documents
 
 DOCUMENT_BYTES = 16384
 """Most UTF-8 bytes of a document that are scored, for any recipe."""

@@ -10,20 +10,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama3.evaluate.held_out import ValidationDocument, read_validation_documents
-from llama3.evaluate.needle import KEY as NEEDLE
-from llama3.evaluate.needle import find_needles
-from llama3.evaluate.requests import document_requests
-from llama3.evaluate.scores import Score, samples, score_samples, write_scores
-from llama3.evaluate.statistics import Estimate
-from llama3.evaluate.suite import BPB, mean_bits_per_byte
-from llama3.evaluate.task import Request, Task, requests_digest
-from llama3.recipe.schema import Recipe
+from herd.llama3.evaluate.held_out import ValidationDocument, read_validation_documents
+from herd.llama3.evaluate.needle import KEY as NEEDLE
+from herd.llama3.evaluate.needle import find_needles
+from herd.llama3.evaluate.requests import document_requests
+from herd.llama3.evaluate.scores import Score, samples, score_samples, write_scores
+from herd.llama3.evaluate.statistics import Estimate
+from herd.llama3.evaluate.suite import BPB, mean_bits_per_byte
+from herd.llama3.evaluate.task import Request, Task, requests_digest
+from herd.llama3.recipe.schema import Recipe
 
 if TYPE_CHECKING:
-    from llama3.evaluate.distributed import EvalRanks
-    from llama3.model.transformer import Transformer
-    from llama3.tokens.tokenizer import Tokenizer
+    from herd.llama3.evaluate.distributed import EvalRanks
+    from herd.llama3.model.transformer import Transformer
+    from herd.llama3.tokens.tokenizer import Tokenizer
 
 SHORT_CONTEXT = "eval/short-context"
 BYTES_PER_POSITION = 4
@@ -50,9 +50,9 @@ def score_long_context(
     and of a haystack `text_tokens`. With `ranks`, several processes share the work; rank 0 writes.
     Raises ValueError if there are no documents, or no room for a needle.
     """
-    from llama3.evaluate.distributed import EvalRanks  # imports torch
-    from llama3.evaluate.evaluate import DTYPES
-    from llama3.tokens.tokenizer import Tokenizer
+    from herd.llama3.evaluate.distributed import EvalRanks  # imports torch
+    from herd.llama3.evaluate.evaluate import DTYPES
+    from herd.llama3.tokens.tokenizer import Tokenizer
 
     ranks = ranks or EvalRanks()
     coder = Tokenizer.load(model)
@@ -84,7 +84,7 @@ def _short_context(
     ranks: EvalRanks,
 ) -> dict[str, Score]:
     """Return bits per byte by domain and their mean by the first stage's mix, with documents read in windows."""
-    from llama3.evaluate.scoring import score_requests  # imports torch
+    from herd.llama3.evaluate.scoring import score_requests  # imports torch
 
     by_domain: dict[str, Estimate] = {}
     requests: list[Request] = []

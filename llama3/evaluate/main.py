@@ -1,7 +1,7 @@
-"""Evaluate one model in its own process: `python -m llama3.evaluate.main JOB.json`, alone, under torchrun, or forked by
-the agent of `llama3.train.launch`.
+"""Evaluate one model in its own process, `python -m herd.llama3.evaluate.main JOB.json`: alone, under torchrun, or
+forked by the agent of `herd.llama3.train.launch`.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 8 -m llama3.evaluate.main JOB.json
+    python -m torch.distributed.run --standalone --nproc-per-node 8 -m herd.llama3.evaluate.main JOB.json
 
 The processes split the model as the job's layout says and share the work; rank 0 writes. A job that was killed
 continues from the work that is finished. Exit status 2: a mistake of the user, described on the last line of stderr.
@@ -16,9 +16,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from llama3.parallel.layout import Backend, Layout
-from llama3.recipe.load import load_recipe
-from storage.filesystem import write_atomic
+from herd.llama3.parallel.layout import Backend, Layout
+from herd.llama3.recipe.load import load_recipe
+from herd.storage.filesystem import write_atomic
 
 REFUSED = 2
 MISTAKE = "evaluate: "
@@ -79,11 +79,11 @@ def run_job(job: EvaluateJob) -> None:
     """Run `job` together with the other processes that the launcher started. Raises as `evaluate` does."""
     import torch  # which writing a job does not need
 
-    from llama3.evaluate.distributed import EvalRanks
-    from llama3.evaluate.evaluate import evaluate
-    from llama3.evaluate.long_context_gate import score_long_context
-    from llama3.model.linear import use_reproducible_matmul
-    from llama3.parallel.mesh import init_distributed
+    from herd.llama3.evaluate.distributed import EvalRanks
+    from herd.llama3.evaluate.evaluate import evaluate
+    from herd.llama3.evaluate.long_context_gate import score_long_context
+    from herd.llama3.model.linear import use_reproducible_matmul
+    from herd.llama3.parallel.mesh import init_distributed
 
     torch.set_num_threads(job.threads)
     use_reproducible_matmul()
@@ -123,5 +123,5 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m llama3.evaluate.main JOB.json")
+        sys.exit("usage: python -m herd.llama3.evaluate.main JOB.json")
     sys.exit(main(sys.argv[1:]))

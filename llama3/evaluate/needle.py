@@ -18,12 +18,12 @@ from itertools import cycle, islice
 from random import Random
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
-from llama3.evaluate.scores import Likelihood, Sample, Score, Scores
-from llama3.evaluate.statistics import proportion
+from herd.llama3.evaluate.scores import Likelihood, Sample, Score, Scores
+from herd.llama3.evaluate.statistics import proportion
 
 if TYPE_CHECKING:
-    from llama3.evaluate.distributed import EvalRanks
-    from llama3.evaluate.scoring import LanguageModel
+    from herd.llama3.evaluate.distributed import EvalRanks
+    from herd.llama3.evaluate.scoring import LanguageModel
 
 # single: one sentence; the other three numbers appear nowhere, so copying any number is enough.
 # multi-key: four sentences, four keys; the numbers of all are the choices.
@@ -166,7 +166,7 @@ def find_needles(
     model. With `ranks`, several processes call this with the same arguments, share the work and return the same.
     Raises ValueError as `make_haystacks` does.
     """
-    from llama3.evaluate.scoring import score_sequences  # imports torch
+    from herd.llama3.evaluate.scoring import score_sequences  # imports torch
 
     answers: list[NeedleResult] = []
     requests = hashlib.sha256()

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice, product
 
-from llama3.evaluate.task import Kind, Prompt, Request, Task
-from llama3.evaluate.task_yaml import DataPaths, FileKind, Shots, TaskFile, read_bytes
-from llama3.evaluate.templates import RenderedRow, check_templates, render_rows
+from herd.llama3.evaluate.task import Kind, Prompt, Request, Task
+from herd.llama3.evaluate.task_yaml import DataPaths, FileKind, Shots, TaskFile, read_bytes
+from herd.llama3.evaluate.templates import RenderedRow, check_templates, render_rows
 
 KINDS: dict[FileKind, Kind] = {
     "choice": "choice",

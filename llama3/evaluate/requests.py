@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
-from llama3.evaluate.held_out import ValidationDocument
-from llama3.evaluate.render import Rendered
-from llama3.evaluate.task import Prompt, Request, Task
-from storage.filesystem import write_atomic
+from herd.llama3.evaluate.held_out import ValidationDocument
+from herd.llama3.evaluate.render import Rendered
+from herd.llama3.evaluate.task import Prompt, Request, Task
+from herd.storage.filesystem import write_atomic
 
 ANSWER = "Answer:"
 CHOICES = 4

@@ -20,8 +20,8 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llama3.evaluate.statistics import Estimate, Z, mean, proportion, ratio
-from llama3.evaluate.suite import (
+from herd.llama3.evaluate.statistics import Estimate, Z, mean, proportion, ratio
+from herd.llama3.evaluate.suite import (
     BPB,
     CHECKED_ROWS,
     CORE,
@@ -33,9 +33,9 @@ from llama3.evaluate.suite import (
     stage_suite_name,
     with_suite,
 )
-from llama3.evaluate.task import Request, Task, requests_digest
-from llama3.recipe.gates import matches
-from llama3.recipe.schema import Recipe
+from herd.llama3.evaluate.task import Request, Task, requests_digest
+from herd.llama3.recipe.gates import matches
+from herd.llama3.recipe.schema import Recipe
 
 SCORES_FILE = "scores.parquet"
 SAMPLES_FILE = "samples.parquet"
@@ -182,7 +182,7 @@ def samples(task: Task, likelihoods: Sequence[Likelihood]) -> list[Sample]:
     A choice is answered by the request with the fewest nats per byte (or what `task.normalize` divides by).
     """
     if task.kind not in ("bits", "choice", "cloze"):
-        raise ValueError(f"{task.key}: kind {task.kind} is answered in writing; see llama3.evaluate.evaluate")
+        raise ValueError(f"{task.key}: kind {task.kind} is answered in writing; see herd.llama3.evaluate.evaluate")
     items = []
     pairs = zip(task.requests, likelihoods, strict=True)
     for document, group in groupby(pairs, key=lambda pair: pair[0].document):

@@ -21,15 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama3.evaluate.distributed import EvalRanks
-from llama3.evaluate.scores import Likelihood
-from llama3.evaluate.task import Request
-from llama3.model.attention import AttentionMask
-from llama3.model.comms import Comms
-from llama3.model.kv_cache import Cache, PrefixCache, with_cache
-from llama3.model.loss import NO_TARGET, token_nll
-from llama3.model.transformer import Head, Transformer
-from llama3.parallel.memory import POSITIONS
+from herd.llama3.evaluate.distributed import EvalRanks
+from herd.llama3.evaluate.scores import Likelihood
+from herd.llama3.evaluate.task import Request
+from herd.llama3.model.attention import AttentionMask
+from herd.llama3.model.comms import Comms
+from herd.llama3.model.kv_cache import Cache, PrefixCache, with_cache
+from herd.llama3.model.loss import NO_TARGET, token_nll
+from herd.llama3.model.transformer import Head, Transformer
+from herd.llama3.parallel.memory import POSITIONS
 
 # Plan the forward passes that score many sequences so that common beginnings are read once.
 #

@@ -18,10 +18,10 @@ from typing import Any, Literal, TypeVar
 from jinja2 import Environment, meta
 from pydantic import ConfigDict, Field, ValidationError
 
-from llama3.data.demo.word_problems import questions
-from llama3.evaluate.held_out import ValidationDocument
-from llama3.evaluate.render import Rendered, check_rows, render
-from llama3.evaluate.requests import (
+from herd.llama3.data.demo.word_problems import questions
+from herd.llama3.evaluate.held_out import ValidationDocument
+from herd.llama3.evaluate.render import Rendered, check_rows, render
+from herd.llama3.evaluate.requests import (
     continuation_questions,
     document_requests,
     is_rendered,
@@ -29,10 +29,10 @@ from llama3.evaluate.requests import (
     read_requests,
     read_task_json,
 )
-from llama3.evaluate.sandbox import SandboxUnavailable, check_sandbox, sandbox_error
-from llama3.evaluate.statistics import Estimate, normal, weighted_mean
-from llama3.evaluate.task import Prompt, Request, Task
-from llama3.evaluate.task_yaml import (
+from herd.llama3.evaluate.sandbox import SandboxUnavailable, check_sandbox, sandbox_error
+from herd.llama3.evaluate.statistics import Estimate, normal, weighted_mean
+from herd.llama3.evaluate.task import Prompt, Request, Task
+from herd.llama3.evaluate.task_yaml import (
     TASK_NAME,
     DataPaths,
     MissingFile,
@@ -41,10 +41,10 @@ from llama3.evaluate.task_yaml import (
     parse_task,
     validation_errors,
 )
-from llama3.recipe.base import Section, read_yaml
-from llama3.recipe.data_schema import Benchmark
-from llama3.recipe.schema import Recipe
-from storage.filesystem import is_local, list_files
+from herd.llama3.recipe.base import Section, read_yaml
+from herd.llama3.recipe.data_schema import Benchmark
+from herd.llama3.recipe.schema import Recipe
+from herd.storage.filesystem import is_local, list_files
 
 BPB = "eval/bpb"
 RESPONSES = "eval/sft/bpb"

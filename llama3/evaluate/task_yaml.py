@@ -23,10 +23,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from llama3.evaluate.answer_extraction import check_generation_settings
-from llama3.evaluate.task import GenerationSettings, Normalize
-from llama3.recipe.base import Section
-from storage.filesystem import filesystem_of, is_local, local_path
+from herd.llama3.evaluate.answer_extraction import check_generation_settings
+from herd.llama3.evaluate.task import GenerationSettings, Normalize
+from herd.llama3.recipe.base import Section
+from herd.storage.filesystem import filesystem_of, is_local, local_path
 
 TASK_NAME = r"[a-z0-9][a-z0-9_.-]*"
 FileKind = Literal["choice", "letters", "schema", "cloze", "rolling", "generate", "code"]

@@ -28,9 +28,9 @@ import regex
 from jinja2 import StrictUndefined, TemplateError, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from llama3.evaluate.answer_extraction import replace_matches
-from llama3.evaluate.task_yaml import DataRow, TaskFile, parse_rows
-from storage.processes import IMPORT_FOLDER
+from herd.llama3.evaluate.answer_extraction import replace_matches
+from herd.llama3.evaluate.task_yaml import DataRow, TaskFile, parse_rows
+from herd.storage.processes import IMPORT_FOLDER
 
 TEXTS = ("preamble", "context", "continuation", "answer", "tests", "program", "text", "line", "group")
 EXPRESSIONS = ("contexts", "choices", "gold")
@@ -231,7 +231,7 @@ def _worker() -> subprocess.Popen[bytes]:
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
         path = [str(IMPORT_FOLDER), *filter(None, sys.path)]
         worker = subprocess.Popen(
-            [sys.executable, "-m", "llama3.evaluate.templates"],
+            [sys.executable, "-m", "herd.llama3.evaluate.templates"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**kept, "PYTHONPATH": os.pathsep.join(path)},

@@ -15,12 +15,12 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from llama3.evaluate.scores import Score
-from llama3.model.flops import parameter_count
-from llama3.recipe.sections import Model
-from llama3.recipe.units import tokens
-from storage.digests import digest_folder
-from storage.filesystem import write_atomic
+from herd.llama3.evaluate.scores import Score
+from herd.llama3.model.flops import parameter_count
+from herd.llama3.recipe.sections import Model
+from herd.llama3.recipe.units import tokens
+from herd.storage.digests import digest_folder
+from herd.storage.filesystem import write_atomic
 
 README, MANIFEST, RECIPE, SUMS = "README.md", "manifest.json", "recipe.yaml", "SHA256SUMS"
 ROWS = 20
@@ -160,7 +160,7 @@ def manifest(card: Card) -> dict[str, Any]:
 def render(card: Card) -> str:
     """Return the card as markdown."""
     page = Environment(
-        loader=PackageLoader("llama3.export"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("herd.llama3.export"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     page.filters["tokens"] = tokens
     # a cell must not end its table or begin an HTML tag

@@ -16,15 +16,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from llama3.evaluate.gate import Check, CheckUnfinished
-from llama3.export.convert import Format, Target, convert, open_source
-from llama3.export.meta import meta_settings
-from llama3.model.files import WeightReader, open_model
-from llama3.model.flops import parameter_count
-from llama3.model.init import empty_model
-from llama3.model.linear import use_reproducible_matmul
-from llama3.model.param_table import param_table
-from llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.evaluate.gate import Check, CheckUnfinished
+from herd.llama3.export.convert import Format, Target, convert, open_source
+from herd.llama3.export.meta import meta_settings
+from herd.llama3.model.files import WeightReader, open_model
+from herd.llama3.model.flops import parameter_count
+from herd.llama3.model.init import empty_model
+from herd.llama3.model.linear import use_reproducible_matmul
+from herd.llama3.model.param_table import param_table
+from herd.llama3.tokens.tokenizer import Tokenizer
 
 COMPARED_POSITIONS = 512
 """Dropping the scaling of Llama 3.1 changes logits by 10 % within so few positions."""

@@ -15,16 +15,16 @@ from typing import Literal
 
 import torch
 
-from llama3.export.gguf import write_gguf
-from llama3.export.hf import HuggingFaceModel, write_hugging_face
-from llama3.export.meta import MetaModel, check_parts, write_meta
-from llama3.model.files import CONFIG, StoredModel, WeightReader, parameters, save_model
-from llama3.model.init import empty_model
-from llama3.model.transformer import Transformer
-from llama3.recipe.sections import InitFrom, Model
-from llama3.tokens.chat import TEMPLATE_FILE
-from llama3.tokens.tokenizer import MODEL_FILE, Tokenizer, use_tokenizer
-from storage.filesystem import filesystem_of, is_local, list_files, local_path, sync_folder, write_atomic
+from herd.llama3.export.gguf import write_gguf
+from herd.llama3.export.hf import HuggingFaceModel, write_hugging_face
+from herd.llama3.export.meta import MetaModel, check_parts, write_meta
+from herd.llama3.model.files import CONFIG, StoredModel, WeightReader, parameters, save_model
+from herd.llama3.model.init import empty_model
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.recipe.sections import InitFrom, Model
+from herd.llama3.tokens.chat import TEMPLATE_FILE
+from herd.llama3.tokens.tokenizer import MODEL_FILE, Tokenizer, use_tokenizer
+from herd.storage.filesystem import filesystem_of, is_local, list_files, local_path, sync_folder, write_atomic
 
 Format = Literal["herd", "hf", "meta"]
 Target = Literal["herd", "hf", "meta", "meta-safetensors", "gguf"]

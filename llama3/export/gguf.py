@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama3.export.meta import meta_vocab_rows, sync_file
-from llama3.model.files import WeightReader, parameters
-from llama3.model.param_table import param_table
-from llama3.model.rope import frequencies
-from llama3.recipe.sections import Model
-from llama3.tokens.chat import END_OF_TURN, special_id
-from llama3.tokens.hf_tokenizer import byte_level_json
-from llama3.tokens.tokenizer import Tokenizer
-from llama3.tokens.vocabulary import PATTERN
+from herd.llama3.export.meta import meta_vocab_rows, sync_file
+from herd.llama3.model.files import WeightReader, parameters
+from herd.llama3.model.param_table import param_table
+from herd.llama3.model.rope import frequencies
+from herd.llama3.recipe.sections import Model
+from herd.llama3.tokens.chat import END_OF_TURN, special_id
+from herd.llama3.tokens.hf_tokenizer import byte_level_json
+from herd.llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.tokens.vocabulary import PATTERN
 
 FILE = "model.gguf"
 FREQUENCIES = "rope_freqs.weight"

@@ -14,7 +14,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from llama3.model.files import (
+from herd.llama3.model.files import (
     CONFIG,
     INDEX,
     WEIGHTS,
@@ -25,13 +25,13 @@ from llama3.model.files import (
     weight_files,
     write_weights,
 )
-from llama3.model.param_table import BY_NAME, param_table
-from llama3.recipe.sections import Model
-from llama3.tokens.chat import END_OF_TURN, TEMPLATE_FILE, special_id
-from llama3.tokens.hf_tokenizer import hugging_face_config, hugging_face_json
-from llama3.tokens.tokenizer import Tokenizer
-from llama3.tokens.vocabulary import PATTERN
-from storage.filesystem import write_atomic
+from herd.llama3.model.param_table import BY_NAME, param_table
+from herd.llama3.recipe.sections import Model
+from herd.llama3.tokens.chat import END_OF_TURN, TEMPLATE_FILE, special_id
+from herd.llama3.tokens.hf_tokenizer import hugging_face_config, hugging_face_json
+from herd.llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.tokens.vocabulary import PATTERN
+from herd.storage.filesystem import write_atomic
 
 SIZES = {
     "hidden_size": "dim",

@@ -18,12 +18,20 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from llama3.model.files import INDEX, WeightReader, Weights, parameters, shape_mismatches, weight_files, write_weights
-from llama3.model.param_table import BY_NAME, Param, param_table
-from llama3.recipe.sections import Model, RopeScaling
-from llama3.tokens.tokenizer import MODEL_FILE, Tokenizer
-from llama3.tokens.vocabulary import tiktoken_bytes
-from storage.filesystem import sync_folder, write_atomic
+from herd.llama3.model.files import (
+    INDEX,
+    WeightReader,
+    Weights,
+    parameters,
+    shape_mismatches,
+    weight_files,
+    write_weights,
+)
+from herd.llama3.model.param_table import BY_NAME, Param, param_table
+from herd.llama3.recipe.sections import Model, RopeScaling
+from herd.llama3.tokens.tokenizer import MODEL_FILE, Tokenizer
+from herd.llama3.tokens.vocabulary import tiktoken_bytes
+from herd.storage.filesystem import sync_folder, write_atomic
 
 PARAMS = "params.json"
 MULTIPLES = (4096, 1024, 256, 64, 16, 4, 1)

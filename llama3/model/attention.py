@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from llama3.model.comms import Comms
-from llama3.model.linear import Linear
-from llama3.model.recompute import recomputed
-from llama3.model.rope import rotate
-from llama3.recipe.sections import Model
+from herd.llama3.model.comms import Comms
+from herd.llama3.model.linear import Linear
+from herd.llama3.model.recompute import recomputed
+from herd.llama3.model.rope import rotate
+from herd.llama3.recipe.sections import Model
 
 SHORTEST = 4
 """Mean tokens of a document below which one mask is cheaper than a call per document."""

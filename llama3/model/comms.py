@@ -1,7 +1,7 @@
 """The communication of a sharded model, as a protocol: on one process nothing happens.
 
 The model calls these where Llama 3 communicates (section 3.3.2) and imports nothing distributed;
-`llama3.parallel.comms` implements them. Each method is differentiable, its backward is the adjoint (all-gather:
+`herd.llama3.parallel.comms` implements them. Each method is differentiable, its backward is the adjoint (all-gather:
 reduce-scatter). Results of `all_gather` and `all_gather_kv` are not saved for backward: they are recomputed.
 
 Shapes: B sequences, S tokens of them on this process, D model, T tokens, V rows of the vocabulary.

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
-from llama3.model.param_table import Param, param_table
-from llama3.recipe.sections import Model
-from storage.filesystem import sync_folder, write_atomic
+from herd.llama3.model.param_table import Param, param_table
+from herd.llama3.recipe.sections import Model
+from herd.storage.filesystem import sync_folder, write_atomic
 
 if TYPE_CHECKING:  # reading a shape needs no torch
     import torch
     from torch import Tensor
 
-    from llama3.model.transformer import Transformer
+    from herd.llama3.model.transformer import Transformer
 
 WEIGHTS = "model.safetensors"
 INDEX = ".index.json"
@@ -198,7 +198,7 @@ def load_model(folder: Path, dtype: torch.dtype | None = None, device: torch.dev
 
     Raises ValueError if the files do not describe one model.
     """
-    from llama3.model.init import empty_model
+    from herd.llama3.model.init import empty_model
 
     stored = open_model(folder)
     model = empty_model(stored.config, stored.rows)

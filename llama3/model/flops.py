@@ -12,11 +12,11 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from llama3.model.param_table import PARAMS, axis_sizes
-from llama3.recipe.base import SPECIAL_TOKENS
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
-from llama3.recipe.sections import Model
+from herd.llama3.model.param_table import PARAMS, axis_sizes
+from herd.llama3.recipe.base import SPECIAL_TOKENS
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.sections import Model
 
 LLAMA3_VOCABULARY = 128_000
 """Base vocabulary assumed for a tokenizer given as a file."""

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama3.model.param_table import param_row
-from llama3.model.transformer import Transformer
-from llama3.recipe.sections import Model
+from herd.llama3.model.param_table import param_row
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.recipe.sections import Model
 
 STD = 0.02
 

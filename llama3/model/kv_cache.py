@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from llama3.model.attention import AttentionMask, can_attend
-from llama3.model.comms import Comms
-from llama3.model.transformer import Transformer
+from herd.llama3.model.attention import AttentionMask, can_attend
+from herd.llama3.model.comms import Comms
+from herd.llama3.model.transformer import Transformer
 
 
 class KeyValues(Protocol):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from llama3.model.comms import Comms
+from herd.llama3.model.comms import Comms
 
 GRID = 2.0**-30
 """`exact` rounds gradients of a sequence to multiples of this, so that sums do not depend on their order."""

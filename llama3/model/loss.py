@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from llama3.model.comms import Comms, NoComms
+from herd.llama3.model.comms import Comms, NoComms
 
 NO_TARGET = -100
 CPU_CHUNK = 2**21  # logits per chunk: 8 MiB of fp32 fit in a cache

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from llama3.recipe.sections import Model  # and no torch: the planner reads the table
+from herd.llama3.recipe.sections import Model  # and no torch: the planner reads the table
 
 
 class ParamRow(NamedTuple):

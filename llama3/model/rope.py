@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama3.recipe.sections import RopeScaling
+from herd.llama3.recipe.sections import RopeScaling
 
 
 def rotation(

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from llama3.model.attention import Attention, AttentionMask, attention_mask
-from llama3.model.comms import Comms, NoComms
-from llama3.model.linear import Linear, RMSNorm, local_weight
-from llama3.model.loss import token_nll
-from llama3.model.recompute import gate_product, recomputed, swiglu
-from llama3.model.rope import rotation
-from llama3.recipe.sections import Model
+from herd.llama3.model.attention import Attention, AttentionMask, attention_mask
+from herd.llama3.model.comms import Comms, NoComms
+from herd.llama3.model.linear import Linear, RMSNorm, local_weight
+from herd.llama3.model.loss import token_nll
+from herd.llama3.model.recompute import gate_product, recomputed, swiglu
+from herd.llama3.model.rope import rotation
+from herd.llama3.recipe.sections import Model
 
 Head = Callable[[Tensor, Tensor], Tensor]
 """Function of the normed last hidden states [B, S, D] and the output weights [V, D]."""

@@ -1,8 +1,8 @@
 """Check a layout for any number of processes on one core, in seconds, before a job starts.
 
 Each requested rank is built on torch's fake process group and the meta device with the engine's own mesh and model
-parts; the check reports peers, parameters and memory. `python -m llama3.parallel.check_layout` checks the three rows
-of Table 4 (405B) in 5 s of CPU and 430 MB. Messages: `llama3.parallel.comm_trace`.
+parts; the check reports peers, parameters and memory. `python -m herd.llama3.parallel.check_layout` checks the three
+rows of Table 4 (405B) in 5 s of CPU and 430 MB. Messages: `herd.llama3.parallel.comm_trace`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from llama3.model.flops import parameter_count
-from llama3.parallel.layout import ROWS, TABLE_4, Layout
-from llama3.parallel.memory import Load, RankMemory, memory, memory_line
-from llama3.recipe.sections import Model
+from herd.llama3.model.flops import parameter_count
+from herd.llama3.parallel.layout import ROWS, TABLE_4, Layout
+from herd.llama3.parallel.memory import Load, RankMemory, memory, memory_line
+from herd.llama3.recipe.sections import Model
 
 RANK = 5_000
 """The rank of each layout that `main` checks."""
@@ -71,9 +71,9 @@ def check_layout(
 
     import torch
 
-    from llama3.parallel.comm_trace import fake_process_group
-    from llama3.parallel.mesh import to_local
-    from llama3.parallel.parallelize import empty_parts
+    from herd.llama3.parallel.comm_trace import fake_process_group
+    from herd.llama3.parallel.mesh import to_local
+    from herd.llama3.parallel.parallelize import empty_parts
 
     checks = []
     for rank in ranks:
@@ -101,7 +101,10 @@ def check_layout(
 def measure_layout() -> tuple[float, int]:
     """Check Table 4 in a fresh process; return its CPU seconds, imports included, and its largest memory in bytes."""
     result = subprocess.run(
-        [sys.executable, "-m", "llama3.parallel.check_layout", "--json"], check=True, capture_output=True, text=True
+        [sys.executable, "-m", "herd.llama3.parallel.check_layout", "--json"],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     cost = json.loads(result.stdout)
     return cost["cpu_s"], cost["peak_bytes"]

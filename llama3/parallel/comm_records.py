@@ -1,6 +1,6 @@
 """Records of the messages that a rank sends in a step, for the planner. No torch; readable as JSON.
 
-`llama3.parallel.comm_trace` fills them from the engine; pipeline transfers are computed here. Bytes are those of
+`herd.llama3.parallel.comm_trace` fills them from the engine; pipeline transfers are computed here. Bytes are those of
 whole tensors: a ring moves (n - 1) / n of them per process in a gather or a reduce-scatter, twice that in an
 all-reduce.
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 
-from llama3.parallel.layout import Layout
-from llama3.parallel.memory import Load
-from llama3.recipe.sections import Model
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.memory import Load
+from herd.llama3.recipe.sections import Model
 
 NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}
 """torch name of the residual stream's type."""

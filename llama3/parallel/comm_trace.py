@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llama3.model.transformer import Transformer
-from llama3.parallel.comm_records import Collective, RankTrace, StageTrace, transfers
-from llama3.parallel.layout import Layout
-from llama3.parallel.memory import Load, layer_elements, shards, stages
-from llama3.parallel.mesh import ParallelContext, make_meshes
-from llama3.parallel.parallelize import empty_parts, last_micro_batch
-from llama3.recipe.sections import Model
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.parallel.comm_records import Collective, RankTrace, StageTrace, transfers
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.memory import Load, layer_elements, shards, stages
+from herd.llama3.parallel.mesh import ParallelContext, make_meshes
+from herd.llama3.parallel.parallelize import empty_parts, last_micro_batch
+from herd.llama3.recipe.sections import Model
 
 TYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from llama3.parallel.mesh import ParallelContext
+from herd.llama3.parallel.mesh import ParallelContext
 
 # Functional collectives: torch.compile traces them, and the operators' names are stable, while torch's wrappers change.
 
@@ -47,7 +47,7 @@ def all_reduce(x: Tensor, operation: Literal["sum", "max"], group: Any) -> Tenso
 
 
 class MeshComms:
-    """Implement `llama3.model.comms` for one process of a world."""
+    """Implement `herd.llama3.model.comms` for one process of a world."""
 
     def __init__(self, world: ParallelContext) -> None:
         self.tensor, self.context, self.pipeline = (world.axis(name) for name in ("tp", "cp", "pp"))

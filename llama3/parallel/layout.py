@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from llama3.parallel.pipeline_schedule import check_split
-from llama3.recipe.sections import Model
+from herd.llama3.parallel.pipeline_schedule import check_split
+from herd.llama3.recipe.sections import Model
 
 FIELD = "cluster.layout"
 AXES = ("dp", "pp", "cp", "tp")
@@ -20,7 +20,7 @@ AXES = ("dp", "pp", "cp", "tp")
 ROWS = 128_256
 """Embedding rows of Llama 3: 128,000 and 256 special tokens."""
 Backend = Literal["auto", "nccl", "gloo", "ncclx"]
-"""Library of collectives (`llama3.parallel.mesh.resolve_backend`)."""
+"""Library of collectives (`herd.llama3.parallel.mesh.resolve_backend`)."""
 
 
 class Layout(BaseModel):

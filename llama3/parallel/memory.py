@@ -13,10 +13,10 @@ from functools import lru_cache
 from math import prod
 from typing import Literal
 
-from llama3.model.param_table import Param, layer_params, param_table
-from llama3.parallel.layout import Layout
-from llama3.parallel.pipeline_schedule import peak_in_flight, split_layers
-from llama3.recipe.sections import Model
+from herd.llama3.model.param_table import Param, layer_params, param_table
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.pipeline_schedule import peak_in_flight, split_layers
+from herd.llama3.recipe.sections import Model
 
 # Sizes of the local weights
 
@@ -86,7 +86,7 @@ BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp8": 2}
 """Bytes of a value in the residual stream; fp8 is a format of products only."""
 CHUNK = {"cpu": 2**21, "cuda": 2**29}
 CHUNK_TOKENS = {"cpu": 256, "cuda": 1}
-"""As in `llama3.model.loss`: logits of a chunk, and least tokens."""
+"""As in `herd.llama3.model.loss`: logits of a chunk, and least tokens."""
 
 
 @dataclass(frozen=True)
@@ -278,8 +278,8 @@ def layer_activations(config: Model, layout: Layout, load: Load, recompute: str)
 def _halves(config: Model, layout: Layout, load: Load, spare: bool) -> tuple[int, int]:
     """Return the bytes that the attention and the feed-forward half of a layer keep.
 
-    Without `spare` (plain autograd, a compiled block) they also keep what `llama3.model.recompute` recomputes: normed
-    inputs, keys and values of peers, silu(gate) and its product with up.
+    Without `spare` (plain autograd, a compiled block) they also keep what `herd.llama3.model.recompute` recomputes:
+    normed inputs, keys and values of peers, silu(gate) and its product with up.
     """
     tokens, keys, hidden = _tokens(layout, load), _keys(config, layout, load), _hidden(config, layout, load)
     queries = tokens * config.dim // layout.tp * load.narrow

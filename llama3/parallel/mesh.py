@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from llama3.parallel.layout import Backend, Layout
+from herd.llama3.parallel.layout import Backend, Layout
 
 T = TypeVar("T")
 

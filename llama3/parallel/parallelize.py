@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from llama3.model.linear import Linear, RMSNorm, use_float8
-from llama3.model.param_table import param_row
-from llama3.model.transformer import Transformer
-from llama3.parallel.comms import MeshComms
-from llama3.parallel.layout import Layout
-from llama3.parallel.mesh import ParallelContext, to_local
-from llama3.parallel.pipeline_schedule import split_layers
-from llama3.recipe.sections import Model
+from herd.llama3.model.linear import Linear, RMSNorm, use_float8
+from herd.llama3.model.param_table import param_row
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.parallel.comms import MeshComms
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.mesh import ParallelContext, to_local
+from herd.llama3.parallel.pipeline_schedule import split_layers
+from herd.llama3.recipe.sections import Model
 
 # Data parallelism: FSDP2, gradients and optimizer state sharded over dp and cp
 

@@ -23,8 +23,8 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from llama3.parallel.mesh import ParallelContext
-from llama3.parallel.pipeline_schedule import Lists, actions, check_split
+from herd.llama3.parallel.mesh import ParallelContext
+from herd.llama3.parallel.pipeline_schedule import Lists, actions, check_split
 
 TORCH = {
     "F": _ComputationType.FORWARD,

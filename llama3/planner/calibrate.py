@@ -19,10 +19,10 @@ from statistics import median, quantiles
 import torch
 from torch.nn import functional as F
 
-from llama3.model.attention import AttentionMask, attend
-from llama3.model.comms import NoComms
-from llama3.model.linear import RMSNorm
-from llama3.planner.device_curves import (
+from herd.llama3.model.attention import AttentionMask, attend
+from herd.llama3.model.comms import NoComms
+from herd.llama3.model.linear import RMSNorm
+from herd.llama3.planner.device_curves import (
     BACK,
     BACKWARD,
     ELEMENTWISE,
@@ -32,7 +32,7 @@ from llama3.planner.device_curves import (
     MeasuredPoint,
     fit_calibration,
 )
-from llama3.train.device import device_name
+from herd.llama3.train.device import device_name
 
 Call = Callable[[], object]
 DTYPE = torch.bfloat16

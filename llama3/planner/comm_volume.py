@@ -1,6 +1,6 @@
 """Messages of a pipeline stage in a step, by arithmetic: the same records as the engine's trace, without torch.
 
-The trace (`llama3.parallel.comm_trace`) runs the engine and takes a second; a search of thousands of layouts needs
+The trace (`herd.llama3.parallel.comm_trace`) runs the engine and takes a second; a search of thousands of layouts needs
 microseconds. Tests compare the two to the byte, for every axis, phase and place. The loss may split its sums into
 other pieces, depending on the device. T tokens, D model, K E features of all key/value heads.
 """
@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 from math import prod
 
-from llama3.model.param_table import layer_params
-from llama3.parallel.comm_records import NAMES, Collective, transfers
-from llama3.parallel.layout import Layout
-from llama3.parallel.memory import Load, PipelineStage, layer_elements, shard_elements, shards
-from llama3.recipe.sections import Model
+from herd.llama3.model.param_table import layer_params
+from herd.llama3.parallel.comm_records import NAMES, Collective, transfers
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.memory import Load, PipelineStage, layer_elements, shard_elements, shards
+from herd.llama3.recipe.sections import Model
 
 WIDE = {4: "float32", 8: "float64"}
 

@@ -15,8 +15,8 @@ from math import exp, log, sqrt
 
 import numpy as np
 
-from llama3.planner.hardware import Accelerator
-from llama3.train.device import peak_flops
+from herd.llama3.planner.hardware import Accelerator
+from herd.llama3.train.device import peak_flops
 
 BACKWARD = 2.5
 """Work of attention's backward pass over its forward one: five products in place of two (arXiv 2205.14135)."""

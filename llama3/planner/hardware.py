@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from llama3.recipe.base import read_yaml
-from llama3.train.device import PEAKS
+from herd.llama3.recipe.base import read_yaml
+from herd.llama3.train.device import PEAKS
 
-PRESETS = files("llama3.planner") / "presets"
+PRESETS = files("herd.llama3.planner") / "presets"
 SPARSE = 1.5
 """A peak above this multiple of the maker's dense peak is taken for that of 2:4 sparsity, which is twice as large."""
 Kind = TypeVar("Kind", bound=BaseModel)

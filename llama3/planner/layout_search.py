@@ -1,8 +1,8 @@
 """Search of parallel layouts: which fit in memory, how fast each is, and why the others were rejected.
 
 Looks at every combination of TP, CP, PP, DP, virtual stages V, micro-batches in a row N and micro-batch size, with the
-cheapest ZeRO level, recomputation and compiled or eager blocks that fit. Memory comes from `llama3.parallel.memory`,
-time from `step_time`.
+cheapest ZeRO level, recomputation and compiled or eager blocks that fit. Memory comes from
+`herd.llama3.parallel.memory`, time from `step_time`.
 Zero-bubble schedules, HSDP and tensor parallelism over more than one server are not searched; a user may ask for them.
 """
 
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-from llama3.model.flops import flops_per_token
-from llama3.parallel.layout import Layout
-from llama3.parallel.memory import Load, RankMemory, memory
-from llama3.parallel.pipeline_schedule import split_layers
-from llama3.planner.step_time import StepModel, StepTime
-from llama3.recipe.sections import Model
+from herd.llama3.model.flops import flops_per_token
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.memory import Load, RankMemory, memory
+from herd.llama3.parallel.pipeline_schedule import split_layers
+from herd.llama3.planner.step_time import StepModel, StepTime
+from herd.llama3.recipe.sections import Model
 
 RESERVE = 0.06
 """Share of a device's memory that stays free: CUDA context, buffers of collectives, fragmentation."""

@@ -15,15 +15,15 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llama3.parallel.comm_records import Collective
-from llama3.parallel.layout import Layout
-from llama3.planner.topology import Fabric
+from herd.llama3.parallel.comm_records import Collective
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.planner.topology import Fabric
 
 Ints = NDArray[np.int64]
 Order = Literal["gpu", "rank"]
 """Order of the members of a ring."""
 NAMES = {"tp": "tp", "cp": "cp", "pp": "pp", "fsdp": "dp", "replica": "replica"}
-"""Axes of `llama3.parallel.comm_records` -> axes here."""
+"""Axes of `herd.llama3.parallel.comm_records` -> axes here."""
 SWAPS = 3000
 """Swaps that the search tries for jobs of up to 2,048 slots; fewer for larger ones, so that time stays the same."""
 RINGS = "random, rings by GPU"

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from llama3.parallel.layout import Layout
-from llama3.planner.budget import Budget
-from llama3.planner.collectives import Network
-from llama3.planner.device_curves import Curves
-from llama3.planner.layout_search import (
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.planner.budget import Budget
+from herd.llama3.planner.collectives import Network
+from herd.llama3.planner.device_curves import Curves
+from herd.llama3.planner.layout_search import (
     HEADROOM,
     RESERVE,
     Candidate,
@@ -24,11 +24,11 @@ from llama3.planner.layout_search import (
     memory_error,
     search_layouts,
 )
-from llama3.planner.routing import bandwidth_share
-from llama3.planner.step_time import StepModel
-from llama3.planner.topology import Fabric
-from llama3.recipe.schedule import Schedule, Segment, StageSpan
-from llama3.recipe.schema import Recipe
+from herd.llama3.planner.routing import bandwidth_share
+from herd.llama3.planner.step_time import StepModel
+from herd.llama3.planner.topology import Fabric
+from herd.llama3.recipe.schedule import Schedule, Segment, StageSpan
+from herd.llama3.recipe.schema import Recipe
 
 PIPELINE, CHUNK = 16, 8192
 """Pipeline ranks, and tokens per context-parallel rank, that limit the GPUs of a stage without a requested number."""

@@ -12,15 +12,15 @@ from functools import cache
 
 from scipy.optimize import brentq
 
-from llama3.model.flops import flops_per_token
-from llama3.parallel.layout import ROWS, TABLE_4, Layout
-from llama3.parallel.memory import Load
-from llama3.planner.collectives import Network
-from llama3.planner.device_curves import Curves, prior_curves
-from llama3.planner.layout_search import Candidate, LayoutQuery, evaluate_layout
-from llama3.planner.step_time import StepModel
-from llama3.planner.topology import Fabric, load_fabric
-from llama3.recipe.sections import Model
+from herd.llama3.model.flops import flops_per_token
+from herd.llama3.parallel.layout import ROWS, TABLE_4, Layout
+from herd.llama3.parallel.memory import Load
+from herd.llama3.planner.collectives import Network
+from herd.llama3.planner.device_curves import Curves, prior_curves
+from herd.llama3.planner.layout_search import Candidate, LayoutQuery, evaluate_layout
+from herd.llama3.planner.step_time import StepModel
+from herd.llama3.planner.topology import Fabric, load_fabric
+from herd.llama3.recipe.sections import Model
 
 TABLE_4_BATCH = 2**24
 """Tokens of a step: 32 sequences of 8,192 on 64 replicas (Table 4; the paper's 16M)."""

@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 
-from llama3.model.param_table import layer_params
-from llama3.parallel.comm_records import Collective, transfers
-from llama3.parallel.layout import Layout
-from llama3.parallel.memory import Load, PipelineStage, layer_elements, shard_elements, shards
-from llama3.parallel.pipeline_schedule import Kind, actions, bubble, split_layers
-from llama3.planner.collectives import Network
-from llama3.planner.comm_volume import stage_volumes
-from llama3.planner.device_curves import Curves
-from llama3.recipe.sections import Model
+from herd.llama3.model.param_table import layer_params
+from herd.llama3.parallel.comm_records import Collective, transfers
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.memory import Load, PipelineStage, layer_elements, shard_elements, shards
+from herd.llama3.parallel.pipeline_schedule import Kind, actions, bubble, split_layers
+from herd.llama3.planner.collectives import Network
+from herd.llama3.planner.comm_volume import stage_volumes
+from herd.llama3.planner.device_curves import Curves
+from herd.llama3.recipe.sections import Model
 
 RECOMPUTED_SELECTIVE, RECOMPUTED_FULL = slice(2, 3), slice(0, 3)
 """Products of a layer that are recomputed in backward: never the last, whose output nothing reads."""

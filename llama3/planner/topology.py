@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from llama3.planner.hardware import (
+from herd.llama3.planner.hardware import (
     Accelerator,
     Hall,
     Server,

@@ -13,7 +13,7 @@ from math import floor
 
 import numpy as np
 
-from llama3.planner.goodput import (
+from herd.llama3.planner.goodput import (
     BYTECHECKPOINT,
     CheckpointCosts,
     CheckpointInterval,
@@ -21,7 +21,7 @@ from llama3.planner.goodput import (
     best_checkpoint_interval,
     longest_restart,
 )
-from llama3.planner.reliability import FailureModel, Fleet, Trace, llama3_failures, make_trace, spare_hosts
+from herd.llama3.planner.reliability import FailureModel, Fleet, Trace, llama3_failures, make_trace, spare_hosts
 
 SEEDS = range(64)
 RECOVERY = Recovery(notice_s=30.0, timeout_s=600.0, relaunch_s=300.0)

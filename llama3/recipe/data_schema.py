@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, FiniteFloat, field_validator, model_validator
 
-from llama3.recipe.base import DOMAINS, Domain, Name, Section
-from llama3.recipe.units import Bytes, Share, Tokens
+from herd.llama3.recipe.base import DOMAINS, Domain, Name, Section
+from herd.llama3.recipe.units import Bytes, Share, Tokens
 
 # Published rule sets (`rules: [gopher, fineweb]`); a bound in the recipe wins over them, and null switches one off.
 # Gopher: arXiv 2112.11446, appendix A.1.1 and table A1; C4: arXiv 1910.10683, section 2.2; FineWeb: arXiv 2406.17557,

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from llama3.recipe.base import read_plain
-from llama3.recipe.load import RecipeError, element
+from herd.llama3.recipe.base import read_plain
+from herd.llama3.recipe.load import RecipeError, element
 
 # Not the round trip of ruamel.yaml 0.19: it rewrites aligned columns and broken lines inside brackets. With the best
 # width and indentation it changes other lines of 9 of our 19 recipes, e.g. 6 of the 45 lines of quickstart.yaml.

@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
-from llama3.recipe.load import RecipeError, resolved
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
-from llama3.recipe.units import Share, Tokens, tokens
+from herd.llama3.recipe.load import RecipeError, resolved
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.units import Share, Tokens, tokens
 
 WHOLE = ("seed", "precision", "sources", "curate", "tokenizer", "tokens", "model", "optimizer", "z_loss", "init_from")
 """Fields that decide all tokens of a run, in order of comparison."""

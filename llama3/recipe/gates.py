@@ -10,8 +10,8 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import AfterValidator
 
-from llama3.recipe.base import DOMAINS
-from llama3.recipe.units import _Quantity
+from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.recipe.units import _Quantity
 
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?)"
 _METRIC = re.compile(r"eval(/[a-z0-9_.*-]+)+")

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 
-from llama3.recipe.lr import FEW_STEPS
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
-from llama3.recipe.units import Tokens
+from herd.llama3.recipe.lr import FEW_STEPS
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.units import Tokens
 
 PLACEHOLDER = re.compile(r"<[^<>|]+>")
 """Text that the user must replace: `s3://<your-bucket>/web/*.parquet`."""

@@ -14,11 +14,11 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from llama3.recipe.base import read_plain, read_yaml
-from llama3.recipe.schema import Recipe
-from storage.artifact import flatten
-from storage.processes import IMPORT_FOLDER
-from storage.secrets import names_secret, refuse_secrets, scrub
+from herd.llama3.recipe.base import read_plain, read_yaml
+from herd.llama3.recipe.schema import Recipe
+from herd.storage.artifact import flatten
+from herd.storage.processes import IMPORT_FOLDER
+from herd.storage.secrets import names_secret, refuse_secrets, scrub
 
 BASE = "base"
 """Key of a recipe file that names another one, whose fields it takes and changes."""

@@ -13,8 +13,8 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, PlainSerializer, model_validator
 
-from llama3.recipe.base import Section
-from llama3.recipe.units import Span, Tokens, tokens
+from herd.llama3.recipe.base import Section
+from herd.llama3.recipe.units import Span, Tokens, tokens
 
 FEW_STEPS = 10
 """A stage or decay of fewer optimizer steps earns a warning."""

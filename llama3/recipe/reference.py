@@ -8,9 +8,9 @@ from typing import Any, get_origin
 
 from pydantic import BaseModel
 
-from llama3.recipe.load import BASE, models_in
-from llama3.recipe.schema import Recipe
-from llama3.recipe.sections import PRESETS
+from herd.llama3.recipe.load import BASE, models_in
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.sections import PRESETS
 
 Sections = Collection[type[BaseModel]]
 FILE_KEYS = """\

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
-from llama3.recipe.base import Domain
-from llama3.recipe.lr import LearningRate, Timeline
-from llama3.recipe.sections import InitFrom, Stage
-from llama3.recipe.units import Share, Span
+from herd.llama3.recipe.base import Domain
+from herd.llama3.recipe.lr import LearningRate, Timeline
+from herd.llama3.recipe.sections import InitFrom, Stage
+from herd.llama3.recipe.units import Share, Span
 
 SAMPLES = 64
 """Steps per segment whose learning rates are compared between two recipes, besides the last."""

@@ -11,8 +11,8 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from llama3.recipe.base import SPECIAL_TOKENS, Domain, Name, Section
-from llama3.recipe.data_schema import (
+from herd.llama3.recipe.base import SPECIAL_TOKENS, Domain, Name, Section
+from herd.llama3.recipe.data_schema import (
     ENOUGH,
     ConversationSource,
     Curate,
@@ -22,10 +22,20 @@ from llama3.recipe.data_schema import (
     TokenizerConfig,
     TokenShards,
 )
-from llama3.recipe.lr import LearningRate
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.sections import Checkpoint, Evaluate, InitFrom, Model, Optimizer, Promote, Spikes, Stage, Tracking
-from llama3.recipe.units import Share, Tokens
+from herd.llama3.recipe.lr import LearningRate
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.sections import (
+    Checkpoint,
+    Evaluate,
+    InitFrom,
+    Model,
+    Optimizer,
+    Promote,
+    Spikes,
+    Stage,
+    Tracking,
+)
+from herd.llama3.recipe.units import Share, Tokens
 
 
 def check_batches(span: StageSpan, data_parallel: int) -> None:

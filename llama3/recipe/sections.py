@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, PlainSerializer, PlainValidator, field_validator, model_validator
 
-from llama3.recipe.base import Name, Section
-from llama3.recipe.gates import GateRule, Metric, StageRate, default_policy
-from llama3.recipe.lr import Rate
-from llama3.recipe.units import Cadence, Duration, Share, Tokens, _Quantity
+from herd.llama3.recipe.base import Name, Section
+from herd.llama3.recipe.gates import GateRule, Metric, StageRate, default_policy
+from herd.llama3.recipe.lr import Rate
+from herd.llama3.recipe.units import Cadence, Duration, Share, Tokens, _Quantity
 
 
 class InitFrom(Section):

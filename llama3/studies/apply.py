@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from llama3.recipe.base import read_plain
-from llama3.recipe.data_schema import AnnealingVerdict, Source, Studied
-from llama3.recipe.edit import with_element, with_field
-from llama3.recipe.load import RecipeError, override_parts, parse_recipe
-from llama3.studies.results import HELPS, StudyVerdict
-from llama3.studies.study import NewSource
-from llama3.studies.verdicts import source_effect
+from herd.llama3.recipe.base import read_plain
+from herd.llama3.recipe.data_schema import AnnealingVerdict, Source, Studied
+from herd.llama3.recipe.edit import with_element, with_field
+from herd.llama3.recipe.load import RecipeError, override_parts, parse_recipe
+from herd.llama3.studies.results import HELPS, StudyVerdict
+from herd.llama3.studies.study import NewSource
+from herd.llama3.studies.verdicts import source_effect
 
 DIGITS = 12
 """Digits of a study's digest in the recipe."""

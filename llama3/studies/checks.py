@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from llama3.recipe.load import RecipeError
-from llama3.recipe.units import tokens
-from llama3.studies.expand import ExpandedStudy, VariantRun, changed_fields, check_mixes
-from llama3.studies.results import distinct_stages
-from llama3.studies.study import ANNEAL
+from herd.llama3.recipe.load import RecipeError
+from herd.llama3.recipe.units import tokens
+from herd.llama3.studies.expand import ExpandedStudy, VariantRun, changed_fields, check_mixes
+from herd.llama3.studies.results import distinct_stages
+from herd.llama3.studies.study import ANNEAL
 
 ALWAYS = ("name", "seed", "data_seed")
 """Fields that the study itself sets."""

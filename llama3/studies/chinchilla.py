@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize, special
 
-from llama3.studies.forecast import Interval
-from llama3.studies.isoflop import Array, Optimum, Trial
-from llama3.studies.results import FlopsPerToken, fit_flops_per_token
+from herd.llama3.studies.forecast import Interval
+from herd.llama3.studies.isoflop import Array, Optimum, Trial
+from herd.llama3.studies.results import FlopsPerToken, fit_flops_per_token
 
 RUNS = 7
 """Minimum number of runs: five coefficients, and two degrees of freedom for the noise."""

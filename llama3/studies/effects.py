@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from llama3.evaluate.significance import LEVEL, holm
-from llama3.evaluate.statistics import mean, ratio
-from llama3.evaluate.suite import BPB
-from llama3.studies.results import HELPS, HURTS, NOTHING, Finding, RunResult, Says, results_of_variant
+from herd.llama3.evaluate.significance import LEVEL, holm
+from herd.llama3.evaluate.statistics import mean, ratio
+from herd.llama3.evaluate.suite import BPB
+from herd.llama3.studies.results import HELPS, HURTS, NOTHING, Finding, RunResult, Says, results_of_variant
 
 Array = NDArray[np.float64]
 UNITS = {"bits per byte": "bpb"}

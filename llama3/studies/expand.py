@@ -21,14 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from llama3.model.flops import flops_per_token, parameter_count, trained_flops, vocab_rows
-from llama3.recipe.base import DOMAINS, Domain, read_yaml
-from llama3.recipe.load import RecipeError, digest, fault_lines, parse_recipe, read_recipe, resolved
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
-from llama3.recipe.sections import Model
-from llama3.recipe.units import Share, Tokens
-from llama3.studies.study import (
+from herd.llama3.model.flops import flops_per_token, parameter_count, trained_flops, vocab_rows
+from herd.llama3.recipe.base import DOMAINS, Domain, read_yaml
+from herd.llama3.recipe.load import RecipeError, digest, fault_lines, parse_recipe, read_recipe, resolved
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.sections import Model
+from herd.llama3.recipe.units import Share, Tokens
+from herd.llama3.studies.study import (
     ANNEAL,
     BASE,
     DEFAULT,
@@ -42,9 +42,9 @@ from llama3.studies.study import (
     Variant,
     override,
 )
-from llama3.tokens.mix import apportion
-from storage.artifact import flatten
-from storage.secrets import refuse_secrets
+from herd.llama3.tokens.mix import apportion
+from herd.storage.artifact import flatten
+from herd.storage.secrets import refuse_secrets
 
 # The scaling-law ladder of Llama 3 (arXiv 2407.21783, section 3.2.1). Published: the ends of the ranges of budgets,
 # sizes, peak rates and batches, and the law's two constants, in Figure 3 and, rounded, in the text. Assumed: the eight

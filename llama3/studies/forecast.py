@@ -16,8 +16,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from llama3.evaluate.statistics import Z
-from llama3.studies.results import StudyVerdict
+from herd.llama3.evaluate.statistics import Z
+from herd.llama3.studies.results import StudyVerdict
 
 RUNS = 4
 """Minimum number of runs of different compute: two for a line, and two more for the scatter around it."""

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, stats
 
-from llama3.studies.forecast import Interval
-from llama3.studies.results import FlopsPerToken, fit_flops_per_token
+from herd.llama3.studies.forecast import Interval
+from herd.llama3.studies.results import FlopsPerToken, fit_flops_per_token
 
 BUDGETS = 3
 """Minimum number of budgets with a usable minimum: two for a line, and one more for the scatter around it."""

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from llama3.evaluate.suite import BPB
-from llama3.studies.expand import check_mixes, log_shares, mixed_domains, share_table
-from llama3.studies.forecast import Interval
-from llama3.studies.results import RunResult
+from herd.llama3.evaluate.suite import BPB
+from herd.llama3.studies.expand import check_mixes, log_shares, mixed_domains, share_table
+from herd.llama3.studies.forecast import Interval
+from herd.llama3.studies.results import RunResult
 
 DRAWS = 400
 """Draws of the coefficients for the interval of the proposed shares."""

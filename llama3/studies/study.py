@@ -15,13 +15,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainSerializer, PlainValidator, field_validator, model_validator
 
-from llama3.recipe.base import Domain, Name, Section
-from llama3.recipe.data_schema import Source
-from llama3.recipe.lr import Rate
-from llama3.recipe.reference import describe_sections, sections
-from llama3.recipe.schema import Recipe
-from llama3.recipe.sections import Model
-from llama3.recipe.units import Share, Span, Tokens
+from herd.llama3.recipe.base import Domain, Name, Section
+from herd.llama3.recipe.data_schema import Source
+from herd.llama3.recipe.lr import Rate
+from herd.llama3.recipe.reference import describe_sections, sections
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.sections import Model
+from herd.llama3.recipe.units import Share, Span, Tokens
 
 Kind = Literal["ladder", "mix", "annealing", "compare"]
 KINDS: tuple[Kind, ...] = ("ladder", "mix", "annealing", "compare")

@@ -11,15 +11,15 @@ from typing import Literal
 
 import numpy as np
 
-from llama3.evaluate.suite import BPB
-from llama3.recipe.units import Share
-from llama3.studies.chinchilla import Chinchilla
-from llama3.studies.effects import comparison_flags, default_scores, findings
-from llama3.studies.forecast import Interval
-from llama3.studies.isoflop import IsoflopFit, NoLawError, Optimum, TokenLaw
-from llama3.studies.mixture import Mixture, Proposal, pareto
-from llama3.studies.results import HELPS, HURTS, NOTHING, Finding, RunResult, StudyVerdict
-from llama3.tokens.mix import apportion
+from herd.llama3.evaluate.suite import BPB
+from herd.llama3.recipe.units import Share
+from herd.llama3.studies.chinchilla import Chinchilla
+from herd.llama3.studies.effects import comparison_flags, default_scores, findings
+from herd.llama3.studies.forecast import Interval
+from herd.llama3.studies.isoflop import IsoflopFit, NoLawError, Optimum, TokenLaw
+from herd.llama3.studies.mixture import Mixture, Proposal, pareto
+from herd.llama3.studies.results import HELPS, HURTS, NOTHING, Finding, RunResult, StudyVerdict
+from herd.llama3.tokens.mix import apportion
 
 WIDE = 10.0
 """An interval of tokens is flagged as too wide if its ends differ by a larger factor."""

@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from random import Random
 
-from llama3.tokens.vocabulary import special_tokens
+from herd.llama3.tokens.vocabulary import special_tokens
 
 SEED = 20_240_731
 COUNT = 30_000

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.tokens.tokenizer import Tokenizer
 
 ROLES = ("system", "user", "assistant")
 END_OF_TURN = "<|eot_id|>"

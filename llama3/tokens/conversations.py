@@ -19,20 +19,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llama3.data.mapreduce import hash_threshold
-from llama3.data.readers.files import SourceError
-from llama3.recipe.base import CONVERSATIONS, DOMAINS
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.schema import Recipe
-from llama3.recipe.units import Tokens
-from llama3.tokens.chat import PADDING, encode_conversation, special_id
-from llama3.tokens.interleave import MixtureInterleaver
-from llama3.tokens.kernels import IGNORED, Ints
-from llama3.tokens.shards import token_dtype
-from llama3.tokens.source_stream import shuffled_order
-from llama3.tokens.stream import TokenStream
-from llama3.tokens.tokenizer import Tokenizer
-from storage.filesystem import write_atomic
+from herd.llama3.data.mapreduce import hash_threshold
+from herd.llama3.data.readers.files import SourceError
+from herd.llama3.recipe.base import CONVERSATIONS, DOMAINS
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.units import Tokens
+from herd.llama3.tokens.chat import PADDING, encode_conversation, special_id
+from herd.llama3.tokens.interleave import MixtureInterleaver
+from herd.llama3.tokens.kernels import IGNORED, Ints
+from herd.llama3.tokens.shards import token_dtype
+from herd.llama3.tokens.source_stream import shuffled_order
+from herd.llama3.tokens.stream import TokenStream
+from herd.llama3.tokens.tokenizer import Tokenizer
+from herd.storage.filesystem import write_atomic
 
 NAME = "conversations.json"
 HELD_OUT = "held-out.jsonl"
@@ -56,8 +56,8 @@ def prepare_conversations(recipe: Recipe, tokenizer: Tokenizer, folder: Path) ->
     `licenses`, and by sequence length `packing`: sequences, padding, cut and dropped conversations. Raises SourceError
     for a broken row and sources without a training conversation, ValueError for a tokenizer without the special tokens.
     """
-    from llama3.data.readers.conversations import read_conversations  # a trainer reads no source
-    from llama3.data.readers.sources import source_names
+    from herd.llama3.data.readers.conversations import read_conversations  # a trainer reads no source
+    from herd.llama3.data.readers.sources import source_names
 
     ids, mask, lengths = array("I"), bytearray(), array("q")
     seen: set[bytes] = set()

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from llama3.recipe.base import Domain
+from herd.llama3.recipe.base import Domain
 
 Split = Literal["train", "held_out"]
 

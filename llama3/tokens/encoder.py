@@ -27,10 +27,10 @@ import pyarrow.compute as pc
 import tiktoken
 from numpy.typing import NDArray
 
-from llama3.tokens.adversarial_strings import adversarial_strings
-from llama3.tokens.hf_tokenizer import byte_level_json
-from llama3.tokens.vocabulary import PATTERN
-from storage.filesystem import cache_folder, write_atomic
+from herd.llama3.tokens.adversarial_strings import adversarial_strings
+from herd.llama3.tokens.hf_tokenizer import byte_level_json
+from herd.llama3.tokens.vocabulary import PATTERN
+from herd.storage.filesystem import cache_folder, write_atomic
 
 Ids = NDArray[np.uint32]
 Flat = tuple[Ids, NDArray[np.int64]]

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
-from llama3.tokens.shards import COUNTED
-from llama3.tokens.stream import DocumentUse, TokenStream
-from llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.shards import COUNTED
+from herd.llama3.tokens.stream import DocumentUse, TokenStream
+from herd.llama3.tokens.tokenizer import Tokenizer
 
 PIECE = 2**20
 """Positions that the first search for document ranges covers."""

@@ -15,8 +15,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from llama3.tokens.kernels import Ints, interleave_into
-from llama3.tokens.mix import apportion
+from herd.llama3.tokens.kernels import Ints, interleave_into
+from herd.llama3.tokens.mix import apportion
 
 SHORTEST_BLOCK, LONGEST_BLOCK = 256, 4096
 """Units per block: short blocks are slow to read, long ones slow to order. Neither bound affects exactness."""

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-import llama3.data.kernels  # noqa: F401  (one folder of machine code: without it, some processes compile these again)
+import herd.llama3.data.kernels  # noqa: F401  (one folder of machine code: without it, some processes compile these again)
 
 Ints = NDArray[np.int64]
 IGNORED = -100

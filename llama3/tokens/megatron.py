@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llama3.tokens.kernels import Ints
-from storage.objects import atomic_file
-from storage.page_cache import ensure_local
+from herd.llama3.tokens.kernels import Ints
+from herd.storage.objects import atomic_file
+from herd.storage.page_cache import ensure_local
 
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\0\0"
@@ -77,7 +77,7 @@ def encode_index(lengths: Ints, dtype: np.dtype[Any]) -> bytes:
 
 
 def open_pair(stem: Path) -> IndexedDataset:
-    """Map a pair into memory; in a lazy folder, pages that are not held read as zeros (`storage.page_cache`).
+    """Map a pair into memory; in a lazy folder, pages that are not held read as zeros (`herd.storage.page_cache`).
 
     Raises ValueError if the .idx is of another format.
     """

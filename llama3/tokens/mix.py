@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from llama3.recipe.base import DOMAINS, Domain
-from llama3.recipe.schema import Recipe
+from herd.llama3.recipe.base import DOMAINS, Domain
+from herd.llama3.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)

@@ -21,16 +21,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from llama3.data.mapreduce import run_serial, write_table
-from llama3.recipe.base import Domain
-from llama3.recipe.schema import Recipe
-from llama3.tokens.kernels import Ints, add_begin_end
-from llama3.tokens.megatron import NARROW_ROWS, write_pair
-from llama3.tokens.mix import MixDataset, mix_datasets
-from llama3.tokens.tokenizer import Tokenizer
-from storage.digests import parallel_map
-from storage.objects import atomic_file, file_names, local_folder, open_file
-from storage.page_cache import ensure_local
+from herd.llama3.data.mapreduce import run_serial, write_table
+from herd.llama3.recipe.base import Domain
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.kernels import Ints, add_begin_end
+from herd.llama3.tokens.megatron import NARROW_ROWS, write_pair
+from herd.llama3.tokens.mix import MixDataset, mix_datasets
+from herd.llama3.tokens.tokenizer import Tokenizer
+from herd.storage.digests import parallel_map
+from herd.storage.objects import atomic_file, file_names, local_folder, open_file
+from herd.storage.page_cache import ensure_local
 
 Counts = dict[str, list[int]]
 """Value -> tokens and documents."""

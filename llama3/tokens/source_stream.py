@@ -20,11 +20,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llama3.tokens.kernels import Ints, gather_tokens, permute
-from llama3.tokens.megatron import open_pair
-from llama3.tokens.shards import ROW_GROUP, Counts, add_counts
-from storage.digests import PAGE
-from storage.page_cache import LazyFolder, ensure_local, lazy_folder_of
+from herd.llama3.tokens.kernels import Ints, gather_tokens, permute
+from herd.llama3.tokens.megatron import open_pair
+from herd.llama3.tokens.shards import ROW_GROUP, Counts, add_counts
+from herd.storage.digests import PAGE
+from herd.storage.page_cache import LazyFolder, ensure_local, lazy_folder_of
 
 # The shuffled order of a dataset's documents in each epoch: deterministic, in bounded memory.
 #
@@ -147,7 +147,7 @@ class PagedBins:
     def pieces(self, runs: CopyRanges, itemsize: int) -> Iterator[CopyRanges]:
         """Yield `runs`, cut at page boundaries, a few pages at a time; the pages stay cached until the next iteration.
 
-        Raises storage.object_artifact.WrongBytes and OSError.
+        Raises herd.storage.object_artifact.WrongBytes and OSError.
         """
         page_runs, pages = self._cut(runs, PAGE // itemsize)
         order = np.argsort(pages, kind="stable")

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from llama3.recipe.base import DOMAINS, Domain
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.schema import Recipe
-from llama3.tokens.interleave import MixtureInterleaver, UnitAssignment
-from llama3.tokens.kernels import Ints, fold_window
-from llama3.tokens.mix import MixDataset, dataset_shares, mix_datasets
-from llama3.tokens.shards import COUNTED, Counts, add_counts, read_index
-from llama3.tokens.source_stream import Documents, SourceStream
+from herd.llama3.recipe.base import DOMAINS, Domain
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.interleave import MixtureInterleaver, UnitAssignment
+from herd.llama3.tokens.kernels import Ints, fold_window
+from herd.llama3.tokens.mix import MixDataset, dataset_shares, mix_datasets
+from herd.llama3.tokens.shards import COUNTED, Counts, add_counts, read_index
+from herd.llama3.tokens.source_stream import Documents, SourceStream
 
 PAST_END = -1
 """Domain of the token after the run's last token."""

@@ -21,15 +21,22 @@ from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import Tokenizer as Trainable
 
-from llama3.data.text.words import WORD
-from llama3.recipe.base import DOMAINS, Domain
-from llama3.recipe.schema import Recipe
-from llama3.tokens.adversarial_strings import random_strings
-from llama3.tokens.documents import first_documents, read_texts
-from llama3.tokens.encoder import Encoder, Flat, Ids, TiktokenEncoder, encoder_for
-from llama3.tokens.hf_tokenizer import BYTE, CHARACTER, hugging_face_config, hugging_face_json
-from llama3.tokens.vocabulary import PATTERN, PLACES, check_vocabulary, parse_tiktoken, special_tokens, tiktoken_bytes
-from storage.filesystem import filesystem_of, is_local, local_path, write_atomic
+from herd.llama3.data.text.words import WORD
+from herd.llama3.recipe.base import DOMAINS, Domain
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.adversarial_strings import random_strings
+from herd.llama3.tokens.documents import first_documents, read_texts
+from herd.llama3.tokens.encoder import Encoder, Flat, Ids, TiktokenEncoder, encoder_for
+from herd.llama3.tokens.hf_tokenizer import BYTE, CHARACTER, hugging_face_config, hugging_face_json
+from herd.llama3.tokens.vocabulary import (
+    PATTERN,
+    PLACES,
+    check_vocabulary,
+    parse_tiktoken,
+    special_tokens,
+    tiktoken_bytes,
+)
+from herd.storage.filesystem import filesystem_of, is_local, local_path, write_atomic
 
 MODEL_FILE = "tokenizer.model"
 DOCUMENTS = 256

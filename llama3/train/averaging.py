@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from llama3.recipe.schedule import StageSpan
-from llama3.train import metrics
-from llama3.train.journal import Record
+from herd.llama3.recipe.schedule import StageSpan
+from herd.llama3.train import metrics
+from herd.llama3.train.journal import Record
 
 if TYPE_CHECKING:  # a report reads a choice without torch
-    from llama3.train.state import TrainState
-    from llama3.train.validation import Validator
+    from herd.llama3.train.state import TrainState
+    from herd.llama3.train.validation import Validator
 
 FILE = "average.json"
 Kept = Literal["average", "last"]

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from llama3.train.journal import SkippedRange
+from herd.llama3.train.journal import SkippedRange
 
 if TYPE_CHECKING:
-    from llama3.train.data_loader import Step
+    from herd.llama3.train.data_loader import Step
 
 
 def log(line: str) -> None:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llama3.parallel.mesh import ParallelContext
-from llama3.recipe.schedule import StageSpan
-from llama3.tokens.conversations import ConversationStream
-from llama3.tokens.stream import TokenStream
+from herd.llama3.parallel.mesh import ParallelContext
+from herd.llama3.recipe.schedule import StageSpan
+from herd.llama3.tokens.conversations import ConversationStream
+from herd.llama3.tokens.stream import TokenStream
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def local_batch(batch: TokenBatch, world: ParallelContext) -> LocalBatch:
     documents = batch.documents_BS if batch.documents_BS.any() else None  # numbered from 0
     columns = [batch.tokens_BS, batch.targets_BS, batch.domains_BS]
     if context.size > 1:
-        from llama3.parallel.comms import cp_positions
+        from herd.llama3.parallel.comms import cp_positions
 
         positions = cp_positions(batch.tokens_BS.shape[1], context.size)[context.rank]
         columns = [column[:, positions] for column in columns]

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError
 
-from llama3.train import metrics
-from llama3.train.callbacks import log
-from llama3.train.job import Attempt, host_name
-from llama3.train.journal import Tail
+from herd.llama3.train import metrics
+from herd.llama3.train.callbacks import log
+from herd.llama3.train.job import Attempt, host_name
+from herd.llama3.train.journal import Tail
 
 if TYPE_CHECKING:
     import torch
 
-    from llama3.parallel.mesh import Axis, ParallelContext
+    from herd.llama3.parallel.mesh import Axis, ParallelContext
 
 XIDS = {
     48: "double-bit ECC error",

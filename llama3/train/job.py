@@ -13,10 +13,10 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from llama3.parallel.layout import Backend, Layout
-from llama3.recipe.load import to_yaml
-from llama3.recipe.schema import Recipe
-from llama3.train.profiler import Profile
+from herd.llama3.parallel.layout import Backend, Layout
+from herd.llama3.recipe.load import to_yaml
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.train.profiler import Profile
 
 TERMINATED = 128 + signal.SIGTERM
 HUNG = 124
@@ -88,12 +88,12 @@ class HourlyCosts(BaseModel):
 
 
 class TrainJob(BaseModel):
-    """The job file of `python -m llama3.train.main`; recipe, stage, data, parent and start decide the result."""
+    """The job file of `python -m herd.llama3.train.main`; recipe, stage, data, parent and start decide the result."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     program: Literal["train"] = "train"
-    """Tells the launch agent to run `llama3.train.main`."""
+    """Tells the launch agent to run `herd.llama3.train.main`."""
     recipe: Path
     """The resolved recipe, YAML."""
     stage: str
@@ -152,7 +152,7 @@ class Attempt(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     job: Path
-    """The job file: of `llama3.train.main`, or of the main module of another package that it names as its `program`."""
+    """The job file: of `herd.llama3.train.main`, or of the main module of the package that it names as `program`."""
     logs: Path
     """Folder for `rank-<r>.log` and `node-<n>.json`; shared by all nodes."""
     processes: int = Field(default=1, ge=1)

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from storage.filesystem import write_atomic
+from herd.storage.filesystem import write_atomic
 
 FIRST_READ = 2**16
 SKIPS = "skips.json"

@@ -1,7 +1,7 @@
 """The launch agent of a node: imports torch once, forks the ranks of the node, watches them, reports how they end.
 
-    python -m llama3.train.launch JOB.json --processes 16 --per-node 8 --node 1 --address HOST --port PORT --logs FOLDER
-    python -m llama3.train.launch --serve        # one attempt for each JSON line on stdin
+    python -m herd.llama3.train.launch JOB.json --processes 16 --per-node 8 --node 1 --address HOST --port N --logs DIR
+    python -m herd.llama3.train.launch --serve        # one attempt for each JSON line on stdin
 
 It replaces torchrun, with the same environment variables for the ranks.
 """
@@ -27,8 +27,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from llama3.train import health
-from llama3.train.job import (
+from herd.llama3.train import health
+from herd.llama3.train.job import (
     OUT_OF_MEMORY,
     SETTLE_S,
     TERMINATED,
@@ -41,19 +41,19 @@ from llama3.train.job import (
     last_lines,
     program_of,
 )
-from llama3.train.journal import end_attempt
-from llama3.train.main import exit_process
-from storage.filesystem import write_atomic
-from storage.processes import die_with_parent, free_port, memory_kills
+from herd.llama3.train.journal import end_attempt
+from herd.llama3.train.main import exit_process
+from herd.storage.filesystem import write_atomic
+from herd.storage.processes import die_with_parent, free_port, memory_kills
 
 PRELOADED = (
-    "llama3.train.main",
-    "llama3.train.trainer",
+    "herd.llama3.train.main",
+    "herd.llama3.train.trainer",
     "torch._dynamo",  # the first optimizer step imports it, 1 s
     "torch.fx.experimental.symbolic_shapes",  # and the first weights this, 0.5 s
     "torch.distributed.checkpoint.hf_storage",
     "pyarrow.parquet",
-    "llama3.evaluate.evaluate",  # 0.3 s
+    "herd.llama3.evaluate.evaluate",  # 0.3 s
     "pandas",  # pyarrow imports it with the first list or array that it converts, 0.3 to 0.8 s
 )
 WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
@@ -166,7 +166,7 @@ def preload() -> None:
     """Import what every rank needs. Nothing here may start a computing thread or touch CUDA: the process will fork."""
     for name in PRELOADED:
         importlib.import_module(name)
-    from llama3.tokens.interleave import interleave_evenly
+    from herd.llama3.tokens.interleave import interleave_evenly
 
     interleave_evenly((1, 1))  # the first call of any numba kernel imports numba's typing rules, 1 to 3 s
     gc.freeze()  # otherwise garbage collection copies every shared page in every rank
@@ -195,7 +195,7 @@ def _fork(attempt: Attempt, rank: int, port: int, mask: set[int]) -> int:
         }
         os.environ.update({name: str(value) for name, value in numbers.items()}, MASTER_ADDR=attempt.address)
         os.environ[health.LOGS] = str(attempt.logs)
-        program = importlib.import_module(f"llama3.{program_of(attempt.job)}.main")
+        program = importlib.import_module(f"herd.llama3.{program_of(attempt.job)}.main")
         exit_process(program.main([str(attempt.job)]))
     except BaseException:
         traceback.print_exc()
@@ -214,7 +214,7 @@ def _begin_child(agent: int, name: str, mask: set[int]) -> None:
 
 def agent(arguments: list[str]) -> int:
     """Run the attempt given by `arguments`, or all attempts from stdin; return the exit status."""
-    parser = argparse.ArgumentParser("python -m llama3.train.launch", description="Start the ranks of one node.")
+    parser = argparse.ArgumentParser("python -m herd.llama3.train.launch", description="Start the ranks of one node.")
     parser.add_argument("job", nargs="?", type=Path)
     parser.add_argument("--serve", action="store_true", help="take attempts as JSON lines from stdin instead")
     for name, kind in (("processes", int), ("per-node", int), ("node", int), ("address", str), ("port", int)):

@@ -17,17 +17,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llama3.parallel.mesh import ParallelContext
-from llama3.recipe.schedule import StageSpan
-from llama3.recipe.schema import Recipe
-from llama3.recipe.sections import Spikes
-from llama3.tokens.inspect import inspect, stream_position
-from llama3.train import metrics
-from llama3.train.callbacks import Callback, StepDecision, StepResult, log
-from llama3.train.data_loader import Step, steps_from
-from llama3.train.job import TrainJob
-from llama3.train.journal import Record, SkippedRange, SkippedRanges
-from storage.filesystem import write_atomic
+from herd.llama3.parallel.mesh import ParallelContext
+from herd.llama3.recipe.schedule import StageSpan
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.sections import Spikes
+from herd.llama3.tokens.inspect import inspect, stream_position
+from herd.llama3.train import metrics
+from herd.llama3.train.callbacks import Callback, StepDecision, StepResult, log
+from herd.llama3.train.data_loader import Step, steps_from
+from herd.llama3.train.job import TrainJob
+from herd.llama3.train.journal import Record, SkippedRange, SkippedRanges
+from herd.storage.filesystem import write_atomic
 
 SMALLEST = 1e-6
 """Smallest spread, as a fraction of the mean (or of 1, if that is larger): smaller differences are rounding."""

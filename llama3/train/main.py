@@ -1,4 +1,4 @@
-"""The trainer process: `python -m llama3.train.main JOB.json`, alone or under torchrun.
+"""The trainer process: `python -m herd.llama3.train.main JOB.json`, alone or under torchrun.
 
 Exit status 0: `result` is complete. 143: stopped by SIGTERM, a checkpoint is saved. 2: a mistake of the user, or the
 recipe ends the run at a bad step. 1: a fault. After 1 and 2 the last line on stderr gives the reason. An invalid job is
@@ -17,10 +17,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn
 
-from llama3.recipe.load import load_recipe
-from llama3.train.job import TERMINATED, TrainJob, host_name
-from storage.artifact import verify_folder
-from storage.lease import LeaseHeld, folder_lease
+from herd.llama3.recipe.load import load_recipe
+from herd.llama3.train.job import TERMINATED, TrainJob, host_name
+from herd.storage.artifact import verify_folder
+from herd.storage.lease import LeaseHeld, folder_lease
 
 REFUSED = 2
 """Exit status of errors that another attempt would repeat."""
@@ -41,11 +41,11 @@ def train(job: TrainJob) -> bool:
 
         import torch
 
-        from llama3.model.linear import use_reproducible_matmul
-        from llama3.parallel.mesh import init_distributed
-        from llama3.train.health import measure_nodes
-        from llama3.train.profiler import dump_flight, prepare
-        from llama3.train.trainer import Trainer
+        from herd.llama3.model.linear import use_reproducible_matmul
+        from herd.llama3.parallel.mesh import init_distributed
+        from herd.llama3.train.health import measure_nodes
+        from herd.llama3.train.profiler import dump_flight, prepare
+        from herd.llama3.train.trainer import Trainer
 
         prepare(job.profile, job.work)
         for folder in (job.tokens, job.conversations, job.start):  # checkpoints are verified when loaded
@@ -97,5 +97,5 @@ def exit_process(status: int) -> NoReturn:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m llama3.train.main JOB.json")
+        sys.exit("usage: python -m herd.llama3.train.main JOB.json")
     exit_process(main(sys.argv[1:]))

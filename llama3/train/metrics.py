@@ -69,7 +69,7 @@ LOST_TOKENS = "recovery/lost_tokens"  # Tokens that had to be trained again
 REPLAY_MAX_ABS_DIFF = "recovery/replay_max_abs_diff"
 """Largest difference of loss or gradient norm between a replayed step and its first run; 0 is bit for bit."""
 
-# Health of the nodes (`llama3.train.health`), over all of an attempt's nodes and the time since the last point
+# Health of the nodes (`herd.llama3.train.health`), over all of an attempt's nodes and the time since the last point
 GPU_UTILIZATION = "system/gpu_utilization"  # Fraction of the time in which a kernel ran; mean of the GPUs
 GPU_TEMPERATURE = "system/gpu_temperature_c"  # The hottest GPU
 GPU_POWER = "system/gpu_power_w"  # Mean of the GPUs

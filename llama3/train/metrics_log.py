@@ -17,19 +17,19 @@ from pathlib import Path
 import psutil
 import torch
 
-from llama3.model.flops import flops_per_token
-from llama3.parallel.mesh import ParallelContext
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.schema import Recipe
-from llama3.recipe.units import tokens as readable
-from llama3.tokens.conversations import ConversationStream
-from llama3.tokens.stream import TokenStream
-from llama3.train import metrics
-from llama3.train.callbacks import Callback, StepResult, StepTiming, log
-from llama3.train.data_loader import Step
-from llama3.train.device import describe_device, device_name, peak_flops
-from llama3.train.job import HourlyCosts, PredictedStepTimes
-from llama3.train.journal import (
+from herd.llama3.model.flops import flops_per_token
+from herd.llama3.parallel.mesh import ParallelContext
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.units import tokens as readable
+from herd.llama3.tokens.conversations import ConversationStream
+from herd.llama3.tokens.stream import TokenStream
+from herd.llama3.train import metrics
+from herd.llama3.train.callbacks import Callback, StepResult, StepTiming, log
+from herd.llama3.train.data_loader import Step
+from herd.llama3.train.device import describe_device, device_name, peak_flops
+from herd.llama3.train.job import HourlyCosts, PredictedStepTimes
+from herd.llama3.train.journal import (
     Journal,
     Record,
     Rewind,
@@ -41,7 +41,7 @@ from llama3.train.journal import (
     read_journal,
     read_rewinds,
 )
-from llama3.train.loss_spikes import history
+from herd.llama3.train.loss_spikes import history
 
 GIB = 2**30
 RATE_STEPS = 20

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from llama3.train.callbacks import Callback, log
-from storage.filesystem import write_atomic
+from herd.llama3.train.callbacks import Callback, log
+from herd.storage.filesystem import write_atomic
 
 if TYPE_CHECKING:  # a job file is checked before torch is imported
     import torch
 
-    from llama3.train.data_loader import Step
+    from herd.llama3.train.data_loader import Step
 
 FOLDER = "profile"
 MEMORY_EVENTS = 200_000

@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from llama3.model.init import empty_model, initial_value
-from llama3.model.linear import check_device, use_float8
-from llama3.model.param_table import param_row
-from llama3.model.transformer import Transformer
-from llama3.parallel.mesh import ParallelContext, to_local
-from llama3.recipe.schema import Recipe
-from llama3.recipe.sections import Optimizer
+from herd.llama3.model.init import empty_model, initial_value
+from herd.llama3.model.linear import check_device, use_float8
+from herd.llama3.model.param_table import param_row
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.parallel.mesh import ParallelContext, to_local
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.sections import Optimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 EXACT_ENOUGH = 1e-3
@@ -34,7 +34,7 @@ class Precision:
     compute: torch.dtype | None = None
     """None: as `master`."""
     float8: bool = False
-    """Whether products in the blocks are in float8 (see `llama3.model.linear`)."""
+    """Whether products in the blocks are in float8 (see `herd.llama3.model.linear`)."""
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, device: torch.device) -> Precision:
@@ -110,7 +110,7 @@ class TrainState:
                     block.compile()
             self.parts = {0: model}
         else:
-            from llama3.parallel.parallelize import empty_parts  # 0.7 s of imports that one process does not need
+            from herd.llama3.parallel.parallelize import empty_parts  # 0.7 s of imports that one process does not need
 
             self.parts = empty_parts(
                 recipe.model, rows, world, precision.master, precision.compute, exact, precision.float8
@@ -145,7 +145,7 @@ class TrainState:
                 for name, parameter in self.parameters.items():
                     parameter.copy_(value(name, parameter.shape))
             return
-        from llama3.parallel.parallelize import fill
+        from herd.llama3.parallel.parallelize import fill
 
         fill(self.parts.values(), value, world)
 

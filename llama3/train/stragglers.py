@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from llama3.parallel.mesh import ParallelContext
-from llama3.train import metrics
-from llama3.train.callbacks import Callback, StepResult, log
-from llama3.train.data_loader import Step
-from llama3.train.train_step import PendingTensor
+from herd.llama3.parallel.mesh import ParallelContext
+from herd.llama3.train import metrics
+from herd.llama3.train.callbacks import Callback, StepResult, log
+from herd.llama3.train.data_loader import Step
+from herd.llama3.train.train_step import PendingTensor
 
 EVERY = 50
 """Steps from one measured step to the next."""

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llama3.model.loss import NO_TARGET
-from llama3.parallel.mesh import ParallelContext, to_local
-from llama3.recipe.base import CONVERSATIONS, DOMAINS
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
-from llama3.train.callbacks import StepResult
-from llama3.train.data_loader import LocalBatch, Step
-from llama3.train.device import DeviceTime
-from llama3.train.job import TrainJob
-from llama3.train.loss_spikes import SpikeGuard
-from llama3.train.profiler import record_function
-from llama3.train.state import TrainState
+from herd.llama3.model.loss import NO_TARGET
+from herd.llama3.parallel.mesh import ParallelContext, to_local
+from herd.llama3.recipe.base import CONVERSATIONS, DOMAINS
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.train.callbacks import StepResult
+from herd.llama3.train.data_loader import LocalBatch, Step
+from herd.llama3.train.device import DeviceTime
+from herd.llama3.train.job import TrainJob
+from herd.llama3.train.loss_spikes import SpikeGuard
+from herd.llama3.train.profiler import record_function
+from herd.llama3.train.state import TrainState
 
 
 class PendingTensor:
@@ -76,7 +76,7 @@ class Engine:
         self.micro_batch = 1 if job.deterministic else job.micro_batch
         self.pipeline: Any = None
         if world.layout.pp > 1:
-            from llama3.parallel.pipeline import Pipeline  # torch's pipelining takes a second to import
+            from herd.llama3.parallel.pipeline import Pipeline  # torch's pipelining takes a second to import
 
             self.pipeline = Pipeline(dict(state.parts), world)
 
@@ -85,7 +85,7 @@ class Engine:
 
         `stop` and `save` are the requests of this process; the result says whether any process has made them.
         """
-        from llama3.parallel.parallelize import last_micro_batch
+        from herd.llama3.parallel.parallelize import last_micro_batch
 
         state, world = self.state, self.world
         parameters = list(state.parameters.values())
@@ -145,7 +145,7 @@ class Engine:
                 batch.tokens_BS, batch.documents_BS, batch.targets_BS, micro_batch
             )
             return nll_BS
-        from llama3.parallel.parallelize import release
+        from herd.llama3.parallel.parallelize import release
 
         model, nll = self.state.parts[0], []
         for first in range(0, sequences, self.micro_batch):

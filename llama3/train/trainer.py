@@ -17,34 +17,34 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llama3.model.files import open_model, save_model
-from llama3.parallel.mesh import ParallelContext, run_on_rank0_and_broadcast
-from llama3.recipe.frozen import check_frozen_fields
-from llama3.recipe.load import RecipeError, load_recipe, to_yaml
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.schema import Recipe, check_batches
-from llama3.recipe.units import Cadence
-from llama3.tokens.conversations import ConversationStream
-from llama3.tokens.stream import TokenStream
-from llama3.train import metrics
-from llama3.train.averaging import FILE, Averaging, averaged_validation, select_weights
-from llama3.train.callbacks import Callback, StepDecision, StepResult, StepTiming, log
-from llama3.train.checkpoint.dcp import save_state
-from llama3.train.checkpoint.manager import Checkpoints, SaveFailed, load_state
-from llama3.train.checkpoint.manifest import CheckpointManifest
-from llama3.train.data_loader import Batches, Step, read_ahead, steps_from
-from llama3.train.device import ENVIRONMENT, DeviceTime, describe_environment, describe_links, device_name
-from llama3.train.job import StopEstimate, TrainJob
-from llama3.train.journal import SkippedRanges, discard_after, read_journal, to_parquet
-from llama3.train.loss_spikes import Incidents, SpikeDetector, SpikeGuard, SpikeRollback, TrainingStopped
-from llama3.train.metrics_log import DataShares, Recorder
-from llama3.train.profiler import HangStacks, Profiler
-from llama3.train.state import Precision, TrainState
-from llama3.train.stragglers import Stragglers
-from llama3.train.train_step import Engine, Pending
-from llama3.train.validation import ValidationRows, Validator
-from storage.filesystem import sync_folder, write_atomic
-from storage.page_cache import ensure_local, lazy_folder_of
+from herd.llama3.model.files import open_model, save_model
+from herd.llama3.parallel.mesh import ParallelContext, run_on_rank0_and_broadcast
+from herd.llama3.recipe.frozen import check_frozen_fields
+from herd.llama3.recipe.load import RecipeError, load_recipe, to_yaml
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schema import Recipe, check_batches
+from herd.llama3.recipe.units import Cadence
+from herd.llama3.tokens.conversations import ConversationStream
+from herd.llama3.tokens.stream import TokenStream
+from herd.llama3.train import metrics
+from herd.llama3.train.averaging import FILE, Averaging, averaged_validation, select_weights
+from herd.llama3.train.callbacks import Callback, StepDecision, StepResult, StepTiming, log
+from herd.llama3.train.checkpoint.dcp import save_state
+from herd.llama3.train.checkpoint.manager import Checkpoints, SaveFailed, load_state
+from herd.llama3.train.checkpoint.manifest import CheckpointManifest
+from herd.llama3.train.data_loader import Batches, Step, read_ahead, steps_from
+from herd.llama3.train.device import ENVIRONMENT, DeviceTime, describe_environment, describe_links, device_name
+from herd.llama3.train.job import StopEstimate, TrainJob
+from herd.llama3.train.journal import SkippedRanges, discard_after, read_journal, to_parquet
+from herd.llama3.train.loss_spikes import Incidents, SpikeDetector, SpikeGuard, SpikeRollback, TrainingStopped
+from herd.llama3.train.metrics_log import DataShares, Recorder
+from herd.llama3.train.profiler import HangStacks, Profiler
+from herd.llama3.train.state import Precision, TrainState
+from herd.llama3.train.stragglers import Stragglers
+from herd.llama3.train.train_step import Engine, Pending
+from herd.llama3.train.validation import ValidationRows, Validator
+from herd.storage.filesystem import sync_folder, write_atomic
+from herd.storage.page_cache import ensure_local, lazy_folder_of
 
 GROUP_BYTES = 2**30
 """Bytes of tensors that `final_weights` holds at a time."""

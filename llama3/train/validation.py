@@ -18,17 +18,17 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from llama3.evaluate.held_out import ValidationDocument
-from llama3.recipe.base import DOMAINS, Domain
-from llama3.recipe.schema import Recipe
-from llama3.train import metrics
-from llama3.train.callbacks import Callback, StepResult
+from herd.llama3.evaluate.held_out import ValidationDocument
+from herd.llama3.recipe.base import DOMAINS, Domain
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.train import metrics
+from herd.llama3.train.callbacks import Callback, StepResult
 
 if TYPE_CHECKING:  # the supervising process works without torch
     from torch import Tensor
 
-    from llama3.parallel.mesh import ParallelContext
-    from llama3.train.data_loader import LocalBatch, Step
+    from herd.llama3.parallel.mesh import ParallelContext
+    from herd.llama3.train.data_loader import LocalBatch, Step
 
     Nll = Callable[[LocalBatch], Tensor | None]
 
@@ -36,7 +36,7 @@ FILE = "held-out.safetensors"
 BYTES = "bytes"
 COLUMNS = ("tokens_BS", "targets_BS", "documents_BS", "domains_BS")
 NO_TARGET = -100
-"""llama3.model.loss.NO_TARGET, torch's own choice."""
+"""herd.llama3.model.loss.NO_TARGET, torch's own choice."""
 FORWARD = 1 / 3
 """Cost of scoring a token relative to training on it: one of the three matrix products of a step."""
 AUTO_SHARE = 0.01
@@ -130,7 +130,7 @@ class Validator(Callback):
         import torch
         from torch.nn import functional as F
 
-        from llama3.train.data_loader import TokenBatch, local_batch
+        from herd.llama3.train.data_loader import TokenBatch, local_batch
 
         self.held, self.recipe, self.always, self.world, self.nll = held, recipe, always, world, nll
         rows, seq_len = held.columns[COLUMNS[0]].shape
@@ -156,7 +156,7 @@ class Validator(Callback):
 
     def scores(self) -> dict[str, float]:
         """Return the metrics of the present weights. Every process calls it."""
-        from llama3.train.train_step import tally
+        from herd.llama3.train.train_step import tally
 
         nll_D = self.world.sum(tally(self.nll(self.batch), self.batch, self.world))[:, 0].tolist()
         bits = {domain: nll_D[DOMAINS.index(domain)] / math.log(2) for domain in self.held.bytes}

@@ -16,11 +16,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from llama3.recipe.schedule import StageSpan
-from llama3.train.job import GRACE_S, AttemptResult
-from storage.filesystem import write_atomic
-from tasks.cluster import Cluster
-from tasks.errors import TrainingFailed
+from herd.llama3.recipe.schedule import StageSpan
+from herd.llama3.train.job import GRACE_S, AttemptResult
+from herd.storage.filesystem import write_atomic
+from herd.tasks.cluster import Cluster
+from herd.tasks.errors import TrainingFailed
 
 REAP_S = 5.0
 """From the end of the ranks' grace to the end of their agent."""
@@ -33,7 +33,7 @@ NO_OUTCOME = -signal.SIGKILL
 
 
 Excluded = Callable[[], Mapping[str, str]]
-"""Returns the hosts that must not be used now, each with the reason (`tasks.launch.hosts`)."""
+"""Returns the hosts that must not be used now, each with the reason (`herd.tasks.launch.hosts`)."""
 
 
 class Launch(Protocol):
@@ -158,7 +158,7 @@ def agent_command(processes: int, per_node: int) -> str:
     Values that may contain a blank come from `agent_variables`, so that no quotes are needed inside quotes.
     """
     counts = f"--processes {processes} --per-node {per_node}"
-    return f'exec "$HERD_PYTHON" -m llama3.train.launch "$HERD_JOB" --logs "$HERD_LOGS" {counts}'
+    return f'exec "$HERD_PYTHON" -m herd.llama3.train.launch "$HERD_JOB" --logs "$HERD_LOGS" {counts}'
 
 
 def agent_variables(python: str, job: Path, logs: Path) -> dict[str, str]:
@@ -166,7 +166,11 @@ def agent_variables(python: str, job: Path, logs: Path) -> dict[str, str]:
     return {"HERD_PYTHON": python, "HERD_JOB": str(job), "HERD_LOGS": str(logs)}
 
 
-LAUNCHERS = {"local": "tasks.launch.local", "slurm": "tasks.launch.slurm", "kubernetes": "tasks.launch.kubernetes"}
+LAUNCHERS = {
+    "local": "herd.tasks.launch.local",
+    "slurm": "herd.tasks.launch.slurm",
+    "kubernetes": "herd.tasks.launch.kubernetes",
+}
 """A new launcher is a module with `launcher` as those of the others, for a scheduler also `running_job(logs)`, a line
 here, and its settings in `Cluster`."""
 
@@ -174,8 +178,8 @@ here, and its settings in `Cluster`."""
 def launcher_of(cluster: Cluster, name: str, agents: Any, excluded: Excluded = dict) -> Launcher:
     """Return the launcher that `cluster` names; `name` (see `launch_key`) identifies its jobs.
 
-    It starts nothing on the `excluded` hosts. The local one uses `agents` (`tasks.launch.local`). Raises ValueError if
-    its commands are missing on this machine.
+    It starts nothing on the `excluded` hosts. The local one uses `agents` (`herd.tasks.launch.local`). Raises
+    ValueError if its commands are missing on this machine.
     """
     launcher: Launcher = import_module(LAUNCHERS[cluster.launcher]).launcher(cluster, name, agents, excluded)
     return launcher

@@ -19,10 +19,10 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, StringConstraints, ValidationError
 from rich.markup import escape
 
-from llama3.train.health import HealthTail
-from llama3.train.job import AttemptResult, Cause
-from storage.root import Root
-from tasks.format import FittedTable
+from herd.llama3.train.health import HealthTail
+from herd.llama3.train.job import AttemptResult, Cause
+from herd.storage.root import Root
+from herd.tasks.format import FittedTable
 
 FOLDER = "hosts"
 DEATHS, WITHIN_S = 2, 30 * 86_400.0

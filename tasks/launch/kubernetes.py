@@ -17,11 +17,11 @@ from typing import Any
 
 import yaml
 
-from llama3.train.job import AttemptResult, first_failure, read_outcomes
-from storage.filesystem import write_atomic
-from tasks.cluster import Cluster
-from tasks.errors import SchedulerRefused
-from tasks.launch.base import (
+from herd.llama3.train.job import AttemptResult, first_failure, read_outcomes
+from herd.storage.filesystem import write_atomic
+from herd.tasks.cluster import Cluster
+from herd.tasks.errors import SchedulerRefused
+from herd.tasks.launch.base import (
     NO_OUTCOME,
     Excluded,
     agent_command,
@@ -30,7 +30,7 @@ from tasks.launch.base import (
     same_job,
     trainer_environment,
 )
-from tasks.launch.local import Agents
+from herd.tasks.launch.local import Agents
 
 API = {"JobSet": "jobset.x-k8s.io/v1alpha2", "PyTorchJob": "kubeflow.org/v1"}
 ENDED = {"Completed": 0, "Succeeded": 0, "Failed": 1}

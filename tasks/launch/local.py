@@ -21,12 +21,12 @@ from pathlib import Path
 
 import psutil
 
-from llama3.recipe.schema import Recipe
-from llama3.train.job import GRACE_S, SETTLE_S, Attempt, AttemptResult, ending, host_name, last_lines
-from storage.processes import die_with_parent, free_port
-from tasks.cluster import Cluster
-from tasks.errors import InferenceFailed, TrainingFailed
-from tasks.launch.base import NO_OUTCOME, REAP_S, Excluded, trainer_environment
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.train.job import GRACE_S, SETTLE_S, Attempt, AttemptResult, ending, host_name, last_lines
+from herd.storage.processes import die_with_parent, free_port
+from herd.tasks.cluster import Cluster
+from herd.tasks.errors import InferenceFailed, TrainingFailed
+from herd.tasks.launch.base import NO_OUTCOME, REAP_S, Excluded, trainer_environment
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Agents:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             with self.log.open("ab") as output:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "llama3.train.launch", "--serve"],
+                    [sys.executable, "-m", "herd.llama3.train.launch", "--serve"],
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -183,7 +183,7 @@ class InferenceRanks:
             with theirs, self._log(rank).open("wb") as log:
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "llama3.evaluate.distributed", str(theirs.fileno())],
+                    [sys.executable, "-m", "herd.llama3.evaluate.distributed", str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

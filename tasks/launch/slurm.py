@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from llama3.train.job import TERMINATED, AttemptResult, first_failure, last_lines, leave_by, read_outcomes
-from storage.filesystem import write_atomic
-from storage.processes import IMPORT_FOLDER
-from tasks.cluster import Cluster
-from tasks.errors import SchedulerRefused
-from tasks.launch.base import (
+from herd.llama3.train.job import TERMINATED, AttemptResult, first_failure, last_lines, leave_by, read_outcomes
+from herd.storage.filesystem import write_atomic
+from herd.storage.processes import IMPORT_FOLDER
+from herd.tasks.cluster import Cluster
+from herd.tasks.errors import SchedulerRefused
+from herd.tasks.launch.base import (
     NO_OUTCOME,
     Excluded,
     agent_command,
@@ -30,7 +30,7 @@ from tasks.launch.base import (
     same_job,
     trainer_environment,
 )
-from tasks.launch.local import Agents
+from herd.tasks.launch.local import Agents
 
 QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SUSPENDED", "RESIZING")
 USABLE = "idle,mixed,allocated,completing,reserved,planned"

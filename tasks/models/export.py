@@ -2,7 +2,8 @@
 
 The MLflow folder holds `MLmodel`, `served_model.py` (a model from code) and `model` (safetensors, tokenizer), without
 pickle, so it loads with MLFLOW_ALLOW_PICKLE_DESERIALIZATION=false. Serve it with `mlflow models serve -m FOLDER
---env-manager local` where herd is installed. `python -m tasks.models.export FOLDER ANSWER` is the smoke test's process.
+--env-manager local` where herd is installed. `python -m herd.tasks.models.export FOLDER ANSWER` is the smoke test's
+process.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from llama3.evaluate.gate import CheckUnfinished
-from storage.filesystem import write_atomic
-from storage.root import Root
+from herd.llama3.evaluate.gate import CheckUnfinished
+from herd.storage.filesystem import write_atomic
+from herd.storage.root import Root
 
 if TYPE_CHECKING:
-    from llama3.export.convert import Number
+    from herd.llama3.export.convert import Number
 
 Form = Literal["hf", "meta", "meta-safetensors", "gguf", "mlflow"]
 SERVED = "served_model.py"
@@ -46,10 +47,10 @@ def export_model(
     `parts` are Meta's model-parallel ranks, `license` that of the weights. The folder appears whole or not at all.
     Raises ValueError if there is no such model, it does not fit the form, or `target` exists or is not a local path.
     """
-    from llama3.export.card import write_card
-    from llama3.export.convert import convert, staging_folder
-    from tasks.models.lookup import model_folder
-    from tasks.report.card import make_card
+    from herd.llama3.export.card import write_card
+    from herd.llama3.export.convert import convert, staging_folder
+    from herd.tasks.models.lookup import model_folder
+    from herd.tasks.report.card import make_card
 
     if "://" in str(target) or ":/" in str(target):
         raise ValueError(f"{target}: is not a local folder; export to one, then copy it there (aws s3 cp)")
@@ -107,7 +108,7 @@ def smoke_test(model: Path, seconds: float = SMOKE_SECONDS) -> str | None:
         write_served(folder)
         (folder / MODEL).symlink_to(model.resolve(), target_is_directory=True)
         environment = {**os.environ, "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false"}
-        command = [sys.executable, "-m", "tasks.models.export", str(folder), str(answer)]
+        command = [sys.executable, "-m", "herd.tasks.models.export", str(folder), str(answer)]
         end = ""
         for _ in range(TRIES):
             try:
@@ -130,8 +131,8 @@ def _answer(folder: str, answer: Path) -> None:
     """
     import mlflow.pyfunc
 
-    import llama3.evaluate.generate  # noqa: F401  (imports torch: a failed import is not the model's fault)
-    from llama3.export.checks import is_machine_error
+    import herd.llama3.evaluate.generate  # noqa: F401  (imports torch: a failed import is not the model's fault)
+    from herd.llama3.export.checks import is_machine_error
 
     try:
         served = mlflow.pyfunc.load_model(folder)

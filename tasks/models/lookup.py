@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING, Literal
 from rich.markup import escape
 from rich.table import Table
 
-from llama3.parallel.layout import FIELD, Layout
-from llama3.parallel.memory import inference_layout
-from llama3.recipe.sections import Model
-from llama3.recipe.units import Tokens
-from storage.object_artifact import open_store
-from storage.page_cache import lazy_folder
-from storage.processes import processors
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.runs.records import Runs, trained_stages
+from herd.llama3.parallel.layout import FIELD, Layout
+from herd.llama3.parallel.memory import inference_layout
+from herd.llama3.recipe.sections import Model
+from herd.llama3.recipe.units import Tokens
+from herd.storage.object_artifact import open_store
+from herd.storage.page_cache import lazy_folder
+from herd.storage.processes import processors
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.runs.records import Runs, trained_stages
 
 if TYPE_CHECKING:
-    from llama3.evaluate.evaluate import EvaluationResult
-    from llama3.evaluate.generate import Runner
-    from llama3.evaluate.suite import LoadedSuite
-    from llama3.tokens.inspect import Inspection
-    from llama3.tokens.tokenizer import Tokenizer
+    from herd.llama3.evaluate.evaluate import EvaluationResult
+    from herd.llama3.evaluate.generate import Runner
+    from herd.llama3.evaluate.suite import LoadedSuite
+    from herd.llama3.tokens.inspect import Inspection
+    from herd.llama3.tokens.tokenizer import Tokenizer
 
 
 def model_folder(root: Root, name: str) -> Path:
@@ -59,13 +59,13 @@ def label_of_alias(root: Root, family: str, alias: str) -> str | None:
     The promotion log decides; MLflow is asked for an alias that was given by hand, and raises MlflowException if it
     does not answer.
     """
-    from tasks.promotion.log import ALIASES, logged_label
+    from herd.tasks.promotion.log import ALIASES, logged_label
 
     label = logged_label(root, family, alias)
     if label or alias in ALIASES:
         return label or None
-    from tasks.tracking.mlflow import MLflowTracker
-    from tasks.tracking.registry import Registry
+    from herd.tasks.tracking.mlflow import MLflowTracker
+    from herd.tasks.tracking.registry import Registry
 
     version = Registry(MLflowTracker(root, family)).version_with_alias(alias)
     return None if version is None else str(version.tags["herd.artifact"])
@@ -83,8 +83,8 @@ def load_runner(
     """
     import torch
 
-    from llama3.evaluate.generate import ModelRunner
-    from llama3.model.files import load_model, open_model
+    from herd.llama3.evaluate.generate import ModelRunner
+    from herd.llama3.model.files import load_model, open_model
 
     weights = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -94,7 +94,7 @@ def load_runner(
         model = open_model(folder)
         check_layout(model.config, model.rows, layout, gpus)
     elif gpus > 1:
-        from tasks.plan.predict import device_memory
+        from herd.tasks.plan.predict import device_memory
 
         model, device = open_model(folder), device_memory(Cluster())
         itemsize = (weights or model.slice("embedding.weight", slice(0, 0)).dtype).itemsize
@@ -103,8 +103,8 @@ def load_runner(
     if layout.model_parallel == 1:
         yield ModelRunner(load_model(folder, weights, "cuda" if gpus else "cpu"))
         return
-    from llama3.evaluate.distributed import RankJob, SplitRunner
-    from tasks.launch.local import InferenceRanks
+    from herd.llama3.evaluate.distributed import RankJob, SplitRunner
+    from herd.tasks.launch.local import InferenceRanks
 
     count = layout.model_parallel
     threads = max(1, (threads or processors()) // count)
@@ -150,8 +150,8 @@ def evaluate_folder(
     """
     import torch
 
-    from llama3.evaluate.evaluate import evaluate_tasks
-    from llama3.export.convert import load_model_any_format
+    from herd.llama3.evaluate.evaluate import evaluate_tasks
+    from herd.llama3.export.convert import load_model_any_format
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -192,7 +192,7 @@ def generate_text(
 
     Raises ValueError, before anything is generated, if a setting is invalid or the tokenizer is not the model's.
     """
-    from llama3.evaluate.generate import stream
+    from herd.llama3.evaluate.generate import stream
 
     pieces = stream(runner, tokenizer, prompt, count, temperature, top_p, seed, until, top_k, repetition_penalty)
     written = GenerationStats()
@@ -225,8 +225,8 @@ def parse_span(text: str) -> tuple[int, int]:
 
 def inspect_run(root: Root, run: str, tokens: str, limit: int) -> Inspection:
     """Return which documents `run` trains on in the span `tokens`. Raises ValueError if it has no token shards yet."""
-    from llama3.tokens.inspect import inspect, stream_position  # imports numba
-    from llama3.tokens.tokenizer import Tokenizer
+    from herd.llama3.tokens.inspect import inspect, stream_position  # imports numba
+    from herd.llama3.tokens.tokenizer import Tokenizer
 
     start, stop = parse_span(tokens)
     runs, store = Runs(root), open_store(root)

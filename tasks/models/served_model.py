@@ -1,7 +1,7 @@
 """A model as MLflow serves it: this file and, beside it, the folder `model`; no pickle.
 
-`tasks.models.export` copies this file into an MLflow folder, and MLflow runs it to load the model. It needs only the
-installed package herd. An input row is a prompt, an output row its continuation; parameters hold for all rows of a
+`herd.tasks.models.export` copies this file into an MLflow folder, and MLflow runs it to load the model. It needs only
+the installed package herd. An input row is a prompt, an output row its continuation; parameters hold for all rows of a
 request. Rows are answered one after the other, in the stored number format, on the first GPU or else the CPU.
 """
 
@@ -16,9 +16,9 @@ from mlflow.exceptions import MlflowException
 from mlflow.models import set_model
 from mlflow.pyfunc import PythonModel
 
-from llama3.evaluate.generate import stream
-from llama3.model.files import load_model
-from llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.evaluate.generate import stream
+from herd.llama3.model.files import load_model
+from herd.llama3.tokens.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).with_name("model")
 

@@ -10,18 +10,18 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from llama3.model.flops import vocab_rows
-from llama3.recipe.base import NAME
-from llama3.recipe.load import RecipeError
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
-from llama3.tokens.tokenizer import MODEL_FILE, Tokenizer, use_tokenizer
-from storage.artifact import Artifact, Store
-from storage.filesystem import fetched_files, is_local
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.models.lookup import label_of_alias
-from tasks.runs.records import Runs
+from herd.llama3.model.flops import vocab_rows
+from herd.llama3.recipe.base import NAME
+from herd.llama3.recipe.load import RecipeError
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.tokenizer import MODEL_FILE, Tokenizer, use_tokenizer
+from herd.storage.artifact import Artifact, Store
+from herd.storage.filesystem import fetched_files, is_local
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.models.lookup import label_of_alias
+from herd.tasks.runs.records import Runs
 
 KIND = "checkpoint"
 
@@ -106,8 +106,8 @@ def init_from_faults(store: Store, runs: Runs, recipe: Recipe) -> list[str]:
         checkpoint = find_init_checkpoint(store, runs, recipe)
     except RecipeError as error:
         return [str(error)]
-    from llama3.export.convert import compare_shapes  # imports torch
-    from llama3.model.files import CONFIG, read_config
+    from herd.llama3.export.convert import compare_shapes  # imports torch
+    from herd.llama3.model.files import CONFIG, read_config
 
     assert recipe.init_from is not None
     faults = []

@@ -13,15 +13,15 @@ from contextlib import suppress
 
 from rich.table import Table
 
-from llama3.planner.device_curves import BACK, ELEMENTWISE, FORWARD, GEMM, Calibration, Curves, MeasuredPoint
-from storage.artifact import Artifact, ArtifactSpec
-from storage.digests import digest_json
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.console import Console
-from tasks.runs.provenance import code_version
-from tasks.tracking.factory import open_tracker
-from tasks.tracking.tracker import MetricPoint
+from herd.llama3.planner.device_curves import BACK, ELEMENTWISE, FORWARD, GEMM, Calibration, Curves, MeasuredPoint
+from herd.storage.artifact import Artifact, ArtifactSpec
+from herd.storage.digests import digest_json
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.console import Console
+from herd.tasks.runs.provenance import code_version
+from herd.tasks.tracking.factory import open_tracker
+from herd.tasks.tracking.tracker import MetricPoint
 
 KIND, FILE, VERSION = "calibration", "calibration.json", 1
 KEYS = {
@@ -129,7 +129,7 @@ def measure_and_store(
 
     Raises ValueError for no time and for a missing device, before anything is measured.
     """
-    from llama3.planner.calibrate import calibrate  # imports torch
+    from herd.llama3.planner.calibrate import calibrate  # imports torch
 
     began = time.monotonic()
     seen: set[str] = set()

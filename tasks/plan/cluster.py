@@ -20,30 +20,30 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from llama3.model.flops import parameter_count, vocab_rows
-from llama3.parallel.comm_records import Collective
-from llama3.parallel.memory import stages
-from llama3.planner.budget import Budget, Prices, StageTime, StorageUse, checkpoint_bytes
-from llama3.planner.collectives import Network, fastest_algorithm
-from llama3.planner.comm_volume import stage_volumes
-from llama3.planner.goodput import CheckpointCosts, Recovery, scaled_costs, shared_network_loss
-from llama3.planner.hardware import hall_use
-from llama3.planner.layout_search import HEADROOM
-from llama3.planner.placement import AxisBytes, AxisTraffic, PlacementChoice, minimum_cut, server_order
-from llama3.planner.projection import ProjectedSegment, Projection, Sensitivity, project, sensitivities
-from llama3.planner.routing import bandwidth_share
-from llama3.planner.step_time import layer_work
-from llama3.planner.topology import Fabric, fabric_names, is_fabric_name, load_fabric
-from llama3.planner.uptime import RECOVERY, Uptime, scaled_recovery, uptime
-from llama3.recipe.load import digest, resolved
-from llama3.recipe.schema import Recipe
-from llama3.train import metrics
-from storage.artifact import flatten
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.format import format_bytes
-from tasks.plan.options import (
+from herd.llama3.model.flops import parameter_count, vocab_rows
+from herd.llama3.parallel.comm_records import Collective
+from herd.llama3.parallel.memory import stages
+from herd.llama3.planner.budget import Budget, Prices, StageTime, StorageUse, checkpoint_bytes
+from herd.llama3.planner.collectives import Network, fastest_algorithm
+from herd.llama3.planner.comm_volume import stage_volumes
+from herd.llama3.planner.goodput import CheckpointCosts, Recovery, scaled_costs, shared_network_loss
+from herd.llama3.planner.hardware import hall_use
+from herd.llama3.planner.layout_search import HEADROOM
+from herd.llama3.planner.placement import AxisBytes, AxisTraffic, PlacementChoice, minimum_cut, server_order
+from herd.llama3.planner.projection import ProjectedSegment, Projection, Sensitivity, project, sensitivities
+from herd.llama3.planner.routing import bandwidth_share
+from herd.llama3.planner.step_time import layer_work
+from herd.llama3.planner.topology import Fabric, fabric_names, is_fabric_name, load_fabric
+from herd.llama3.planner.uptime import RECOVERY, Uptime, scaled_recovery, uptime
+from herd.llama3.recipe.load import digest, resolved
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.train import metrics
+from herd.storage.artifact import flatten
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.format import format_bytes
+from herd.tasks.plan.options import (
     check_stage_names,
     device_curves,
     free_gpus,
@@ -52,9 +52,9 @@ from tasks.plan.options import (
     read_hosts,
     stage_placements,
 )
-from tasks.plan.predict import EvaluationCost, evaluation_cost
-from tasks.plan.recipe import RunPlan
-from tasks.plan.tables import (
+from herd.tasks.plan.predict import EvaluationCost, evaluation_cost
+from herd.tasks.plan.recipe import RunPlan
+from herd.tasks.plan.tables import (
     best_table,
     format_amount,
     format_days,
@@ -68,9 +68,9 @@ from tasks.plan.tables import (
     stages_table,
     time_table,
 )
-from tasks.runs.records import Runs
-from tasks.tracking.mlflow import MLflowTracker
-from tasks.tracking.tracker import MetricPoint
+from herd.tasks.runs.records import Runs
+from herd.tasks.tracking.mlflow import MLflowTracker
+from herd.tasks.tracking.tracker import MetricPoint
 
 KEYS = (metrics.CHECKPOINT_S, metrics.CHECKPOINT_WRITE_S, metrics.FIRST_STEP_S)
 QUANTITIES = ("days", "gpu_hours", "money")

@@ -23,34 +23,34 @@ from typing import Any
 
 import psutil
 
-from llama3.planner.goodput import CheckpointCosts, Recovery, effective_time
-from llama3.planner.reliability import Failure, Fleet, Trace, llama3_failures, make_trace, scale_trace
-from llama3.planner.uptime import SEEDS, MeanAndSpread, simulate
-from llama3.recipe.load import resolved
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.schema import Recipe
-from llama3.recipe.units import Bytes
-from llama3.train import metrics
-from llama3.train.job import SETTLE_S, TrainJob
-from llama3.train.journal import Record, Tail
-from storage.artifact import Artifact, flatten
-from storage.filesystem import write_atomic
-from storage.object_artifact import open_store
-from storage.page_cache import lazy_folder
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.console import Console, TerminalConsole
-from tasks.errors import TrainingFailed
-from tasks.launch.base import WATCH_S, Launch, fitting, launch_key, launcher_of
-from tasks.launch.local import rank_process
-from tasks.runs.progress import newest
-from tasks.runs.provenance import code_version
-from tasks.runs.records import Runs, now
-from tasks.stages.follow import JournalTailer
-from tasks.stages.train import SILENCE, StageAttempts
-from tasks.step import Context
-from tasks.tracking.factory import mlflow_of, open_tracker
-from tasks.tracking.tracker import MetricPoint
+from herd.llama3.planner.goodput import CheckpointCosts, Recovery, effective_time
+from herd.llama3.planner.reliability import Failure, Fleet, Trace, llama3_failures, make_trace, scale_trace
+from herd.llama3.planner.uptime import SEEDS, MeanAndSpread, simulate
+from herd.llama3.recipe.load import resolved
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.units import Bytes
+from herd.llama3.train import metrics
+from herd.llama3.train.job import SETTLE_S, TrainJob
+from herd.llama3.train.journal import Record, Tail
+from herd.storage.artifact import Artifact, flatten
+from herd.storage.filesystem import write_atomic
+from herd.storage.object_artifact import open_store
+from herd.storage.page_cache import lazy_folder
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.console import Console, TerminalConsole
+from herd.tasks.errors import TrainingFailed
+from herd.tasks.launch.base import WATCH_S, Launch, fitting, launch_key, launcher_of
+from herd.tasks.launch.local import rank_process
+from herd.tasks.runs.progress import newest
+from herd.tasks.runs.provenance import code_version
+from herd.tasks.runs.records import Runs, now
+from herd.tasks.stages.follow import JournalTailer
+from herd.tasks.stages.train import SILENCE, StageAttempts
+from herd.tasks.step import Context
+from herd.tasks.tracking.factory import mlflow_of, open_tracker
+from herd.tasks.tracking.tracker import MetricPoint
 
 # A script of failures for a training run on this machine: which rank is killed or stopped, and when.
 #
@@ -435,7 +435,7 @@ def _job(context: Context, tokens: Artifact) -> Path:
 def _supervised(
     context: Context, span: StageSpan, job: Path, script: FaultInjector, perform: Perform, shown: int
 ) -> tuple[SteadyState, FaultRunResult]:
-    """Supervise the stage as `tasks.stages.train` does while the script plays; return what it measured.
+    """Supervise the stage as `herd.tasks.stages.train` does while the script plays; return what it measured.
 
     `shown` is about how many steps MLflow is to see, of which it keeps 2,000. Raises TrainingFailed if
     the run does not recover.

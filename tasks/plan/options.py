@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from llama3.planner.device_curves import Curves, derate_for_step, prior_curves
-from llama3.planner.projection import StagePlacement
-from llama3.planner.topology import Fabric, is_fabric_name, load_fabric
-from llama3.recipe.base import read_yaml
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
-from storage.root import Root
-from tasks.cluster import Cluster, load_cluster
-from tasks.plan.calibrate import load_calibration
+from herd.llama3.planner.device_curves import Curves, derate_for_step, prior_curves
+from herd.llama3.planner.projection import StagePlacement
+from herd.llama3.planner.topology import Fabric, is_fabric_name, load_fabric
+from herd.llama3.recipe.base import read_yaml
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster, load_cluster
+from herd.tasks.plan.calibrate import load_calibration
 
 
 def device_curves(fabric: Fabric, root: Root | None = None) -> Curves:

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
-from llama3.parallel.memory import RankCoords, memory
-from llama3.planner.goodput import effective_time
-from llama3.planner.layout_search import RESERVE, LayoutQuery, search_layouts
-from llama3.planner.projection import fabric_step_model, segment_query
-from storage.filesystem import write_atomic
-from tasks.plan import plots
-from tasks.plan.cluster import ClusterPlan, budget_lines, fabric_lines, job_uptime, placement_lines, uptime_lines
-from tasks.plan.recipe import stage_rows
-from tasks.plan.tables import (
+from herd.llama3.parallel.memory import RankCoords, memory
+from herd.llama3.planner.goodput import effective_time
+from herd.llama3.planner.layout_search import RESERVE, LayoutQuery, search_layouts
+from herd.llama3.planner.projection import fabric_step_model, segment_query
+from herd.storage.filesystem import write_atomic
+from herd.tasks.plan import plots
+from herd.tasks.plan.cluster import ClusterPlan, budget_lines, fabric_lines, job_uptime, placement_lines, uptime_lines
+from herd.tasks.plan.recipe import stage_rows
+from herd.tasks.plan.tables import (
     NAMES,
     format_amount,
     format_days,
@@ -26,7 +26,7 @@ from tasks.plan.tables import (
     format_pipeline,
     rejection_reasons,
 )
-from tasks.report.html import render
+from herd.tasks.report.html import render
 
 LAYOUTS = 12
 """On the page; the rest is in --json."""

@@ -9,15 +9,15 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import ListedColormap
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from llama3.parallel.memory import RankMemory
-from llama3.parallel.pipeline_schedule import Times, action_end_times, actions
-from llama3.planner.layout_search import memory_parts
-from llama3.planner.placement import AxisTraffic, Placement
-from llama3.planner.projection import ProjectedSegment
-from llama3.planner.step_time import PipelineTiming
-from llama3.planner.topology import Fabric
-from tasks.report.html import FAINT, INK
-from tasks.report.plots import as_svg
+from herd.llama3.parallel.memory import RankMemory
+from herd.llama3.parallel.pipeline_schedule import Times, action_end_times, actions
+from herd.llama3.planner.layout_search import memory_parts
+from herd.llama3.planner.placement import AxisTraffic, Placement
+from herd.llama3.planner.projection import ProjectedSegment
+from herd.llama3.planner.step_time import PipelineTiming
+from herd.llama3.planner.topology import Fabric
+from herd.tasks.report.html import FAINT, INK
+from herd.tasks.report.plots import as_svg
 
 PALETTE = ("#3b6fb6", "#d1603d", "#3f9b6c", "#8a63b8", "#c9a227", "#4aa3b5", "#b65a86", "#7a7f87", "#9bb13c", "#a5714a")
 FREE = (0.5, 0.5, 0.5, 0.2)

@@ -15,29 +15,29 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
-from llama3.evaluate.held_out import document_bytes, longest_sequence
-from llama3.evaluate.needle import KINDS, context_lengths
-from llama3.evaluate.suite import recipe_suite, stage_suite_name, with_suite
-from llama3.evaluate.task import WRITTEN
-from llama3.model.flops import flops_per_token, parameter_count, vocab_rows
-from llama3.parallel.layout import FIELD, Layout
-from llama3.parallel.memory import BYTES, DECODED, Load, RankMemory, inference_bytes, inference_layout, memory
-from llama3.planner.collectives import Network
-from llama3.planner.device_curves import Curves
-from llama3.planner.layout_search import LADDER, MICRO_BATCHES, RESERVE, memory_error, split_micro_batches
-from llama3.planner.routing import bandwidth_share
-from llama3.planner.step_time import StepModel
-from llama3.planner.topology import load_fabric
-from llama3.recipe.schedule import Schedule, Segment, StageSpan
-from llama3.recipe.schema import Recipe
-from llama3.train import metrics
-from llama3.train.job import PredictedStepTimes
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.launch.local import visible_gpus
-from tasks.plan.calibrate import KIND, load_calibration
-from tasks.plan.options import device_curves
+from herd.llama3.evaluate.held_out import document_bytes, longest_sequence
+from herd.llama3.evaluate.needle import KINDS, context_lengths
+from herd.llama3.evaluate.suite import recipe_suite, stage_suite_name, with_suite
+from herd.llama3.evaluate.task import WRITTEN
+from herd.llama3.model.flops import flops_per_token, parameter_count, vocab_rows
+from herd.llama3.parallel.layout import FIELD, Layout
+from herd.llama3.parallel.memory import BYTES, DECODED, Load, RankMemory, inference_bytes, inference_layout, memory
+from herd.llama3.planner.collectives import Network
+from herd.llama3.planner.device_curves import Curves
+from herd.llama3.planner.layout_search import LADDER, MICRO_BATCHES, RESERVE, memory_error, split_micro_batches
+from herd.llama3.planner.routing import bandwidth_share
+from herd.llama3.planner.step_time import StepModel
+from herd.llama3.planner.topology import load_fabric
+from herd.llama3.recipe.schedule import Schedule, Segment, StageSpan
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.train import metrics
+from herd.llama3.train.job import PredictedStepTimes
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.launch.local import visible_gpus
+from herd.tasks.plan.calibrate import KIND, load_calibration
+from herd.tasks.plan.options import device_curves
 
 
 @dataclass(frozen=True)
@@ -213,8 +213,8 @@ def local_calibration(root: Root, device: str = "auto") -> Curves | None:
     """Return the newest calibration of this machine's device, or None; `device`: auto, cpu or cuda."""
     if not open_store(root).all(KIND):  # most roots: then nobody waits for torch, which names the device
         return None
-    from llama3.planner.calibrate import resolve_device
-    from llama3.train.device import device_name
+    from herd.llama3.planner.calibrate import resolve_device
+    from herd.llama3.train.device import device_name
 
     return load_calibration(root, device_name(resolve_device(device)))
 

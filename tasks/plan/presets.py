@@ -5,14 +5,14 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from llama3.data.readers.sources import survey
-from llama3.planner.topology import fabric_names, load_fabric
-from llama3.recipe.schema import Recipe
-from storage.root import Root
-from tasks.cluster import Cluster, load_cluster
-from tasks.launch.local import gpu_name, visible_gpus
-from tasks.plan.cluster import plan_on_cluster
-from tasks.plan.recipe import make_plan
+from herd.llama3.data.readers.sources import survey
+from herd.llama3.planner.topology import fabric_names, load_fabric
+from herd.llama3.recipe.schema import Recipe
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster, load_cluster
+from herd.tasks.launch.local import gpu_name, visible_gpus
+from herd.tasks.plan.cluster import plan_on_cluster
+from herd.tasks.plan.recipe import make_plan
 
 THIS = "this-machine"
 ALIASES = {"dgx-h100": "h100-8"}

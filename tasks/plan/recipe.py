@@ -18,29 +18,29 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from llama3.data.readers.conversations import PROBLEMS, ConversationSurvey
-from llama3.data.readers.files import File, list_source
-from llama3.data.readers.records import UNREAD
-from llama3.data.readers.sources import INSTALLED, DomainSurvey, reaches_limit, survey, text_per_byte
-from llama3.evaluate.scores import check_evaluation
-from llama3.evaluate.suite import all_tasks
-from llama3.evaluate.task_yaml import MissingFile
-from llama3.model.flops import flops_per_token, parameter_count, vocab_rows
-from llama3.parallel.layout import Layout
-from llama3.parallel.memory import Load, memory, memory_line
-from llama3.recipe.base import DOMAINS, Domain
-from llama3.recipe.data_schema import Source
-from llama3.recipe.lint import lint, placeholders
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.schema import Recipe
-from llama3.recipe.units import Tokens, tokens
-from llama3.tokens.mix import mix_datasets
-from llama3.tokens.tokenizer import Tokenizer
-from storage.fetch import Target, check_space, copies_folder, download, missing_bytes, prepare, use_fetched
-from storage.filesystem import FetchedFile, StoreError, fetched_folder, fetched_listing, is_local
-from storage.root import Root
-from tasks.format import format_bytes
-from tasks.models.start import known_tokenizer
+from herd.llama3.data.readers.conversations import PROBLEMS, ConversationSurvey
+from herd.llama3.data.readers.files import File, list_source
+from herd.llama3.data.readers.records import UNREAD
+from herd.llama3.data.readers.sources import INSTALLED, DomainSurvey, reaches_limit, survey, text_per_byte
+from herd.llama3.evaluate.scores import check_evaluation
+from herd.llama3.evaluate.suite import all_tasks
+from herd.llama3.evaluate.task_yaml import MissingFile
+from herd.llama3.model.flops import flops_per_token, parameter_count, vocab_rows
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.memory import Load, memory, memory_line
+from herd.llama3.recipe.base import DOMAINS, Domain
+from herd.llama3.recipe.data_schema import Source
+from herd.llama3.recipe.lint import lint, placeholders
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.units import Tokens, tokens
+from herd.llama3.tokens.mix import mix_datasets
+from herd.llama3.tokens.tokenizer import Tokenizer
+from herd.storage.fetch import Target, check_space, copies_folder, download, missing_bytes, prepare, use_fetched
+from herd.storage.filesystem import FetchedFile, StoreError, fetched_folder, fetched_listing, is_local
+from herd.storage.root import Root
+from herd.tasks.format import format_bytes
+from herd.tasks.models.start import known_tokenizer
 
 MOST_TOKENS_PER_BYTE = 1 / 1.5
 """No tokenizer of ours made more tokens from a domain's text; a usual one makes 1 per 4 bytes of English."""
@@ -108,8 +108,8 @@ def survey_evaluation(recipe: Recipe) -> list[str]:
 
 def survey_chats(recipe: Recipe, tokenizer: Tokenizer | None, remote: bool = True) -> list[ConversationSurvey]:
     """Return the amount of conversations of each source; their tokens with `tokenizer`. Raises SourceError."""
-    from llama3.data.readers.conversations import survey_conversations
-    from llama3.tokens.chat import encode_chat
+    from herd.llama3.data.readers.conversations import survey_conversations
+    from herd.llama3.tokens.chat import encode_chat
 
     count = None if tokenizer is None else lambda messages: len(encode_chat(tokenizer, messages, False))
     return survey_conversations(recipe.conversations, recipe.documents_seed, remote, count)
@@ -354,7 +354,7 @@ def _addresses(recipe: Recipe) -> Iterator[RemoteAddress]:
     if recipe.tokenizer.use:
         yield RemoteAddress("tokenizer.use", recipe.tokenizer.use)
     if (start := recipe.init_from) is not None and not start.is_checkpoint and not is_local(start.path):
-        from llama3.export.convert import start_files  # imports torch
+        from herd.llama3.export.convert import start_files  # imports torch
 
         yield RemoteAddress("init_from.path", start.path, lambda listed: start_files(start, [uri for uri, _ in listed]))
 

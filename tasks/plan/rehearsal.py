@@ -22,29 +22,29 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.markup import escape
 
-from llama3.data.readers.sources import INSTALLED, estimate_text, survey
-from llama3.evaluate.scores import possible_scores
-from llama3.evaluate.suite import ARITHMETIC, CONTINUATION, CORE, stage_suite_name, with_suite
-from llama3.parallel.layout import Layout
-from llama3.parallel.memory import Load
-from llama3.recipe.base import Domain
-from llama3.recipe.gates import AbsoluteRule, AtLeast, AtMost, GateRule, NoDropOver, assign_rules
-from llama3.recipe.lint import lint
-from llama3.recipe.load import resolved
-from llama3.recipe.lr import Wsd
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.schema import Recipe
-from llama3.recipe.units import Bytes, Cadence, Share, Tokens, tokens
-from storage.artifact import Store
-from storage.filesystem import write_atomic
-from storage.processes import processors
-from storage.root import Root
-from tasks.cluster import Cluster, EvaluationCluster, StageCluster
-from tasks.format import FittedTable, format_bytes, format_duration
-from tasks.models.start import embedding_rows, known_tokenizer
-from tasks.plan.cluster import storage_use
-from tasks.plan.predict import device_memory, place_evaluation
-from tasks.plan.recipe import (
+from herd.llama3.data.readers.sources import INSTALLED, estimate_text, survey
+from herd.llama3.evaluate.scores import possible_scores
+from herd.llama3.evaluate.suite import ARITHMETIC, CONTINUATION, CORE, stage_suite_name, with_suite
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.memory import Load
+from herd.llama3.recipe.base import Domain
+from herd.llama3.recipe.gates import AbsoluteRule, AtLeast, AtMost, GateRule, NoDropOver, assign_rules
+from herd.llama3.recipe.lint import lint
+from herd.llama3.recipe.load import resolved
+from herd.llama3.recipe.lr import Wsd
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.units import Bytes, Cadence, Share, Tokens, tokens
+from herd.storage.artifact import Store
+from herd.storage.filesystem import write_atomic
+from herd.storage.processes import processors
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster, EvaluationCluster, StageCluster
+from herd.tasks.format import FittedTable, format_bytes, format_duration
+from herd.tasks.models.start import embedding_rows, known_tokenizer
+from herd.tasks.plan.cluster import storage_use
+from herd.tasks.plan.predict import device_memory, place_evaluation
+from herd.tasks.plan.recipe import (
     SURELY,
     USUAL_TOKENS_PER_BYTE,
     conversation_shortage,
@@ -52,9 +52,9 @@ from tasks.plan.recipe import (
     make_plan,
     survey_chats,
 )
-from tasks.report.html import render
-from tasks.runs.preflight import check_place
-from tasks.runs.records import RunRecord, Runs
+from herd.tasks.report.html import render
+from herd.tasks.runs.preflight import check_place
+from herd.tasks.runs.records import RunRecord, Runs
 
 # The recipe and the cluster in small.
 
@@ -511,7 +511,7 @@ def built_layouts(scaled: ScaledRun, root: Root) -> str:
 
     A layout that cannot be built is left out: `check_place` reports it.
     """
-    from llama3.parallel.check_layout import check_layout  # imports torch
+    from herd.llama3.parallel.check_layout import check_layout  # imports torch
 
     recipe, built = scaled.original, dict[tuple[Layout, int], str]()
     rows = embedding_rows(root, recipe)

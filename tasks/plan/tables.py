@@ -13,15 +13,15 @@ import yaml
 from rich.markup import escape
 from rich.table import Table
 
-from llama3.parallel.layout import Layout
-from llama3.planner.collectives import ALL, collective_seconds, contiguous_group, crossover, fastest_algorithm
-from llama3.planner.hardware import PRESETS, HallUse, gpus_within, hall_use
-from llama3.planner.layout_search import Candidate, Rejected, SearchResult, memory_error
-from llama3.planner.projection import ProjectedSegment, Projection
-from llama3.planner.routing import RING, RoutedJob, make_zone, ring_share, slowdown
-from llama3.planner.topology import Fabric, Routing
-from llama3.planner.validation.anchor import Anchor
-from llama3.recipe.units import Tokens
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.planner.collectives import ALL, collective_seconds, contiguous_group, crossover, fastest_algorithm
+from herd.llama3.planner.hardware import PRESETS, HallUse, gpus_within, hall_use
+from herd.llama3.planner.layout_search import Candidate, Rejected, SearchResult, memory_error
+from herd.llama3.planner.projection import ProjectedSegment, Projection
+from herd.llama3.planner.routing import RING, RoutedJob, make_zone, ring_share, slowdown
+from herd.llama3.planner.topology import Fabric, Routing
+from herd.llama3.planner.validation.anchor import Anchor
+from herd.llama3.recipe.units import Tokens
 
 BAR = 30
 """Characters of the longest bar."""

@@ -16,10 +16,10 @@ from pydantic import Field
 from rich.markup import escape
 from rich.prompt import Confirm, Prompt
 
-from storage.root import Root
-from tasks.console import TerminalConsole
-from tasks.format import command
-from tasks.promotion.log import (
+from herd.storage.root import Root
+from herd.tasks.console import TerminalConsole
+from herd.tasks.format import command
+from herd.tasks.promotion.log import (
     APPROVAL,
     PENDING_APPROVAL,
     HeadMoved,
@@ -29,15 +29,15 @@ from tasks.promotion.log import (
     current_label,
     gate_decisions,
 )
-from tasks.runs.records import Runs, now
-from tasks.tracking.events import emit, resource_id
-from tasks.tracking.mlflow import MLflowTracker
-from tasks.tracking.registry import apply
+from herd.tasks.runs.records import Runs, now
+from herd.tasks.tracking.events import emit, resource_id
+from herd.tasks.tracking.mlflow import MLflowTracker
+from herd.tasks.tracking.registry import apply
 
 if TYPE_CHECKING:
     from prefect.input import RunInput
 
-    from tasks.step import Context
+    from herd.tasks.step import Context
 
 
 class Approval(NamedTuple):
@@ -145,7 +145,7 @@ def decide(root: Root, run: str, approved: bool, by: str = "", comment: str = ""
     Returns the record and whether MLflow shows it. Raises ValueError if the run does not wait, if a process works on
     it, or if the champion has changed since the gate compared the model with it.
     """
-    from storage.lease import LeaseHeld, lease
+    from herd.storage.lease import LeaseHeld, lease
 
     runs = Runs(root)
     record = runs.find(run)

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 
 import pyarrow.parquet as pq
 
-from llama3.data.accounting import FINDINGS
-from llama3.evaluate.compare import compare
-from llama3.evaluate.gate import Check, Evidence
-from llama3.evaluate.scores import GENERATIONS_FILE, Score, read_scores
-from llama3.evaluate.significance import Difference
-from llama3.recipe.sections import Promote
-from storage.artifact import Artifact, DamagedArtifact
-from tasks.models.export import smoke_test
-from tasks.plan.predict import place_evaluation
-from tasks.promotion.log import PENDING_APPROVAL, PROMOTED, REJECTED, Kind, Log, Promotion, current_label
-from tasks.stages.evaluate import evaluate_model
-from tasks.step import Context
+from herd.llama3.data.accounting import FINDINGS
+from herd.llama3.evaluate.compare import compare
+from herd.llama3.evaluate.gate import Check, Evidence
+from herd.llama3.evaluate.scores import GENERATIONS_FILE, Score, read_scores
+from herd.llama3.evaluate.significance import Difference
+from herd.llama3.recipe.sections import Promote
+from herd.storage.artifact import Artifact, DamagedArtifact
+from herd.tasks.models.export import smoke_test
+from herd.tasks.plan.predict import place_evaluation
+from herd.tasks.promotion.log import PENDING_APPROVAL, PROMOTED, REJECTED, Kind, Log, Promotion, current_label
+from herd.tasks.stages.evaluate import evaluate_model
+from herd.tasks.step import Context
 
 FILES, SERVING, CONTAMINATION = "integrity/files", "serving", "contamination"
 CHAMPION = "champion/there"
@@ -154,7 +154,7 @@ def vet(context: Context, checkpoint: Artifact, evaluation: Artifact, curated: A
     holds is not loaded again: the processes of its `evaluation` loaded it and generated text. Raises Unfinished if the
     machine stopped a check, and OSError without storage: nothing is decided then.
     """
-    from llama3.export.checks import check_model, checked  # imports torch
+    from herd.llama3.export.checks import check_model, checked  # imports torch
 
     def files() -> str:
         checkpoint.verify()
@@ -184,7 +184,7 @@ def vet(context: Context, checkpoint: Artifact, evaluation: Artifact, curated: A
 
 def _tokenizer(context: Context, checkpoint: Artifact) -> Check:
     """Compare the tokenizer beside the model with the one that made the training tokens."""
-    from llama3.export.checks import TOKENIZER, check_tokenizer
+    from herd.llama3.export.checks import TOKENIZER, check_tokenizer
 
     source = checkpoint
     for kind in ("tokens", "tokenizer"):
@@ -206,7 +206,7 @@ def contamination(curated: Artifact) -> list[Check]:
     """Return a check for each evaluation set that was searched for in the documents, or one that none was.
 
     `drop` removed all matching documents. With `report` no example may match: to its threshold in a single document,
-    word by word (`llama3.data.decontam.decontaminate`).
+    word by word (`herd.llama3.data.decontam.decontaminate`).
     """
     name = f"{FINDINGS}/contamination.parquet"
     if name not in curated.manifest.files:

@@ -18,12 +18,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.markup import escape
 from rich.table import Table
 
-from llama3.evaluate.gate import Decision, Evidence, GateRow
-from llama3.recipe.units import tokens
-from storage.digests import READERS, digest_json, parallel_map
-from storage.lease import LeaseTiming
-from storage.root import Root
-from storage.signing import sign, signature_error
+from herd.llama3.evaluate.gate import Decision, Evidence, GateRow
+from herd.llama3.recipe.units import tokens
+from herd.storage.digests import READERS, digest_json, parallel_map
+from herd.storage.lease import LeaseTiming
+from herd.storage.root import Root
+from herd.storage.signing import sign, signature_error
 
 PROMOTED: Literal["promoted"] = "promoted"
 REJECTED: Literal["rejected"] = "rejected"

@@ -10,11 +10,11 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from rich.markup import escape
 
-from llama3.evaluate.gate import Decision
-from storage.artifact import Artifact
-from tasks.promotion.approval import append_answer, ask
-from tasks.promotion.gate import ChampionModel, Override, decide, measure_candidate, measure_champion
-from tasks.promotion.log import (
+from herd.llama3.evaluate.gate import Decision
+from herd.storage.artifact import Artifact
+from herd.tasks.promotion.approval import append_answer, ask
+from herd.tasks.promotion.gate import ChampionModel, Override, decide, measure_candidate, measure_champion
+from herd.tasks.promotion.log import (
     APPROVAL,
     CHALLENGER,
     PENDING_APPROVAL,
@@ -27,12 +27,12 @@ from tasks.promotion.log import (
     current_label,
     gate_decisions,
 )
-from tasks.runs.records import now
-from tasks.stages.alerts import alert_gate_failed
-from tasks.step import Context, tracked_step
-from tasks.tracking.factory import mlflow_of
-from tasks.tracking.registry import Registry, apply
-from tasks.tracking.steps import checkpoint_model
+from herd.tasks.runs.records import now
+from herd.tasks.stages.alerts import alert_gate_failed
+from herd.tasks.step import Context, tracked_step
+from herd.tasks.tracking.factory import mlflow_of
+from herd.tasks.tracking.registry import Registry, apply
+from herd.tasks.tracking.steps import checkpoint_model
 
 
 def promote_model(

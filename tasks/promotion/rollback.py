@@ -9,9 +9,9 @@ import getpass
 from contextlib import suppress
 from typing import NamedTuple
 
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.promotion.log import (
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.promotion.log import (
     CHAMPION,
     ROLLED_BACK,
     HeadMoved,
@@ -22,9 +22,9 @@ from tasks.promotion.log import (
     alias_history,
     current_label,
 )
-from tasks.runs.records import now
-from tasks.tracking.mlflow import MLflowTracker
-from tasks.tracking.registry import move_aliases
+from herd.tasks.runs.records import now
+from herd.tasks.tracking.mlflow import MLflowTracker
+from herd.tasks.tracking.registry import move_aliases
 
 
 class RollbackRequest(NamedTuple):

@@ -12,26 +12,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from llama3.evaluate.scores import read_scores
-from llama3.export.card import Card, MixLine, SourceRow, StageLine, Training, render
-from llama3.model.files import CONFIG, read_config
-from llama3.recipe.base import DOMAINS
-from llama3.recipe.load import resolved, to_yaml
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.schema import Recipe
-from llama3.tokens.chat import TEMPLATE_FILE
-from llama3.tokens.inspect import TokenCount, inspect, stream_position
-from storage.artifact import Artifact, Store
-from storage.digests import digest_json
-from storage.object_artifact import open_store
-from storage.page_cache import lazy_folder
-from storage.root import Root
-from tasks.promotion.log import gate_decisions, read_log
-from tasks.report.plots import draw_curve
-from tasks.runs.records import RunRecord, Runs, evaluation_of
-from tasks.tracking.mlflow import MLflowTracker
-from tasks.tracking.mlflow_store import report_page
-from tasks.tracking.registry import Registry
+from herd.llama3.evaluate.scores import read_scores
+from herd.llama3.export.card import Card, MixLine, SourceRow, StageLine, Training, render
+from herd.llama3.model.files import CONFIG, read_config
+from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.recipe.load import resolved, to_yaml
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.chat import TEMPLATE_FILE
+from herd.llama3.tokens.inspect import TokenCount, inspect, stream_position
+from herd.storage.artifact import Artifact, Store
+from herd.storage.digests import digest_json
+from herd.storage.object_artifact import open_store
+from herd.storage.page_cache import lazy_folder
+from herd.storage.root import Root
+from herd.tasks.promotion.log import gate_decisions, read_log
+from herd.tasks.report.plots import draw_curve
+from herd.tasks.runs.records import RunRecord, Runs, evaluation_of
+from herd.tasks.tracking.mlflow import MLflowTracker
+from herd.tasks.tracking.mlflow_store import report_page
+from herd.tasks.tracking.registry import Registry
 
 CURVE = "training-loss.png"
 SPOKEN = 0.01

@@ -21,21 +21,21 @@ from urllib.parse import quote
 from matplotlib import pyplot as plt
 from rich.table import Table
 
-from llama3.evaluate.scores import LANGUAGE
-from llama3.recipe.base import DOMAINS
-from llama3.recipe.load import resolved
-from llama3.train import metrics
-from llama3.train.journal import Series, read_series
-from storage.artifact import flatten
-from storage.filesystem import write_atomic
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.report.html import Curve, chart, render
-from tasks.report.plots import as_svg
-from tasks.runs.provenance import differences_line, provenance_facts
-from tasks.runs.records import RunRecord, Runs
-from tasks.tracking.mlflow_store import call_server, server_uri
-from tasks.tracking.steps import scores_of
+from herd.llama3.evaluate.scores import LANGUAGE
+from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.recipe.load import resolved
+from herd.llama3.train import metrics
+from herd.llama3.train.journal import Series, read_series
+from herd.storage.artifact import flatten
+from herd.storage.filesystem import write_atomic
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.report.html import Curve, chart, render
+from herd.tasks.report.plots import as_svg
+from herd.tasks.runs.provenance import differences_line, provenance_facts
+from herd.tasks.runs.records import RunRecord, Runs
+from herd.tasks.tracking.mlflow_store import call_server, server_uri
+from herd.tasks.tracking.steps import scores_of
 
 POINTS = 500
 """Of a curve on the page, which is 650 pixels wide; more would be drawn over each other."""

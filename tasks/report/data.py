@@ -14,23 +14,23 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from llama3.data.accounting import FINDINGS, KEPT
-from llama3.evaluate.gate import Decision
-from llama3.evaluate.scores import Score, read_scores
-from llama3.recipe.base import CONVERSATIONS, DOMAINS
-from llama3.recipe.load import to_yaml
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.schema import Recipe
-from llama3.train import metrics
-from llama3.train.averaging import Choice
-from llama3.train.journal import Series, read_series
-from storage.artifact import Artifact
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.format import format_bytes
-from tasks.promotion.log import last_promotion
-from tasks.runs.records import RunRecord, Runs
-from tasks.tracking.mlflow import MLflowTracker
+from herd.llama3.data.accounting import FINDINGS, KEPT
+from herd.llama3.evaluate.gate import Decision
+from herd.llama3.evaluate.scores import Score, read_scores
+from herd.llama3.recipe.base import CONVERSATIONS, DOMAINS
+from herd.llama3.recipe.load import to_yaml
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.train import metrics
+from herd.llama3.train.averaging import Choice
+from herd.llama3.train.journal import Series, read_series
+from herd.storage.artifact import Artifact
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.format import format_bytes
+from herd.tasks.promotion.log import last_promotion
+from herd.tasks.runs.records import RunRecord, Runs
+from herd.tasks.tracking.mlflow import MLflowTracker
 
 Row = dict[str, Any]
 COUNTS = ("read", "read_bytes", "kept", "kept_bytes", "held_out", "held_out_bytes")
@@ -285,14 +285,14 @@ def data_page(run: str, curated: Artifact, tokenizer: Artifact | None) -> DataPa
 
 def _step_titles() -> dict[str, str]:
     """Return the steps of the ledger in order, with their titles."""
-    from llama3.data.curate import CURATION  # imports numba
+    from herd.llama3.data.curate import CURATION  # imports numba
 
     return {"read": "not read", **{stage.name: stage.title for stage in CURATION}, "written": "lines removed"}
 
 
 def _outcomes(ledger: list[Row]) -> list[DropRow]:
     """Return the outcomes in the order of the steps, kept documents first."""
-    from llama3.data.curate import explain  # imports numba
+    from herd.llama3.data.curate import explain  # imports numba
 
     order, steps = {"kept": -2, "held_out": -1}, list(_step_titles())
     ledger = sorted(ledger, key=lambda line: (order.get(line["outcome"], steps.index(line["step"])), line["outcome"]))
@@ -338,7 +338,7 @@ def print_sample(folder: Path, recipe: Recipe, console: Console, examples: int, 
     Each outcome has the beginning of `examples` documents; `rule` names the only one to show, in full excerpts.
     Raises ValueError if it drops nothing.
     """
-    from llama3.data.curate import explain  # imports numba
+    from herd.llama3.data.curate import explain  # imports numba
 
     ledger = pq.read_table(folder / "curated" / "ledger.parquet").to_pylist()
     samples = pq.read_table(folder / "curated" / FINDINGS / "samples.parquet").to_pylist()

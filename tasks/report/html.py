@@ -19,7 +19,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from llama3.recipe.base import CONVERSATIONS
+from herd.llama3.recipe.base import CONVERSATIONS
 
 Series = Sequence[tuple[float, float]]
 """(position in tokens, value)"""

@@ -14,19 +14,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
 from urllib.parse import urlsplit
 
-from llama3.evaluate.scores import GENERATIONS_FILE
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.units import tokens
-from llama3.train import metrics
-from llama3.train.journal import Entry, Series, Tail, read_series, valid_records
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.format import command, format_duration
-from tasks.report.html import render
-from tasks.report.run import training_charts
-from tasks.runs.progress import RunProgress, artifact_of, run_progress, run_work_dir_name
-from tasks.runs.records import Runs, trained_stages
-from tasks.stages.alerts import read_alerts
+from herd.llama3.evaluate.scores import GENERATIONS_FILE
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.units import tokens
+from herd.llama3.train import metrics
+from herd.llama3.train.journal import Entry, Series, Tail, read_series, valid_records
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.format import command, format_duration
+from herd.tasks.report.html import render
+from herd.tasks.report.run import training_charts
+from herd.tasks.runs.progress import RunProgress, artifact_of, run_progress, run_work_dir_name
+from herd.tasks.runs.records import Runs, trained_stages
+from herd.tasks.stages.alerts import read_alerts
 
 REFRESH_S = 5
 LOCAL = ("127.0.0.1", "localhost")

@@ -17,17 +17,17 @@ from cycler import cycler
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter
 
-from llama3.recipe.units import tokens
-from llama3.train import metrics
-from llama3.train.journal import read_series
-from tasks.report.html import COLOURS, DIM, FAINT, GROUPS, INK
+from herd.llama3.recipe.units import tokens
+from herd.llama3.train import metrics
+from herd.llama3.train.journal import read_series
+from herd.tasks.report.html import COLOURS, DIM, FAINT, GROUPS, INK
 
 if TYPE_CHECKING:  # `herd compare` draws without a second of imports
-    from llama3.evaluate.scores import Scores
-    from llama3.export.card import StageLine
-    from llama3.studies.forecast import Forecast, ForecastFit, Interval
-    from storage.artifact import Artifact
-    from tasks.report.data import DataPage, ReportData
+    from herd.llama3.evaluate.scores import Scores
+    from herd.llama3.export.card import StageLine
+    from herd.llama3.studies.forecast import Forecast, ForecastFit, Interval
+    from herd.storage.artifact import Artifact
+    from herd.tasks.report.data import DataPage, ReportData
 
 matplotlib.use("svg")
 plt.rcParams.update(
@@ -156,7 +156,7 @@ def bits_per_byte(data: ReportData) -> str:
 
 def needle_heatmap(scores: Scores) -> str | None:
     """Return the heat map of needle scores by length and depth as SVG text; None if `scores` has no grid."""
-    from llama3.evaluate.needle import scores_by_length
+    from herd.llama3.evaluate.needle import scores_by_length
 
     cells = scores_by_length(scores)
     if not cells:
@@ -209,7 +209,7 @@ def length_histogram(page: DataPage) -> str:
 
 def forecast_plot(fit: ForecastFit, target: Forecast) -> str:
     """Draw the two steps of a forecast: likelihood over compute, accuracy over likelihood; mark `target`."""
-    from llama3.evaluate.statistics import proportion
+    from herd.llama3.evaluate.statistics import proportion
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained", width_ratios=(1.1, 1))
     ends = {point.run: point for point in sorted(fit.points, key=lambda point: point.flops)}.values()

@@ -13,27 +13,27 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from llama3.evaluate.gate import GateRow
-from llama3.evaluate.scores import GOLD, PREFIX, SCORES_FILE, Score, gold_key, read_scores
-from llama3.model.files import CONFIG, read_config
-from llama3.model.flops import trained_flops
-from llama3.recipe.units import tokens
-from llama3.studies.forecast import EvaluatedPoint, Forecast, ForecastFit, fit_forecast
-from llama3.train import metrics
-from llama3.train.journal import Series
-from storage.digests import READERS, parallel_map
-from storage.filesystem import write_atomic
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.format import command, format_duration
-from tasks.promotion.log import CHAMPION, PENDING_APPROVAL
-from tasks.report.data import DataPage, ReportData, collect_report_data
-from tasks.report.html import COLOURS, DIM, GROUPS, INK, Curve, Figure, chart, render
-from tasks.runs.records import RunRecord, Runs
-from tasks.step import Context
-from tasks.tracking import prefect_artifacts
-from tasks.tracking.factory import mlflow_of
-from tasks.tracking.mlflow_store import report_page, server_uri
+from herd.llama3.evaluate.gate import GateRow
+from herd.llama3.evaluate.scores import GOLD, PREFIX, SCORES_FILE, Score, gold_key, read_scores
+from herd.llama3.model.files import CONFIG, read_config
+from herd.llama3.model.flops import trained_flops
+from herd.llama3.recipe.units import tokens
+from herd.llama3.studies.forecast import EvaluatedPoint, Forecast, ForecastFit, fit_forecast
+from herd.llama3.train import metrics
+from herd.llama3.train.journal import Series
+from herd.storage.digests import READERS, parallel_map
+from herd.storage.filesystem import write_atomic
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.format import command, format_duration
+from herd.tasks.promotion.log import CHAMPION, PENDING_APPROVAL
+from herd.tasks.report.data import DataPage, ReportData, collect_report_data
+from herd.tasks.report.html import COLOURS, DIM, GROUPS, INK, Curve, Figure, chart, render
+from herd.tasks.runs.records import RunRecord, Runs
+from herd.tasks.step import Context
+from herd.tasks.tracking import prefect_artifacts
+from herd.tasks.tracking.factory import mlflow_of
+from herd.tasks.tracking.mlflow_store import report_page, server_uri
 
 # The forecast in a run's report: the score of a run of ten times the compute, from all runs under the root.
 #
@@ -166,7 +166,7 @@ def evaluated_checkpoints(root: Root) -> list[EvaluatedCheckpoint]:
 
 
 def _figure(fitted: ForecastFit, key: str) -> Figure:
-    from tasks.report import plots  # imports matplotlib
+    from herd.tasks.report import plots  # imports matplotlib
 
     name = key.removeprefix(PREFIX)
     note = (
@@ -179,7 +179,7 @@ def _figure(fitted: ForecastFit, key: str) -> Figure:
 
 def write_report(context: Context) -> Path:
     """Write the report into the run's folder, and show it in MLflow and Prefect; return the HTML page."""
-    from tasks.report.card import describe_model  # imports matplotlib
+    from herd.tasks.report.card import describe_model  # imports matplotlib
 
     page, mlflow = make_report(context.root, context.record.name), mlflow_of(context.tracker)
     for path in (page, page.with_suffix(".md"), page.with_name("data.html")):
@@ -276,7 +276,7 @@ def _figures(data: ReportData) -> list[Figure]:
     """Return the figures of shares and scores that the run has data for."""
     if not data.stages:
         return []
-    from tasks.report import plots  # imports matplotlib
+    from herd.tasks.report import plots  # imports matplotlib
 
     figures = [("Mix", "Planned share of each domain (outline) and realized share (filled).", plots.mix(data))]
     if data.evaluations:
@@ -408,8 +408,8 @@ def _next(root: Root, data: ReportData) -> list[tuple[str, str]]:
 
 def render_data(page: DataPage) -> str:
     """Return the data page as HTML."""
-    from llama3.data.curate import explain  # imports numba
-    from tasks.report import plots  # imports matplotlib
+    from herd.llama3.data.curate import explain  # imports numba
+    from herd.tasks.report import plots  # imports matplotlib
 
     note = "Documents by size, powers of two: filled those that are kept, in outline all that were read."
     figures = [("Lengths", "lengths", note, plots.length_histogram(page))] if page.lengths else []

@@ -22,21 +22,21 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from storage.artifact import Artifact
-from storage.cleanup import NO_KINDS, local_copies
-from storage.lease import LeaseHeld, lease, lease_holders
-from storage.object_artifact import open_store
-from storage.objects import list_children, list_objects, remove_all
-from storage.root import Root
-from storage.staging import discard, disk_usage, newest_mtime
-from tasks.format import format_bytes, format_duration
-from tasks.plan.calibrate import KIND as CALIBRATION
-from tasks.promotion.log import aliased_labels
-from tasks.runs.progress import IN_PROGRESS
-from tasks.runs.records import RunRecord, Runs
-from tasks.study.records import Studies
-from tasks.tracking.mlflow import MLflowTracker
-from tasks.tracking.mlflow_store import NAME, VARIABLE, database_uri, tracking_uri
+from herd.storage.artifact import Artifact
+from herd.storage.cleanup import NO_KINDS, local_copies
+from herd.storage.lease import LeaseHeld, lease, lease_holders
+from herd.storage.object_artifact import open_store
+from herd.storage.objects import list_children, list_objects, remove_all
+from herd.storage.root import Root
+from herd.storage.staging import discard, disk_usage, newest_mtime
+from herd.tasks.format import format_bytes, format_duration
+from herd.tasks.plan.calibrate import KIND as CALIBRATION
+from herd.tasks.promotion.log import aliased_labels
+from herd.tasks.runs.progress import IN_PROGRESS
+from herd.tasks.runs.records import RunRecord, Runs
+from herd.tasks.study.records import Studies
+from herd.tasks.tracking.mlflow import MLflowTracker
+from herd.tasks.tracking.mlflow_store import NAME, VARIABLE, database_uri, tracking_uri
 
 if TYPE_CHECKING:
     from prefect.client.schemas.filters import FlowRunFilter

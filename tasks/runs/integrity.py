@@ -13,19 +13,19 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from storage.artifact import LABEL, MANIFEST, DamagedArtifact, Manifest, Store, UntrustedArtifact, wrong_files
-from storage.cleanup import NO_KINDS
-from storage.digests import digest_file, parallel_map
-from storage.fetch import use_fetched
-from storage.filesystem import FetchedFile, fetched_copies, fetched_folder, is_local
-from storage.object_artifact import PAGES, RemoteArtifact, digest_object, open_store
-from storage.objects import get_bytes, list_children
-from storage.root import Root
-from tasks.format import format_bytes, format_duration
-from tasks.promotion.log import PromotionLog, families
-from tasks.runs.progress import IN_PROGRESS
-from tasks.runs.records import DamagedRecord, Runs
-from tasks.study.records import RECORD, Studies
+from herd.storage.artifact import LABEL, MANIFEST, DamagedArtifact, Manifest, Store, UntrustedArtifact, wrong_files
+from herd.storage.cleanup import NO_KINDS
+from herd.storage.digests import digest_file, parallel_map
+from herd.storage.fetch import use_fetched
+from herd.storage.filesystem import FetchedFile, fetched_copies, fetched_folder, is_local
+from herd.storage.object_artifact import PAGES, RemoteArtifact, digest_object, open_store
+from herd.storage.objects import get_bytes, list_children
+from herd.storage.root import Root
+from herd.tasks.format import format_bytes, format_duration
+from herd.tasks.promotion.log import PromotionLog, families
+from herd.tasks.runs.progress import IN_PROGRESS
+from herd.tasks.runs.records import DamagedRecord, Runs
+from herd.tasks.study.records import RECORD, Studies
 
 
 class Damage(BaseModel):
@@ -207,8 +207,8 @@ def _checkpoints(root: Root, result: Verification) -> Iterator[tuple[str, str, s
                     folders.append((root.join(name), name))
     if not folders:
         return
-    from llama3.train.checkpoint.manifest import CheckpointManifest as Checkpoint
-    from llama3.train.checkpoint.manifest import DamagedCheckpoint  # imports torch
+    from herd.llama3.train.checkpoint.manifest import CheckpointManifest as Checkpoint
+    from herd.llama3.train.checkpoint.manifest import DamagedCheckpoint  # imports torch
 
     for uri, name in folders:
         try:

@@ -9,23 +9,23 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from llama3.evaluate.scores import check_evaluation
-from llama3.recipe.data_schema import Curate
-from llama3.recipe.lint import placeholders
-from llama3.recipe.load import RecipeError
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe, check_batches
-from storage.fetch import use_fetched
-from storage.filesystem import is_local, local_path
-from storage.object_artifact import open_store
-from storage.root import Root
-from storage.signing import sign
-from tasks.cluster import Cluster
-from tasks.launch.hosts import Hosts
-from tasks.launch.local import excluded_here
-from tasks.models.start import embedding_rows, init_from_faults, known_tokenizer, with_local_models
-from tasks.plan.predict import device_memory, memory_faults, place_evaluation
-from tasks.plan.recipe import (
+from herd.llama3.evaluate.scores import check_evaluation
+from herd.llama3.recipe.data_schema import Curate
+from herd.llama3.recipe.lint import placeholders
+from herd.llama3.recipe.load import RecipeError
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe, check_batches
+from herd.storage.fetch import use_fetched
+from herd.storage.filesystem import is_local, local_path
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.storage.signing import sign
+from herd.tasks.cluster import Cluster
+from herd.tasks.launch.hosts import Hosts
+from herd.tasks.launch.local import excluded_here
+from herd.tasks.models.start import embedding_rows, init_from_faults, known_tokenizer, with_local_models
+from herd.tasks.plan.predict import device_memory, memory_faults, place_evaluation
+from herd.tasks.plan.recipe import (
     MOST_TOKENS_PER_BYTE,
     SURELY,
     conversation_shortage,
@@ -33,13 +33,13 @@ from tasks.plan.recipe import (
     survey_chats,
     survey_evaluation,
 )
-from tasks.runs.records import Runs
-from tasks.tracking.factory import tracking_faults
+from herd.tasks.runs.records import Runs
+from herd.tasks.tracking.factory import tracking_faults
 
 if TYPE_CHECKING:
-    from llama3.data.readers.conversations import ConversationSurvey
-    from llama3.data.readers.sources import DomainSurvey
-    from llama3.tokens.tokenizer import Tokenizer
+    from herd.llama3.data.readers.conversations import ConversationSurvey
+    from herd.llama3.data.readers.sources import DomainSurvey
+    from herd.llama3.tokens.tokenizer import Tokenizer
 
 SYSTEMS = {"darwin": "macOS"}
 _last_survey: dict[str, Any] = {}
@@ -80,8 +80,8 @@ def _sources(recipe: Recipe) -> tuple[list[str], list[DomainSurvey]]:
 
     A later change of the sources is noticed by `collect`, which compares their fingerprint.
     """
-    from llama3.data.readers.sources import check_sources, survey
-    from llama3.evaluate.suite import with_evaluation_sets
+    from herd.llama3.data.readers.sources import check_sources, survey
+    from herd.llama3.evaluate.suite import with_evaluation_sets
 
     recipe = with_evaluation_sets(recipe)
     key = recipe.model_dump_json(include={"sources", "curate", "data_seed"}) + str(recipe.documents_seed)
@@ -188,10 +188,10 @@ def _layout_faults(recipe: Recipe, cluster: Cluster, rows: int) -> list[str]:
 
 def _curation_faults(curate: Curate) -> list[str]:
     """Return faults of the files that curation names: seeds, block lists, dirty words, evaluation sets."""
-    from llama3.data.classifiers import check_seeds
-    from llama3.data.decontam.ngrams import check_benchmarks
-    from llama3.data.filters import read_blocked
-    from llama3.data.wordlists import read_words
+    from herd.llama3.data.classifiers import check_seeds
+    from herd.llama3.data.decontam.ngrams import check_benchmarks
+    from herd.llama3.data.filters import read_blocked
+    from herd.llama3.data.wordlists import read_words
 
     faults = check_seeds(curate)
     for check in (
@@ -214,7 +214,7 @@ def _start_faults(recipe: Recipe, root: Root) -> list[str]:
         return init_from_faults(open_store(root), Runs(root), recipe)
     if not is_local(recipe.init_from.path):
         return []
-    from llama3.export.convert import compare_shapes, open_source  # torch, which most recipes do not need here
+    from herd.llama3.export.convert import compare_shapes, open_source  # torch, which most recipes do not need here
 
     try:
         source = open_source(local_path(recipe.init_from.path), recipe.init_from.format)

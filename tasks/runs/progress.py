@@ -12,26 +12,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from llama3.recipe.frozen import frozen_fields
-from llama3.recipe.load import digest
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.schema import Recipe
-from llama3.train import metrics
-from llama3.train.journal import Record, read_journal
-from storage.artifact import Artifact, Store
-from storage.filesystem import is_local
-from storage.lease import lease_holders
-from storage.object_artifact import open_store
-from storage.objects import get_bytes, list_children, list_objects
-from storage.root import Root
-from tasks.pipeline_steps import next_step
-from tasks.promotion.log import PENDING_APPROVAL
-from tasks.runs.records import RunRecord, Runs, trained_stages
+from herd.llama3.recipe.frozen import frozen_fields
+from herd.llama3.recipe.load import digest
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.train import metrics
+from herd.llama3.train.journal import Record, read_journal
+from herd.storage.artifact import Artifact, Store
+from herd.storage.filesystem import is_local
+from herd.storage.lease import lease_holders
+from herd.storage.object_artifact import open_store
+from herd.storage.objects import get_bytes, list_children, list_objects
+from herd.storage.root import Root
+from herd.tasks.pipeline_steps import next_step
+from herd.tasks.promotion.log import PENDING_APPROVAL
+from herd.tasks.runs.records import RunRecord, Runs, trained_stages
 
 IN_PROGRESS = "in-progress"
 """Folder of a remote root with the checkpoints of stages in training."""
 SEGMENTS = "journal"
-"""Folder of journal chunks; repeats a constant of `llama3.train.checkpoint`, whose import loads torch."""
+"""Folder of journal chunks; repeats a constant of `herd.llama3.train.checkpoint`, whose import loads torch."""
 
 
 class SavedCheckpoint(NamedTuple):

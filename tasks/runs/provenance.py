@@ -1,7 +1,7 @@
 """What a run is made with: code and its changes, packages, cluster, user, command, prices; and how runs differ in it.
 
 None of it is part of an artifact's key. What only the trainer knows (devices, hosts, NCCL) comes from its rank 0, see
-`llama3.train.device`. Secrets are replaced by ***.
+`herd.llama3.train.device`. Secrets are replaced by ***.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from herd import __version__
-from llama3.train.job import HourlyCosts
-from storage.artifact import flatten
-from storage.filesystem import write_atomic
-from storage.processes import IMPORT_FOLDER
-from storage.root import Root
-from storage.secrets import names_secret, scrub
+from herd.llama3.train.job import HourlyCosts
+from herd.storage.artifact import flatten
+from herd.storage.filesystem import write_atomic
+from herd.storage.processes import IMPORT_FOLDER
+from herd.storage.root import Root
+from herd.storage.secrets import names_secret, scrub
 
 if TYPE_CHECKING:
-    from tasks.cluster import Cluster
+    from herd.tasks.cluster import Cluster
 
 MAX_DIFF = 2**20
 """Bytes of a diff that are kept."""
@@ -138,8 +138,8 @@ def cluster_yaml(cluster: Cluster) -> str:
 
 def hourly_costs(cluster: Cluster, gpus: bool, before: Mapping[str, float]) -> HourlyCosts:
     """Return what an hour of a device costs; `gpus`: it is a GPU. `before` are the costs of earlier stages."""
-    from llama3.planner.budget import Prices
-    from llama3.planner.topology import load_fabric
+    from herd.llama3.planner.budget import Prices
+    from herd.llama3.planner.topology import load_fabric
 
     usd, watts, basis, assumed = cluster.gpu_hour_usd, cluster.gpu_watts, [], Prices()
     if usd is not None:

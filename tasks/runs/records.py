@@ -18,16 +18,16 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from llama3.recipe.base import read_plain
-from llama3.recipe.load import digest, parse_recipe, resolved, to_yaml
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.schema import Recipe
-from storage.artifact import Artifact, Store
-from storage.digests import READERS, parallel_map
-from storage.filesystem import write_atomic
-from storage.lease import Lease, LeaseLost
-from storage.root import Root
-from tasks.runs.provenance import Provenance
+from herd.llama3.recipe.base import read_plain
+from herd.llama3.recipe.load import digest, parse_recipe, resolved, to_yaml
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schema import Recipe
+from herd.storage.artifact import Artifact, Store
+from herd.storage.digests import READERS, parallel_map
+from herd.storage.filesystem import write_atomic
+from herd.storage.lease import Lease, LeaseLost
+from herd.storage.root import Root
+from herd.tasks.runs.provenance import Provenance
 
 log = logging.getLogger(__name__)
 Record = TypeVar("Record")

@@ -27,16 +27,16 @@ from prefect.client.schemas.objects import State as PrefectState
 from prefect.exceptions import ObjectNotFound
 from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Failed, Running
 
-from storage.cleanup import clean_up_root
-from storage.lease import LeaseHeld, lease, lease_holders
-from storage.root import DEFAULT_ROOT, Root
-from tasks.promotion.log import PromotionLog, families
-from tasks.runs.records import OPEN, DamagedRecord, Runs, State, now
-from tasks.study.records import FOLDER, Studies
-from tasks.tracking.backfill import STATUS, backfill_run
-from tasks.tracking.events import run_ended
-from tasks.tracking.mlflow import AWAY, MLflowTracker
-from tasks.tracking.registry import Registry
+from herd.storage.cleanup import clean_up_root
+from herd.storage.lease import LeaseHeld, lease, lease_holders
+from herd.storage.root import DEFAULT_ROOT, Root
+from herd.tasks.promotion.log import PromotionLog, families
+from herd.tasks.runs.records import OPEN, DamagedRecord, Runs, State, now
+from herd.tasks.study.records import FOLDER, Studies
+from herd.tasks.tracking.backfill import STATUS, backfill_run
+from herd.tasks.tracking.events import run_ended
+from herd.tasks.tracking.mlflow import AWAY, MLflowTracker
+from herd.tasks.tracking.registry import Registry
 
 GONE = "its process is gone"
 COMPLETE = ".complete"

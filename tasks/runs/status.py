@@ -17,14 +17,14 @@ from typing import Any
 
 from rich.markup import escape
 
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.units import tokens
-from llama3.train import metrics
-from llama3.train.job import TERMINATED, AttemptResult, read_outcomes
-from storage.artifact import Artifact, Store
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.format import (
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.units import tokens
+from herd.llama3.train import metrics
+from herd.llama3.train.job import TERMINATED, AttemptResult, read_outcomes
+from herd.storage.artifact import Artifact, Store
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.format import (
     FactTable,
     FittedTable,
     command,
@@ -34,11 +34,11 @@ from tasks.format import (
     format_duration,
     format_losses,
 )
-from tasks.promotion.log import CHALLENGER, PENDING_APPROVAL
-from tasks.runs.progress import RunProgress, artifact_of, log_folders, run_progress
-from tasks.runs.records import RunRecord, Runs, trained_stages
-from tasks.stages.alerts import read_alerts
-from tasks.tracking.mlflow_store import run_page, server_uri, tracking_uri
+from herd.tasks.promotion.log import CHALLENGER, PENDING_APPROVAL
+from herd.tasks.runs.progress import RunProgress, artifact_of, log_folders, run_progress
+from herd.tasks.runs.records import RunRecord, Runs, trained_stages
+from herd.tasks.stages.alerts import read_alerts
+from herd.tasks.tracking.mlflow_store import run_page, server_uri, tracking_uri
 
 COLORS = {
     "running": "green",
@@ -108,7 +108,7 @@ def run_document(root: Root, name: str) -> dict[str, Any]:
     evaluation = artifact_of(store, record, scored[-1]) if scored else None
     scores: dict[str, Any] = {}
     if evaluation is not None:
-        from llama3.evaluate.scores import read_scores  # imports pyarrow
+        from herd.llama3.evaluate.scores import read_scores  # imports pyarrow
 
         for key, score in sorted(read_scores(evaluation.path).items()):
             scores[key] = {"value": score.value, "low": score.low, "high": score.high, "n": score.n}
@@ -390,7 +390,7 @@ def _results(store: Store, record: RunRecord, spans: list[StageSpan]) -> list[st
 
 def _scores(evaluation: Artifact) -> list[str]:
     """Return the scores with their 95 % intervals, a few per line; of parts of a score only `bpb` and `sft`."""
-    from llama3.evaluate.scores import PREFIX, read_scores  # imports pyarrow
+    from herd.llama3.evaluate.scores import PREFIX, read_scores  # imports pyarrow
 
     texts = []
     for key, score in sorted(read_scores(evaluation.path).items()):

@@ -17,14 +17,14 @@ from typing import Literal
 from pydantic import BaseModel, ValidationError
 from rich.markup import escape
 
-from llama3.recipe.sections import Spikes
-from llama3.recipe.units import tokens
-from llama3.train import metrics
-from llama3.train.journal import Record, Rewind
-from storage.root import Root
-from tasks.console import Console
-from tasks.format import format_bytes, format_duration
-from tasks.tracking.events import emit, resource_id
+from herd.llama3.recipe.sections import Spikes
+from herd.llama3.recipe.units import tokens
+from herd.llama3.train import metrics
+from herd.llama3.train.journal import Record, Rewind
+from herd.storage.root import Root
+from herd.tasks.console import Console
+from herd.tasks.format import format_bytes, format_duration
+from herd.tasks.tracking.events import emit, resource_id
 
 Kind = Literal["loss-spike", "no-progress", "straggler", "disk", "gate", "bad-node"]
 

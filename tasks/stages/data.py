@@ -17,18 +17,18 @@ import pyarrow as pa
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from llama3.data.mapreduce import Runner, read_table, run_step, write_table
-from llama3.recipe.load import resolved
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
-from storage.artifact import Artifact, ArtifactSpec, file_digest
-from storage.filesystem import is_local, source_state
-from storage.object_artifact import StoredFile, StoredFiles
-from storage.objects import list_objects
-from storage.page_cache import lazy_folder
-from tasks.executors import data_runner, item_memory
-from tasks.models.start import with_local_models
-from tasks.step import Context, ensure_artifact, ensure_in_scratch, link_files
+from herd.llama3.data.mapreduce import Runner, read_table, run_step, write_table
+from herd.llama3.recipe.load import resolved
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.storage.artifact import Artifact, ArtifactSpec, file_digest
+from herd.storage.filesystem import is_local, source_state
+from herd.storage.object_artifact import StoredFile, StoredFiles
+from herd.storage.objects import list_objects
+from herd.storage.page_cache import lazy_folder
+from herd.tasks.executors import data_runner, item_memory
+from herd.tasks.models.start import with_local_models
+from herd.tasks.step import Context, ensure_artifact, ensure_in_scratch, link_files
 
 COLLECT_VERSION = 2
 READING = ("on_error", "max_lost", "extractor", "repair")
@@ -40,8 +40,8 @@ LABELS = ("name", "annealing_verdict")
 @task(name="collect", cache_policy=NO_CACHE, persist_result=False)
 def collect_documents(context: Context) -> Artifact:
     """Return the documents of the recipe's sources as text shards."""
-    from llama3.data.collect import collect
-    from llama3.data.readers.sources import fingerprint
+    from herd.llama3.data.collect import collect
+    from herd.llama3.data.readers.sources import fingerprint
 
     plain = resolved(context.recipe)
     design = ArtifactSpec(
@@ -73,8 +73,8 @@ def collect_documents(context: Context) -> Artifact:
 @task(name="annotate", cache_policy=NO_CACHE, persist_result=False)
 def annotate_documents(context: Context, collected: Artifact) -> Artifact:
     """Return the attributes of the collected documents."""
-    from llama3.data.annotate import STEP as ATTRIBUTES
-    from llama3.data.annotate import VERSION, annotate, attribute_files, attribute_settings
+    from herd.llama3.data.annotate import STEP as ATTRIBUTES
+    from herd.llama3.data.annotate import VERSION, annotate, attribute_files, attribute_settings
 
     curation = context.recipe.curate
     design = ArtifactSpec(
@@ -98,8 +98,8 @@ def annotate_documents(context: Context, collected: Artifact) -> Artifact:
 @task(name="curate", cache_policy=NO_CACHE, persist_result=False)
 def curate_documents(context: Context, collected: Artifact, annotated: Artifact) -> Artifact:
     """Return the documents to train on."""
-    from llama3.data.curate import CURATION, VERSION, curate
-    from llama3.evaluate.suite import with_evaluation_sets
+    from herd.llama3.data.curate import CURATION, VERSION, curate
+    from herd.llama3.evaluate.suite import with_evaluation_sets
 
     recipe = with_evaluation_sets(context.recipe)
     files = [uri for stage in CURATION for uri in stage.files(recipe.curate)]
@@ -201,7 +201,7 @@ TOKENS_VERSION = 2
 @task(name="tokenizer", cache_policy=NO_CACHE, persist_result=False)
 def prepare_tokenizer(context: Context, curated: Artifact) -> Artifact:
     """Return the tokenizer of the recipe, trained on the curated documents or taken from its file."""
-    from llama3.tokens.tokenizer import make_tokenizer
+    from herd.llama3.tokens.tokenizer import make_tokenizer
 
     recipe = local = context.recipe
     inputs = {"curated": curated.key}
@@ -215,9 +215,9 @@ def prepare_tokenizer(context: Context, curated: Artifact) -> Artifact:
 @task(name="tokenize", cache_policy=NO_CACHE, persist_result=False)
 def tokenize_documents(context: Context, curated: Artifact, tokenizer: Artifact) -> Artifact:
     """Return the token shards. Raises ValueError if the run would repeat a domain more often than the recipe allows."""
-    from llama3.tokens.shards import NAME as TOKENS
-    from llama3.tokens.shards import tokenize
-    from llama3.tokens.stream import TokenStream
+    from herd.llama3.tokens.shards import NAME as TOKENS
+    from herd.llama3.tokens.shards import tokenize
+    from herd.llama3.tokens.stream import TokenStream
 
     recipe = context.recipe
     design = ArtifactSpec(
@@ -252,10 +252,10 @@ def prepare_conversations(context: Context, tokens: Artifact, tokenizer: Artifac
 
     Raises SourceError for a broken row, ValueError if a stage's length contradicts its epochs.
     """
-    from llama3.data.readers.conversations import conversation_files
-    from llama3.tokens.conversations import ConversationStream, prepare_conversations, sft_lengths
-    from llama3.tokens.stream import TokenStream
-    from llama3.tokens.tokenizer import Tokenizer
+    from herd.llama3.data.readers.conversations import conversation_files
+    from herd.llama3.tokens.conversations import ConversationStream, prepare_conversations, sft_lengths
+    from herd.llama3.tokens.stream import TokenStream
+    from herd.llama3.tokens.tokenizer import Tokenizer
 
     recipe = context.recipe
     generated = any(source.uri == "problems" for source in recipe.conversations)

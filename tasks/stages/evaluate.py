@@ -16,33 +16,33 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from rich.markup import escape
 
-from llama3.evaluate.gate import Decision, GateRow, decide
-from llama3.evaluate.held_out import ValidationDocument, candidate_documents, read_validation_documents
-from llama3.evaluate.long_context_gate import METRICS
-from llama3.evaluate.main import MISTAKE, REFUSED, EvaluateJob, GateScores
-from llama3.evaluate.needle import KEY as NEEDLE
-from llama3.evaluate.scores import read_scores
-from llama3.evaluate.suite import stage_suite_name, suite_inputs, with_suite
-from llama3.recipe.base import DOMAINS
-from llama3.recipe.load import resolved, to_yaml
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.schema import Recipe
-from llama3.recipe.units import Tokens
-from llama3.train import metrics
-from llama3.train.journal import Record
-from storage.artifact import MANIFEST, Artifact, ArtifactSpec, file_digest
-from storage.filesystem import is_local, write_atomic
-from tasks.cluster import Cluster
-from tasks.errors import EvaluationFailed, GateFailed
-from tasks.launch.base import Excluded, launch_key, launcher_of, wait
-from tasks.launch.hosts import Hosts
-from tasks.launch.local import Agents
-from tasks.plan.predict import place_evaluation
-from tasks.runs.progress import newest
-from tasks.stages.alerts import alert_gate_failed
-from tasks.step import Context, ensure_in_scratch, link_files
-from tasks.tracking.events import checkpoint_saved
-from tasks.tracking.steps import scores_of
+from herd.llama3.evaluate.gate import Decision, GateRow, decide
+from herd.llama3.evaluate.held_out import ValidationDocument, candidate_documents, read_validation_documents
+from herd.llama3.evaluate.long_context_gate import METRICS
+from herd.llama3.evaluate.main import MISTAKE, REFUSED, EvaluateJob, GateScores
+from herd.llama3.evaluate.needle import KEY as NEEDLE
+from herd.llama3.evaluate.scores import read_scores
+from herd.llama3.evaluate.suite import stage_suite_name, suite_inputs, with_suite
+from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.recipe.load import resolved, to_yaml
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.units import Tokens
+from herd.llama3.train import metrics
+from herd.llama3.train.journal import Record
+from herd.storage.artifact import MANIFEST, Artifact, ArtifactSpec, file_digest
+from herd.storage.filesystem import is_local, write_atomic
+from herd.tasks.cluster import Cluster
+from herd.tasks.errors import EvaluationFailed, GateFailed
+from herd.tasks.launch.base import Excluded, launch_key, launcher_of, wait
+from herd.tasks.launch.hosts import Hosts
+from herd.tasks.launch.local import Agents
+from herd.tasks.plan.predict import place_evaluation
+from herd.tasks.runs.progress import newest
+from herd.tasks.stages.alerts import alert_gate_failed
+from herd.tasks.step import Context, ensure_in_scratch, link_files
+from herd.tasks.tracking.events import checkpoint_saved
+from herd.tasks.tracking.steps import scores_of
 
 # The trainer's launcher starts the processes that evaluate. Scores have the same bytes on any number of replicas; split
 # over tp, likelihoods differ by rounding, 1e-5.
@@ -130,8 +130,8 @@ def write_validation_rows(recipe: Recipe, curated: Path, tokenizer: Path, work: 
 
     `curated` is the folder with the documents (see `validation_folder`).
     """
-    from llama3.tokens.tokenizer import Tokenizer
-    from llama3.train.validation import pack_rows
+    from herd.llama3.tokens.tokenizer import Tokenizer
+    from herd.llama3.train.validation import pack_rows
 
     count, seq_len = recipe.evaluate.val_documents, min(min(stage.lengths) for stage in recipe.stages)
     try:
@@ -173,7 +173,7 @@ def _evaluation(
 ) -> tuple[ArtifactSpec, Path | None]:
     """Return the artifact of the scores of the checkpoint with the key `checkpoint`, by the suite of `recipe`, and the
     file of held-out conversations, if the run has any."""
-    from llama3.tokens.conversations import HELD_OUT  # imports numba
+    from herd.llama3.tokens.conversations import HELD_OUT  # imports numba
 
     design = ArtifactSpec(
         kind="evaluation",
@@ -212,7 +212,7 @@ class CheckpointQueue:
 
     def __init__(self, folder: str) -> None:
         """`folder` has the checkpoints: a path, or the URI of an object store."""
-        from llama3.train.checkpoint.storage import Pins  # imports torch
+        from herd.llama3.train.checkpoint.storage import Pins  # imports torch
 
         self.folder = folder
         self.pins = Pins(str(Path(folder).parent) if is_local(folder) else folder)
@@ -234,8 +234,8 @@ class CheckpointQueue:
         """
         import torch
 
-        from llama3.parallel.mesh import ParallelContext
-        from llama3.train.checkpoint.storage import RemoteCheckpointStore
+        from herd.llama3.parallel.mesh import ParallelContext
+        from herd.llama3.train.checkpoint.storage import RemoteCheckpointStore
 
         folder = f"{self.folder}/{position:018}"
         if is_local(folder):
@@ -277,7 +277,7 @@ def evaluate_waiting(context: Context, stage: str, folder: str, curated: Artifac
 
     Two calls at once share the work: the artifact's lease lets one score a checkpoint.
     """
-    from llama3.train.checkpoint.manifest import DamagedCheckpoint  # imports torch
+    from herd.llama3.train.checkpoint.manifest import DamagedCheckpoint  # imports torch
 
     queue, lines = CheckpointQueue(folder), list[str]()
     while waiting := queue.waiting():

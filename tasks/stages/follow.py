@@ -1,7 +1,7 @@
 """Follow a trainer's journal: show it, and hand it to a thread that sends it to MLflow in batches.
 
 Training does not depend on MLflow: what could not be sent is sent later. Points carry the time of their record, so none
-counts twice. A file beside the journal names its MLflow run, for `tasks.tracking.backfill`.
+counts twice. A file beside the journal names its MLflow run, for `herd.tasks.tracking.backfill`.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from llama3.train import metrics
-from llama3.train.health import HealthTail
-from llama3.train.job import HUNG, AttemptResult
-from llama3.train.journal import HEALTH, Journal, Record, Rewind, Tail, end_attempt, read_attempts, valid_records
-from storage.filesystem import write_atomic
-from tasks.console import ProgressLine
-from tasks.launch.base import WATCH_S, Launch
-from tasks.launch.hosts import Hosts
-from tasks.stages.alerts import Alerts
-from tasks.stages.evaluate import CheckpointOffers
-from tasks.step import Context
-from tasks.tracking.backfill import FOLLOWED, Sender, catch_up, watch_outages
-from tasks.tracking.factory import mlflow_of
-from tasks.tracking.prefect_artifacts import StagePage
-from tasks.tracking.prometheus import Gauges
-from tasks.tracking.steps import Thinning, environment_tags
-from tasks.tracking.tracker import MetricPoint
+from herd.llama3.train import metrics
+from herd.llama3.train.health import HealthTail
+from herd.llama3.train.job import HUNG, AttemptResult
+from herd.llama3.train.journal import HEALTH, Journal, Record, Rewind, Tail, end_attempt, read_attempts, valid_records
+from herd.storage.filesystem import write_atomic
+from herd.tasks.console import ProgressLine
+from herd.tasks.launch.base import WATCH_S, Launch
+from herd.tasks.launch.hosts import Hosts
+from herd.tasks.stages.alerts import Alerts
+from herd.tasks.stages.evaluate import CheckpointOffers
+from herd.tasks.step import Context
+from herd.tasks.tracking.backfill import FOLLOWED, Sender, catch_up, watch_outages
+from herd.tasks.tracking.factory import mlflow_of
+from herd.tasks.tracking.prefect_artifacts import StagePage
+from herd.tasks.tracking.prometheus import Gauges
+from herd.tasks.tracking.steps import Thinning, environment_tags
+from herd.tasks.tracking.tracker import MetricPoint
 
 POLL_S = 0.5
 IDLE = 0.01

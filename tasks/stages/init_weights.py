@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from llama3.model.flops import parameter_count
-from llama3.recipe.load import RecipeError, resolved
-from llama3.tokens.tokenizer import Tokenizer
-from storage.artifact import Artifact, ArtifactSpec
-from storage.filesystem import source_state
-from tasks.models.start import (
+from herd.llama3.model.flops import parameter_count
+from herd.llama3.recipe.load import RecipeError, resolved
+from herd.llama3.tokens.tokenizer import Tokenizer
+from herd.storage.artifact import Artifact, ArtifactSpec
+from herd.storage.filesystem import source_state
+from herd.tasks.models.start import (
     alias_label,
     find_init_checkpoint,
     init_from_faults,
     tokenizer_faults,
     with_local_models,
 )
-from tasks.step import Context, ensure_artifact
+from herd.tasks.step import Context, ensure_artifact
 
 if TYPE_CHECKING:
-    from llama3.tokens.tokenizer import Tokenizer
+    from herd.llama3.tokens.tokenizer import Tokenizer
 
 
 VERSION = 1
@@ -35,8 +35,8 @@ def init_weights(context: Context, tokenizer: Artifact) -> Artifact:
 
     Raises ValueError if they do not fit the recipe.
     """
-    from llama3.export.convert import import_weights
-    from llama3.tokens.tokenizer import Tokenizer
+    from herd.llama3.export.convert import import_weights
+    from herd.llama3.tokens.tokenizer import Tokenizer
 
     recipe = context.recipe
     assert recipe.init_from is not None

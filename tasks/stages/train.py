@@ -22,36 +22,36 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from rich.markup import escape
 
-from llama3.model.files import weight_files
-from llama3.recipe.load import digest, resolved
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.units import Bytes
-from llama3.train import metrics
-from llama3.train.averaging import FILE as AVERAGE
-from llama3.train.averaging import Choice
-from llama3.train.device import ENVIRONMENT
-from llama3.train.job import TERMINATED, AttemptResult, HourlyCosts, TrainJob
-from llama3.train.journal import SkippedRanges, device_hours
-from llama3.train.main import REFUSED
-from storage.artifact import MANIFEST, Artifact, ArtifactSpec, file_digest
-from storage.filesystem import write_atomic
-from storage.lease import folder_lease
-from storage.objects import remove_all
-from storage.page_cache import lazy_folder
-from tasks.cluster import Cluster
-from tasks.errors import TrainingFailed
-from tasks.launch.base import Launch, Launcher, fitting, launch_key, launcher_of
-from tasks.launch.hosts import Hosts, accused
-from tasks.launch.local import visible_gpus
-from tasks.plan.predict import predict_step_times
-from tasks.runs.progress import kept_checkpoints, newest, work_dir_name
-from tasks.runs.provenance import hourly_costs
-from tasks.stages.alerts import Alerts
-from tasks.stages.evaluate import CheckpointOffers, validation_folder, write_validation_rows
-from tasks.stages.follow import JournalTailer
-from tasks.step import Context, WorkInProgress, ensure_artifact, link_files
-from tasks.tracking.prefect_artifacts import StagePage, stage_done
-from tasks.tracking.prometheus import Gauges
+from herd.llama3.model.files import weight_files
+from herd.llama3.recipe.load import digest, resolved
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.units import Bytes
+from herd.llama3.train import metrics
+from herd.llama3.train.averaging import FILE as AVERAGE
+from herd.llama3.train.averaging import Choice
+from herd.llama3.train.device import ENVIRONMENT
+from herd.llama3.train.job import TERMINATED, AttemptResult, HourlyCosts, TrainJob
+from herd.llama3.train.journal import SkippedRanges, device_hours
+from herd.llama3.train.main import REFUSED
+from herd.storage.artifact import MANIFEST, Artifact, ArtifactSpec, file_digest
+from herd.storage.filesystem import write_atomic
+from herd.storage.lease import folder_lease
+from herd.storage.objects import remove_all
+from herd.storage.page_cache import lazy_folder
+from herd.tasks.cluster import Cluster
+from herd.tasks.errors import TrainingFailed
+from herd.tasks.launch.base import Launch, Launcher, fitting, launch_key, launcher_of
+from herd.tasks.launch.hosts import Hosts, accused
+from herd.tasks.launch.local import visible_gpus
+from herd.tasks.plan.predict import predict_step_times
+from herd.tasks.runs.progress import kept_checkpoints, newest, work_dir_name
+from herd.tasks.runs.provenance import hourly_costs
+from herd.tasks.stages.alerts import Alerts
+from herd.tasks.stages.evaluate import CheckpointOffers, validation_folder, write_validation_rows
+from herd.tasks.stages.follow import JournalTailer
+from herd.tasks.step import Context, WorkInProgress, ensure_artifact, link_files
+from herd.tasks.tracking.prefect_artifacts import StagePage, stage_done
+from herd.tasks.tracking.prometheus import Gauges
 
 VERSION = 1
 SILENCE = 2
@@ -94,7 +94,7 @@ def train_stage(
         link_files(work / "result", folder)  # not moved: after a kill before the commit, the next attempt needs it
         shutil.copytree(tokenizer.path, folder / "model", dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
         if conversations is not None:
-            from llama3.tokens.chat import TEMPLATE, TEMPLATE_FILE
+            from herd.llama3.tokens.chat import TEMPLATE, TEMPLATE_FILE
 
             write_atomic(folder / "model" / TEMPLATE_FILE, TEMPLATE)
         costs, hours, made = _costs(context.cluster, parent), device_hours(work), context.record.provenance
@@ -122,8 +122,8 @@ def _design(
     context: Context, span: StageSpan, tokens: Artifact, parent: Artifact | None, conversations: Artifact | None
 ) -> ArtifactSpec:
     """Return what decides the stage's result: nothing of where it runs."""
-    from llama3.tokens.conversations import ConversationStream
-    from llama3.tokens.stream import TokenStream
+    from herd.llama3.tokens.conversations import ConversationStream
+    from herd.llama3.tokens.stream import TokenStream
 
     recipe = context.recipe
     plain, documents = resolved(recipe), TokenStream(lazy_folder(tokens, 0), recipe)

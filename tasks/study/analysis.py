@@ -9,27 +9,33 @@ from contextlib import suppress
 import numpy as np
 import pyarrow.parquet as pq
 
-from llama3.evaluate.scores import PREFIX, SAMPLES_FILE, SCORES_FILE, gold_key, read_scores
-from llama3.evaluate.suite import BPB
-from llama3.model.files import CONFIG, read_config
-from llama3.model.flops import parameter_count, vocab_rows
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
-from llama3.recipe.units import Tokens, tokens
-from llama3.studies.chinchilla import fit_chinchilla
-from llama3.studies.expand import ExpandedStudy, VariantRun, nearest_shape, scale_shape, shape_changes
-from llama3.studies.forecast import RUNS, Backtest, EvaluatedPoint, Interval, TaskPoints, forecast_verdict
-from llama3.studies.isoflop import IsoflopFit, NoLawError, Trial, fit_ladder
-from llama3.studies.mixture import Mixture, Proposal, fit_mixture, mix_trials, pareto, propose
-from llama3.studies.results import RunResult, Samples, StudyVerdict
-from llama3.studies.study import BASE, Ladder
-from llama3.studies.verdicts import ablation_verdict, annealing_verdict, ladder_verdict, mix_verdict, no_law_verdict
-from storage.artifact import Artifact, Store
-from tasks.report import plots
-from tasks.runs.records import RunRecord
-from tasks.study.page import Analysis, Figure, ViewTable
-from tasks.study.plan import training_flops
-from tasks.study.plots import (
+from herd.llama3.evaluate.scores import PREFIX, SAMPLES_FILE, SCORES_FILE, gold_key, read_scores
+from herd.llama3.evaluate.suite import BPB
+from herd.llama3.model.files import CONFIG, read_config
+from herd.llama3.model.flops import parameter_count, vocab_rows
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.units import Tokens, tokens
+from herd.llama3.studies.chinchilla import fit_chinchilla
+from herd.llama3.studies.expand import ExpandedStudy, VariantRun, nearest_shape, scale_shape, shape_changes
+from herd.llama3.studies.forecast import RUNS, Backtest, EvaluatedPoint, Interval, TaskPoints, forecast_verdict
+from herd.llama3.studies.isoflop import IsoflopFit, NoLawError, Trial, fit_ladder
+from herd.llama3.studies.mixture import Mixture, Proposal, fit_mixture, mix_trials, pareto, propose
+from herd.llama3.studies.results import RunResult, Samples, StudyVerdict
+from herd.llama3.studies.study import BASE, Ladder
+from herd.llama3.studies.verdicts import (
+    ablation_verdict,
+    annealing_verdict,
+    ladder_verdict,
+    mix_verdict,
+    no_law_verdict,
+)
+from herd.storage.artifact import Artifact, Store
+from herd.tasks.report import plots
+from herd.tasks.runs.records import RunRecord
+from herd.tasks.study.page import Analysis, Figure, ViewTable
+from herd.tasks.study.plan import training_flops
+from herd.tasks.study.plots import (
     LEFT_OUT,
     PANELS,
     PARABOLAS,

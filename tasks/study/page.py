@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from statistics import fmean, stdev
 
-from llama3.recipe.units import tokens
-from llama3.studies.results import HELPS, HURTS, Finding, StudyVerdict
-from tasks.format import format_duration
-from tasks.report.html import render
-from tasks.study.plots import FOREST, forest
+from herd.llama3.recipe.units import tokens
+from herd.llama3.studies.results import HELPS, HURTS, Finding, StudyVerdict
+from herd.tasks.format import format_duration
+from herd.tasks.report.html import render
+from herd.tasks.study.plots import FOREST, forest
 
 Line = tuple[str, str]
 """`-`, `+` or a blank, and the text."""

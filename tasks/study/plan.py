@@ -13,22 +13,22 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from llama3.model.files import CONFIG, read_config
-from llama3.model.flops import flops_per_token
-from llama3.recipe.schedule import Schedule, Segment
-from llama3.recipe.sections import Model
-from llama3.recipe.units import tokens
-from llama3.studies.expand import ExpandedStudy, VariantRun
-from llama3.studies.results import data_digest, distinct_stages, stage_flops
-from llama3.studies.study import Variant
-from llama3.train import metrics
-from storage.artifact import Artifact, Store
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.format import format_duration
-from tasks.plan.predict import predict_step_times
-from tasks.runs.records import RunRecord, Runs, family_number
-from tasks.study.records import answers_for, runs_of
+from herd.llama3.model.files import CONFIG, read_config
+from herd.llama3.model.flops import flops_per_token
+from herd.llama3.recipe.schedule import Schedule, Segment
+from herd.llama3.recipe.sections import Model
+from herd.llama3.recipe.units import tokens
+from herd.llama3.studies.expand import ExpandedStudy, VariantRun
+from herd.llama3.studies.results import data_digest, distinct_stages, stage_flops
+from herd.llama3.studies.study import Variant
+from herd.llama3.train import metrics
+from herd.storage.artifact import Artifact, Store
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.format import format_duration
+from herd.tasks.plan.predict import predict_step_times
+from herd.tasks.runs.records import RunRecord, Runs, family_number
+from herd.tasks.study.records import answers_for, runs_of
 
 MEASURED = 20
 """Number of the newest runs that are used to estimate the speed."""

@@ -10,12 +10,12 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from llama3.recipe.units import tokens
-from llama3.studies.forecast import Interval
-from llama3.studies.isoflop import IsoflopFit, Parabola, TokenLaw
-from llama3.studies.results import HELPS, HURTS, NOTHING, Finding, Says
-from tasks.report.html import COLOURS, INK, PAGE
-from tasks.report.plots import as_svg
+from herd.llama3.recipe.units import tokens
+from herd.llama3.studies.forecast import Interval
+from herd.llama3.studies.isoflop import IsoflopFit, Parabola, TokenLaw
+from herd.llama3.studies.results import HELPS, HURTS, NOTHING, Finding, Says
+from herd.tasks.report.html import COLOURS, INK, PAGE
+from herd.tasks.report.plots import as_svg
 
 Losses = Mapping[str, Mapping[str, float]]
 """Variant -> domain -> bits per byte, the mean over its repeats."""

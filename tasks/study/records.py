@@ -14,13 +14,13 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from llama3.recipe.schema import Recipe
-from llama3.studies.expand import ExpandedStudy, VariantRun, load_study
-from llama3.studies.results import StudyVerdict
-from storage.filesystem import write_atomic
-from storage.lease import Lease, LeaseHeld, lease, lease_holders
-from storage.root import Root
-from tasks.runs.records import DamagedRecord, RunRecord, Runs, State, now, read_records
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.studies.expand import ExpandedStudy, VariantRun, load_study
+from herd.llama3.studies.results import StudyVerdict
+from herd.storage.filesystem import write_atomic
+from herd.storage.lease import Lease, LeaseHeld, lease, lease_holders
+from herd.storage.root import Root
+from herd.tasks.runs.records import DamagedRecord, RunRecord, Runs, State, now, read_records
 
 FOLDER, RECORD, QUESTION, BASE, PAGE, NOTES, PICTURES = (
     "studies", "study.json", "study.yaml", "base.yaml", "report.html", "report.md", "plots",

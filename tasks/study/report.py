@@ -13,19 +13,19 @@ from pathlib import Path
 
 from rich.table import Table
 
-from llama3.recipe.load import resolved
-from llama3.studies.apply import apply_annealing, apply_study
-from llama3.studies.expand import ExpandedStudy
-from llama3.studies.results import HELPS, HURTS, RunResult, StudyVerdict
-from llama3.train import metrics
-from storage.artifact import flatten
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.format import format_duration
-from tasks.runs.records import RunRecord, Runs
-from tasks.study.analysis import analyze, other_data, outcomes, shared
-from tasks.study.page import (
+from herd.llama3.recipe.load import resolved
+from herd.llama3.studies.apply import apply_annealing, apply_study
+from herd.llama3.studies.expand import ExpandedStudy
+from herd.llama3.studies.results import HELPS, HURTS, RunResult, StudyVerdict
+from herd.llama3.train import metrics
+from herd.storage.artifact import flatten
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.format import format_duration
+from herd.tasks.runs.records import RunRecord, Runs
+from herd.tasks.study.analysis import analyze, other_data, outcomes, shared
+from herd.tasks.study.page import (
     Analysis,
     StudyView,
     VariantRow,
@@ -35,12 +35,12 @@ from tasks.study.page import (
     study_html,
     study_markdown,
 )
-from tasks.study.plan import HEADERS, StudyPlan, plan_lines, plan_rows, plan_study, spent
-from tasks.study.records import NOTES, PAGE, PICTURES, Studies, StudyRecord, runs_of
-from tasks.tracking import prefect_artifacts
-from tasks.tracking.backfill import STATUS
-from tasks.tracking.factory import mlflow_of, open_tracker
-from tasks.tracking.tracker import MetricPoint, Tracker
+from herd.tasks.study.plan import HEADERS, StudyPlan, plan_lines, plan_rows, plan_study, spent
+from herd.tasks.study.records import NOTES, PAGE, PICTURES, Studies, StudyRecord, runs_of
+from herd.tasks.tracking import prefect_artifacts
+from herd.tasks.tracking.backfill import STATUS
+from herd.tasks.tracking.factory import mlflow_of, open_tracker
+from herd.tasks.tracking.tracker import MetricPoint, Tracker
 
 LISTED = 5
 """Runs that a flag names."""

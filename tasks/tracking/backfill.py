@@ -19,19 +19,19 @@ from typing import Any
 
 from rich.markup import escape
 
-from llama3.recipe.load import resolved
-from llama3.train.journal import HEALTH, read_journal
-from storage.artifact import Artifact, Store, flatten
-from storage.lease import LeaseLost
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.promotion.log import Log, Promotion, PromotionLog, gate_decisions, read_log, version_tags
-from tasks.runs.provenance import CLUSTER
-from tasks.runs.records import RunRecord, Runs, evaluation_of
-from tasks.step import Context
-from tasks.tracking.factory import mlflow_of, open_tracker
-from tasks.tracking.registry import Registry
-from tasks.tracking.steps import (
+from herd.llama3.recipe.load import resolved
+from herd.llama3.train.journal import HEALTH, read_journal
+from herd.storage.artifact import Artifact, Store, flatten
+from herd.storage.lease import LeaseLost
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.promotion.log import Log, Promotion, PromotionLog, gate_decisions, read_log, version_tags
+from herd.tasks.runs.provenance import CLUSTER
+from herd.tasks.runs.records import RunRecord, Runs, evaluation_of
+from herd.tasks.step import Context
+from herd.tasks.tracking.factory import mlflow_of, open_tracker
+from herd.tasks.tracking.registry import Registry
+from herd.tasks.tracking.steps import (
     LoggedStep,
     Thinning,
     checkpoint_model,
@@ -40,7 +40,7 @@ from tasks.tracking.steps import (
     send_records,
     step_tags,
 )
-from tasks.tracking.tracker import MetricPoint, Tracker
+from herd.tasks.tracking.tracker import MetricPoint, Tracker
 
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED", "cancelled": "KILLED"}
 """MLflow's status for the state of a run that ended."""
@@ -172,7 +172,7 @@ class _Publisher:
 
     def _publish_decision(self, decision: Promotion, log: Log) -> None:
         """Publish a decision on a model: its run, the model version, and the gate's table."""
-        from tasks.report.card import describe_model  # imports matplotlib
+        from herd.tasks.report.card import describe_model  # imports matplotlib
 
         evaluation: Artifact | None = None
         with suppress(ValueError):  # the checkpoint was deleted

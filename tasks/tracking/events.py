@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from storage.artifact import Artifact
-    from tasks.runs.records import RunRecord
+    from herd.storage.artifact import Artifact
+    from herd.tasks.runs.records import RunRecord
 
 
 def emit(name: str, resource: str, label: str, payload: dict[str, Any]) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from llama3.recipe.sections import Tracking
-from storage.root import Root
-from tasks.tracking.mlflow import MLflowTracker
-from tasks.tracking.prometheus import folder_faults
-from tasks.tracking.tracker import Tracker, TrackerGroup
+from herd.llama3.recipe.sections import Tracking
+from herd.storage.root import Root
+from herd.tasks.tracking.mlflow import MLflowTracker
+from herd.tasks.tracking.prometheus import folder_faults
+from herd.tasks.tracking.tracker import Tracker, TrackerGroup
 
 
 def open_tracker(root: Root, family: str, tracking: Tracking | None = None) -> Tracker:
@@ -17,7 +17,7 @@ def open_tracker(root: Root, family: str, tracking: Tracking | None = None) -> T
     if faults := tracking_faults(tracking):
         raise ValueError("\n".join(faults))
     if tracking.tensorboard:
-        from tasks.tracking.tensorboard import TensorBoardTracker
+        from herd.tasks.tracking.tensorboard import TensorBoardTracker
 
         sinks.append(TensorBoardTracker(root))
     main = MLflowTracker(root, family)

@@ -20,10 +20,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from storage.filesystem import is_local
-from storage.root import Root
-from tasks.tracking.mlflow_store import database_uri, prepare_database, run_page, set_tracking_uri, tracking_uri
-from tasks.tracking.tracker import MetricPoint
+from herd.storage.filesystem import is_local
+from herd.storage.root import Root
+from herd.tasks.tracking.mlflow_store import database_uri, prepare_database, run_page, set_tracking_uri, tracking_uri
+from herd.tasks.tracking.tracker import MetricPoint
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -68,8 +68,8 @@ class CircuitBreaker:
     """The state of one MLflow server (or database).
 
     After a failed call no call is made for half a minute, then one probe decides: a server that hangs costs one
-    time-out per half minute. Skipped calls are not kept: `stale` is set, and `tasks.tracking.backfill` sends everything
-    again. A refusal by MLflow (a changed parameter, say) is reported and is not an outage.
+    time-out per half minute. Skipped calls are not kept: `stale` is set, and `herd.tasks.tracking.backfill` sends
+    everything again. A refusal by MLflow (a changed parameter, say) is reported and is not an outage.
     """
 
     def __init__(self, probe: Callable[[], object]) -> None:

@@ -21,11 +21,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from storage.artifact import DAMAGED, FileStat
-from storage.filesystem import cache_folder, write_atomic
-from storage.root import Root
-from storage.secrets import move_logins, refuse_secrets
-from storage.staging import file_lock, staging_folder
+from herd.storage.artifact import DAMAGED, FileStat
+from herd.storage.filesystem import cache_folder, write_atomic
+from herd.storage.root import Root
+from herd.storage.secrets import move_logins, refuse_secrets
+from herd.storage.staging import file_lock, staging_folder
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -151,7 +151,7 @@ def prepare_database(root: Root) -> bool:
             with suppress(sqlite3.OperationalError):  # a server is writing: the next process does it
                 _write_statistics(path)
     if broken:
-        from tasks.runs.records import Runs, mark_open
+        from herd.tasks.runs.records import Runs, mark_open
 
         # `reconcile` sends every ended run to MLflow again; a running one does so itself
         runs = Runs(root)

@@ -21,17 +21,17 @@ from prefect.context import FlowRunContext, TaskRunContext
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.utilities.context import get_task_and_flow_run_ids
 
-from llama3.evaluate.scores import Score, read_scores
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.units import tokens
-from llama3.train import metrics
-from llama3.train.averaging import Choice
-from llama3.train.journal import Record
-from storage.artifact import Artifact
-from tasks.format import format_bits_per_byte, format_bytes, format_duration, format_losses
-from tasks.runs.records import StepRecord
-from tasks.step import Context
-from tasks.tracking.steps import SCORE
+from herd.llama3.evaluate.scores import Score, read_scores
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.units import tokens
+from herd.llama3.train import metrics
+from herd.llama3.train.averaging import Choice
+from herd.llama3.train.journal import Record
+from herd.storage.artifact import Artifact
+from herd.tasks.format import format_bits_per_byte, format_bytes, format_duration, format_losses
+from herd.tasks.runs.records import StepRecord
+from herd.tasks.step import Context
+from herd.tasks.tracking.steps import SCORE
 
 INTERVAL_S = 5.0
 """Between two updates of a progress bar."""

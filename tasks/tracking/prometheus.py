@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from llama3.train import metrics
-from llama3.train.journal import Record
-from storage.filesystem import write_atomic
-from storage.root import Root
+from herd.llama3.train import metrics
+from herd.llama3.train.journal import Record
+from herd.storage.filesystem import write_atomic
+from herd.storage.root import Root
 
 VARIABLE = "HERD_PROMETHEUS_DIR"
 INTERVAL_S = 5.0

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from storage.artifact import Artifact
-from storage.root import Root
-from tasks.promotion.log import (
+from herd.storage.artifact import Artifact
+from herd.storage.root import Root
+from herd.tasks.promotion.log import (
     ALIASES,
     Log,
     PromotionLog,
@@ -20,11 +20,11 @@ from tasks.promotion.log import (
     version_description,
     version_tags,
 )
-from tasks.runs.records import RunRecord, Runs, mark_open
-from tasks.tracking.factory import mlflow_of
-from tasks.tracking.mlflow import MLflowTracker, is_absence
-from tasks.tracking.mlflow_store import tracking_uri
-from tasks.tracking.tracker import Tracker
+from herd.tasks.runs.records import RunRecord, Runs, mark_open
+from herd.tasks.tracking.factory import mlflow_of
+from herd.tasks.tracking.mlflow import MLflowTracker, is_absence
+from herd.tasks.tracking.mlflow_store import tracking_uri
+from herd.tasks.tracking.tracker import Tracker
 
 NO_ALIAS = "INVALID_PARAMETER_VALUE"
 """MLflow's error code where a model has no such alias."""

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llama3.train import metrics
-from llama3.train.journal import Record
-from storage.artifact import Artifact, Store
-from tasks.runs.records import RunRecord
-from tasks.tracking.mlflow import metric_key
-from tasks.tracking.tracker import MetricPoint, Tracker
+from herd.llama3.train import metrics
+from herd.llama3.train.journal import Record
+from herd.storage.artifact import Artifact, Store
+from herd.tasks.runs.records import RunRecord
+from herd.tasks.tracking.mlflow import metric_key
+from herd.tasks.tracking.tracker import MetricPoint, Tracker
 
 SCORE = "eval/"
 """Prefix of the name of every score."""

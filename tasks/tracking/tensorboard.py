@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from storage.root import Root
-from tasks.tracking.tracker import MetricPoint
+from herd.storage.root import Root
+from herd.tasks.tracking.tracker import MetricPoint
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -1,7 +1,7 @@
 """The interface of experiment trackers, and a group of trackers as one.
 
-Flows, stages and studies hold a `Tracker`; `tasks.tracking.factory` opens it. The step of a point is the position in
-tokens. A tracker never raises and never stops a run.
+Flows, stages and studies hold a `Tracker`; `herd.tasks.tracking.factory` opens it. The step of a point is the position
+in tokens. A tracker never raises and never stops a run.
 """
 
 from __future__ import annotations

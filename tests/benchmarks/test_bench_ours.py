@@ -14,7 +14,7 @@ from benchmarks.ours.token_shards import make_shards
 from benchmarks.pairs import near_pairs, recall
 from benchmarks.plain import without_common_lines
 from benchmarks.session import texts_of
-from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
+from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 
 COMMON = (
     "the of and to a in that is was he for it with as his on be at by had not are but from or have an they which one"

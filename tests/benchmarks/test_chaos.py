@@ -9,9 +9,9 @@ from mlflow import MlflowClient
 
 from benchmarks.chaos import FAULTS, World
 from benchmarks.chaos_checks import broken_promises, chaos_rows, undisturbed
-from storage.filesystem import filesystem_of
-from storage.root import Root
-from tasks.runs.records import Runs
+from herd.storage.filesystem import filesystem_of
+from herd.storage.root import Root
+from herd.tasks.runs.records import Runs
 
 
 @pytest.mark.slow

@@ -97,7 +97,7 @@ def test_a_victim_ends_in_the_middle_of_a_file_and_once(tmp_path: Path, checkout
 
 
 def test_an_engine_with_other_constants_is_not_measured_by_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curation_scale, "CONSTANTS", {"llama3.data.collect": {"NO_SUCH_BYTES": 1}})
+    monkeypatch.setattr(curation_scale, "CONSTANTS", {"herd.llama3.data.collect": {"NO_SUCH_BYTES": 1}})
     scale_down.cache_clear()
     with pytest.raises(AttributeError, match="NO_SUCH_BYTES"):
         scale_down()

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.load import COMPARED, EXPERIMENT, SERIES, LoadSession, LoadSettings, fill_sqlite, full_root
-from storage.root import Root
-from tasks.runs.gc import plan_gc
-from tasks.runs.integrity import verify
-from tasks.runs.records import Runs
-from tasks.tracking.mlflow_store import NAME
+from herd.storage.root import Root
+from herd.tasks.runs.gc import plan_gc
+from herd.tasks.runs.integrity import verify
+from herd.tasks.runs.records import Runs
+from herd.tasks.tracking.mlflow_store import NAME
 
 ARTIFACTS, RUNS = 40, 4
 

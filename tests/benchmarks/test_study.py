@@ -17,9 +17,9 @@ from benchmarks.process_tree import tree_cost
 from benchmarks.rows import STUDY_TARGETS, Row
 from benchmarks.study import MEASURES, StudySession, StudySettings, study_rows
 from benchmarks.study_overhead import DATA, NAME, StudyCost, confirm, study_file, variant_recipes
-from llama3.recipe.load import digest, load_recipe, resolved
-from llama3.studies.checks import check_study
-from llama3.studies.expand import load_study
+from herd.llama3.recipe.load import digest, load_recipe, resolved
+from herd.llama3.studies.checks import check_study
+from herd.llama3.studies.expand import load_study
 
 BASE = Path(__file__).parents[2] / "recipes" / "experiments" / "base-cpu.yaml"
 BUSY = "import time\nwhile time.process_time() < 0.4: pass\n"

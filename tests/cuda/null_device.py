@@ -19,7 +19,7 @@ def require(processes: int = 1, null: bool = False) -> None:
     """Skip the test or module unless there are as many GPUs, or the null device (`null`: nothing else will do)."""
     if NULL:
         return
-    from tasks.launch.local import visible_gpus
+    from herd.tasks.launch.local import visible_gpus
 
     if null or not (count := visible_gpus()):
         pytest.skip("no null CUDA device; run make test-cuda", allow_module_level=True)
@@ -34,7 +34,7 @@ def fix_host_values() -> None:
     import torch.distributed.pipelining.schedules as schedules
     from torch.distributed.pipelining.stage import InferenceMode
 
-    from llama3.train import train_step
+    from herd.llama3.train import train_step
 
     read, warm_up = train_step.PendingTensor.read, schedules._PipelineSchedule._warmup_p2p
 

@@ -19,12 +19,12 @@ def answers(dtype: str, device: str) -> tuple[list[float], str, list[str]]:
     """Return nats of each request, a text that was generated, and a batch of them."""
     import torch
 
-    from llama3.evaluate.generate import Sampler, generate, generate_batch
-    from llama3.evaluate.scoring import score_requests
-    from llama3.evaluate.task import GenerationSettings, Prompt, Request
-    from llama3.model.init import build_model
-    from llama3.recipe.sections import Model
-    from llama3.tokens.tokenizer import train_tokenizer
+    from herd.llama3.evaluate.generate import Sampler, generate, generate_batch
+    from herd.llama3.evaluate.scoring import score_requests
+    from herd.llama3.evaluate.task import GenerationSettings, Prompt, Request
+    from herd.llama3.model.init import build_model
+    from herd.llama3.recipe.sections import Model
+    from herd.llama3.tokens.tokenizer import train_tokenizer
 
     if null_device.NULL:
         pick = Sampler.pick  # what it reads from the device is no token
@@ -56,13 +56,13 @@ def split(folder: Path, dtype: str) -> tuple[int, int]:
     """Return how many requests four processes scored, each with a part of the model, and how many texts they wrote."""
     import torch
 
-    from llama3.evaluate.distributed import EvalRanks
-    from llama3.evaluate.generate import Sampler, generate_batch
-    from llama3.evaluate.scoring import score_requests
-    from llama3.evaluate.task import GenerationSettings, Prompt, Request
-    from llama3.parallel.layout import Layout
-    from llama3.parallel.mesh import init_distributed
-    from llama3.tokens.tokenizer import Tokenizer
+    from herd.llama3.evaluate.distributed import EvalRanks
+    from herd.llama3.evaluate.generate import Sampler, generate_batch
+    from herd.llama3.evaluate.scoring import score_requests
+    from herd.llama3.evaluate.task import GenerationSettings, Prompt, Request
+    from herd.llama3.parallel.layout import Layout
+    from herd.llama3.parallel.mesh import init_distributed
+    from herd.llama3.tokens.tokenizer import Tokenizer
 
     pick = Sampler.pick
     Sampler.pick = lambda *words: [7 for _ in pick(*words)]  # type: ignore[method-assign]
@@ -81,10 +81,10 @@ def test_a_split_model_is_scored_and_writes(tmp_path: Path) -> None:
     null_device.require(4)
     import torch
 
-    from llama3.model.files import save_model
-    from llama3.model.init import build_model
-    from llama3.recipe.sections import Model
-    from llama3.tokens.tokenizer import train_tokenizer
+    from herd.llama3.model.files import save_model
+    from herd.llama3.model.init import build_model
+    from herd.llama3.recipe.sections import Model
+    from herd.llama3.tokens.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer([TEXT], 280)
     config = Model(layers=3, dim=64, ffn=128, heads=4, kv_heads=2, max_seq_len=128, tied_embeddings=False)
@@ -97,7 +97,7 @@ def test_a_split_model_is_scored_and_writes(tmp_path: Path) -> None:
 
 def measured() -> list[str]:
     """Return what the planner's calibration measured, one name per kind of operation."""
-    from llama3.planner.calibrate import calibrate
+    from herd.llama3.planner.calibrate import calibrate
 
     names: list[str] = []
     calibrate("cuda", 0.5, lambda point: names.append(point.what))

@@ -13,11 +13,11 @@ from tests.cuda import null_device
 
 null_device.require()
 
-from llama3.recipe.schedule import Schedule  # noqa: E402
-from llama3.train.job import AttemptResult  # noqa: E402
-from tasks.cluster import Cluster  # noqa: E402
-from tasks.launch.base import fitting  # noqa: E402
-from tasks.launch.local import Agents, LocalLauncher, rank_process  # noqa: E402
+from herd.llama3.recipe.schedule import Schedule  # noqa: E402
+from herd.llama3.train.job import AttemptResult  # noqa: E402
+from herd.tasks.cluster import Cluster  # noqa: E402
+from herd.tasks.launch.base import fitting  # noqa: E402
+from herd.tasks.launch.local import Agents, LocalLauncher, rank_process  # noqa: E402
 from tests.llama3.train.train_samples import job, recipe, records, stages, weights, work  # noqa: E402
 
 WAIT_S = 240

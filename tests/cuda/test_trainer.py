@@ -18,8 +18,8 @@ from tests.cuda import null_device
 
 null_device.require()
 
-from llama3.train import launch  # noqa: E402
-from llama3.train.job import Attempt  # noqa: E402
+from herd.llama3.train import launch  # noqa: E402
+from herd.llama3.train.job import Attempt  # noqa: E402
 from tests.llama3.train.train_samples import STEP, job, recipe, stages  # noqa: E402
 
 MODEL = {"layers": 4, "dim": 128, "ffn": 256, "heads": 8, "kv_heads": 4, "max_seq_len": 64, "tied_embeddings": False}

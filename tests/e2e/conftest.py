@@ -23,12 +23,12 @@ import psutil
 import pytest
 import yaml
 
-from llama3.data.readers.sources import open_source
-from llama3.recipe.load import load_recipe
-from storage.object_artifact import open_store
-from storage.processes import IMPORT_FOLDER, die_with_parent
-from storage.root import Root
-from tasks.runs.records import RunRecord, Runs
+from herd.llama3.data.readers.sources import open_source
+from herd.llama3.recipe.load import load_recipe
+from herd.storage.object_artifact import open_store
+from herd.storage.processes import IMPORT_FOLDER, die_with_parent
+from herd.storage.root import Root
+from herd.tasks.runs.records import RunRecord, Runs
 from tests.dist import Forked
 
 Found = TypeVar("Found")
@@ -71,10 +71,10 @@ class Herd:
         """Start `herd words...` in a process group of its own; without `forked` in an interpreter of its own, too."""
         environment = {**self.environment, **({"PREFECT_API_URL": self.api} if server else {})}
         if forked:
-            self.started.append(Forked("flows.cli.main", *words, environment=environment, folder=self.folder))
+            self.started.append(Forked("herd.flows.cli.main", *words, environment=environment, folder=self.folder))
             return self.started[-1]
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "flows.cli.main", *words],
+            [sys.executable, "-P", "-m", "herd.flows.cli.main", *words],
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

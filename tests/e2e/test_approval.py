@@ -14,8 +14,8 @@ from prefect.deployments.runner import RunnerDeployment
 from prefect.flow_runs import resume_flow_run
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from storage.root import Root
-from tasks.promotion.log import (
+from herd.storage.root import Root
+from herd.tasks.promotion.log import (
     APPROVAL,
     CHALLENGER,
     PENDING_APPROVAL,
@@ -26,9 +26,9 @@ from tasks.promotion.log import (
     last_promotion,
     read_log,
 )
-from tasks.runs.records import Runs
-from tasks.tracking.mlflow import MLflowTracker
-from tasks.tracking.registry import Registry
+from herd.tasks.runs.records import Runs
+from herd.tasks.tracking.mlflow import MLflowTracker
+from herd.tasks.tracking.registry import Registry
 from tests.dist import Forked
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, record
 
@@ -77,7 +77,7 @@ def execute(herd: Herd, client: SyncPrefectClient, flow_run: UUID) -> State:
 
 def test_a_deployed_run_is_suspended_until_somebody_answers_its_form(herd: Herd, client: SyncPrefectClient) -> None:
     champion = holder(herd, "champion")
-    deployment = RunnerDeployment.from_entrypoint("flows/pipeline.py:pipeline", name="approval").apply()
+    deployment = RunnerDeployment.from_entrypoint("herd.flows.pipeline.pipeline", name="approval").apply()
     assert isinstance(deployment, UUID)
     changes = [ASKED, "stages.anneal.weight_averaging=last 3"]
     config = {"recipe": herd.recipe, "overrides": changes, "root": str(herd.root), "cluster": {"threads": 1}}

@@ -22,8 +22,8 @@ import pytest
 from playwright.sync_api import TimeoutError, sync_playwright
 from prefect.client.schemas.objects import FlowRun
 
-import tasks.report.compare
-from storage.root import Root
+import herd.tasks.report.compare
+from herd.storage.root import Root
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts
 from tests.e2e.up import QUESTION, Up, await_true, running_up
 
@@ -279,7 +279,9 @@ def test_mlflow_draws_the_prepared_comparison(
     server = f"http://127.0.0.1:{up.ports[1]}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
     root = Root.parse(up.herd.root)
-    url = tasks.report.compare.comparison_url(root, tasks.report.compare.compare_runs(root, ["tiny-1", "tiny-2"]))
+    url = herd.tasks.report.compare.comparison_url(
+        root, herd.tasks.report.compare.compare_runs(root, ["tiny-1", "tiny-2"])
+    )
     assert url.startswith(f"{server}/#/experiments/")
     pages.page.goto(url)
     pages.wait_for("Loss by domain", 60)

@@ -10,11 +10,11 @@ import pyarrow.parquet as parquet
 import pytest
 from mlflow import MlflowClient
 
-from llama3.recipe.base import DOMAINS
-from storage.artifact import Store
-from storage.root import Root
-from tasks.promotion.log import last_promotion
-from tasks.runs.records import Runs
+from herd.llama3.recipe.base import DOMAINS
+from herd.storage.artifact import Store
+from herd.storage.root import Root
+from herd.tasks.promotion.log import last_promotion
+from herd.tasks.runs.records import Runs
 from tests.e2e.conftest import Herd, record
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from storage.artifact import Artifact
-from storage.filesystem import filesystem_of
-from storage.object_artifact import open_store
-from storage.objects import list_children
-from storage.root import Root
-from tasks.runs.records import Runs
+from herd.storage.artifact import Artifact
+from herd.storage.filesystem import filesystem_of
+from herd.storage.object_artifact import open_store
+from herd.storage.objects import list_children
+from herd.storage.root import Root
+from herd.tasks.runs.records import Runs
 from tests.e2e.conftest import Herd
 from tests.flows.test_tutorials import blocks, commands
 from tests.storage.s3 import BUCKET, environment, moto_server, pointed_at

@@ -22,8 +22,8 @@ from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import AwaitingRetry, Cancelling
 
-from flows.serve import deploy
-from tasks.runs.records import RunRecord
+from herd.flows.serve import deploy
+from herd.tasks.runs.records import RunRecord
 from tests.e2e.conftest import NewHerd
 from tests.e2e.up import QUESTION, Up, await_true, running_up
 

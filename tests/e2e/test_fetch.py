@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from storage.filesystem import FETCHED
-from tasks.format import format_bytes
+from herd.storage.filesystem import FETCHED
+from herd.tasks.format import format_bytes
 from tests.e2e.conftest import Herd, record
 from tests.flows.test_tutorials import blocks, commands, lines
 from tests.storage.hub import TOKEN, Hub, stand_in_hub

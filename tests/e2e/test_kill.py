@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from storage.artifact import Store
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.runs.records import Runs
+from herd.storage.artifact import Store
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.runs.records import Runs
 from tests.e2e.conftest import (
     Herd,
     NewHerd,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from storage.root import Root
-from tasks.runs.records import Runs
+from herd.storage.root import Root
+from herd.tasks.runs.records import Runs
 from tests.e2e.conftest import Herd, NewHerd, bytes_made, kill_all, wait_for
 from tests.e2e.test_study import write_study
 from tests.storage.s3 import BUCKET, environment, moto_server, pointed_at

@@ -15,10 +15,10 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from flows.local_server import DATABASE, server_variables, write_access
-from flows.serve import Servers, mlflow_command
-from storage.processes import free_port
-from storage.root import Root
+from herd.flows.local_server import DATABASE, server_variables, write_access
+from herd.flows.serve import Servers, mlflow_command
+from herd.storage.processes import free_port
+from herd.storage.root import Root
 from tests.e2e.conftest import NewHerd
 
 

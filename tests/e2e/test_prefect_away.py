@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.local_server import await_answer, child, prefect_command
-from storage.processes import free_port
-from storage.root import Root
+from herd.flows.local_server import await_answer, child, prefect_command
+from herd.storage.processes import free_port
+from herd.storage.root import Root
 from tests.e2e.conftest import Herd, NewHerd, bytes_made, copy_artifacts, record
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

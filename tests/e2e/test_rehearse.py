@@ -21,9 +21,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from llama3.recipe.load import load_recipe
-from storage.artifact import Store
-from storage.processes import free_port
+from herd.llama3.recipe.load import load_recipe
+from herd.storage.artifact import Store
+from herd.storage.processes import free_port
 from tests.e2e.conftest import Herd, NewHerd, record, wait_for
 from tests.storage.hub import TOKEN, Hub, stand_in_hub
 

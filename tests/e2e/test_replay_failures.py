@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from llama3.parallel.layout import Layout
-from llama3.planner.uptime import simulate
-from llama3.train import metrics
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.errors import TrainingFailed
-from tasks.plan.fault_test import STEADY_RESTARTS, FaultTestResult, FaultTestSettings, run_fault_test
-from tasks.runs.records import Runs
-from tasks.tracking.mlflow import MLflowTracker
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.planner.uptime import simulate
+from herd.llama3.train import metrics
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.errors import TrainingFailed
+from herd.tasks.plan.fault_test import STEADY_RESTARTS, FaultTestResult, FaultTestSettings, run_fault_test
+from herd.tasks.runs.records import Runs
+from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.tasks.trained_run import TrainedRun
 
 pytestmark = pytest.mark.slow

@@ -15,16 +15,16 @@ import pytest
 import yaml
 from mlflow.tracking._tracking_service.utils import get_default_host_creds
 
-from flows.serve import Servers
-from llama3.recipe.load import RecipeError, load_recipe, parse_recipe
-from storage.object_artifact import open_store
-from storage.processes import fix_import_path
-from storage.root import Root
-from storage.s3 import s3fs_options
-from storage.secrets import LOGINS, holds_secret
-from tasks.runs.records import Runs
-from tasks.stages.alerts import read_alerts
-from tasks.tracking.mlflow_store import server_uri, tracking_uri
+from herd.flows.serve import Servers
+from herd.llama3.recipe.load import RecipeError, load_recipe, parse_recipe
+from herd.storage.object_artifact import open_store
+from herd.storage.processes import fix_import_path
+from herd.storage.root import Root
+from herd.storage.s3 import s3fs_options
+from herd.storage.secrets import LOGINS, holds_secret
+from herd.tasks.runs.records import Runs
+from herd.tasks.stages.alerts import read_alerts
+from herd.tasks.tracking.mlflow_store import server_uri, tracking_uri
 from tests.e2e.conftest import TINY, NewHerd
 from tests.tasks.mlflow_server import mlflow_server
 
@@ -134,7 +134,7 @@ def test_an_empty_entry_of_the_import_path_is_dropped(monkeypatch: pytest.Monkey
     (tmp_path / "herd.py").write_text("raise SystemExit('a module of the current folder')")
     monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}{tmp_path / 'mine'}{os.pathsep}")
     monkeypatch.setenv("PYTHONSAFEPATH", "")
-    command = [sys.executable, "-m", "storage.processes"]
+    command = [sys.executable, "-m", "herd.storage.processes"]
     assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 1
     fix_import_path()
     assert os.environ["PYTHONPATH"].split(os.pathsep)[1:] == [str(tmp_path / "mine")]

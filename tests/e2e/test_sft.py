@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from llama3.model.files import load_model
-from llama3.tokens.chat import TEMPLATE_FILE, encode_chat
-from llama3.tokens.tokenizer import Tokenizer
-from storage.artifact import Store
+from herd.llama3.model.files import load_model
+from herd.llama3.tokens.chat import TEMPLATE_FILE, encode_chat
+from herd.llama3.tokens.tokenizer import Tokenizer
+from herd.storage.artifact import Store
 from tests.e2e.conftest import Herd, record
 
 pytestmark = pytest.mark.slow

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llama3.train.job import read_outcomes
-from llama3.train.journal import read_journal
+from herd.llama3.train.job import read_outcomes
+from herd.llama3.train.journal import read_journal
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, read_until, wait_for
 from tests.flows.test_tutorials import blocks
 from tests.tasks.slurm_daemons import slurm_for_children

@@ -14,15 +14,15 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from llama3.recipe.load import load_recipe
-from llama3.studies.results import NOTHING
-from storage.lease import lease
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.runs.records import Runs
-from tasks.study.analysis import shared
-from tasks.study.records import Studies, runs_of
-from tasks.tracking.mlflow_store import tracking_uri
+from herd.llama3.recipe.load import load_recipe
+from herd.llama3.studies.results import NOTHING
+from herd.storage.lease import lease
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.runs.records import Runs
+from herd.tasks.study.analysis import shared
+from herd.tasks.study.records import Studies, runs_of
+from herd.tasks.tracking.mlflow_store import tracking_uri
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, journal_lines, kill_all, wait_for
 
 SHORT = [
@@ -129,8 +129,8 @@ def test_a_study_that_found_nothing_changes_nothing(asked: Herd) -> None:
 
 DEPLOYED = """
 import sys
-from flows.study import study
-from flows.study import StudyParameters
+from herd.flows.study import study
+from herd.flows.study import StudyParameters
 print(study(StudyParameters(study=sys.argv[1], only=["five"], root="root", at_once=2)))
 """
 """What a worker does: Prefect's logger is the console, and the root may be relative to where it works."""
@@ -160,7 +160,7 @@ def test_stopped_by_hand_side_by_side_all_runs_stop(asked: Herd, new_herd: NewHe
     printed, _ = process.communicate(timeout=400)
     assert process.returncode == 130, printed
     assert "the same command continues" in printed
-    _, alive = psutil.wait_procs([child for child in children if "flows.watchdog" not in words_of(child)], 60)
+    _, alive = psutil.wait_procs([child for child in children if "herd.flows.watchdog" not in words_of(child)], 60)
     assert not alive
     assert "interrupted" in other("study", "list")
 

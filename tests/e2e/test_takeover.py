@@ -24,14 +24,14 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import AwaitingRetry, Cancelling
 
-from flows.local_server import POOL, await_answer, child, prefect_command, worker_command
-from flows.serve import WATCHED, setup
-from storage.processes import free_port
-from storage.root import Root
-from tasks.runs.records import RunRecord, Runs
-from tasks.runs.recovery import AUTO_RESUME, reconcile
-from tasks.study.records import Studies
-from tasks.tracking.mlflow import MLflowTracker
+from herd.flows.local_server import POOL, await_answer, child, prefect_command, worker_command
+from herd.flows.serve import WATCHED, setup
+from herd.storage.processes import free_port
+from herd.storage.root import Root
+from herd.tasks.runs.records import RunRecord, Runs
+from herd.tasks.runs.recovery import AUTO_RESUME, reconcile
+from herd.tasks.study.records import Studies
+from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.dist import Forked
 from tests.e2e.conftest import Herd, NewHerd, bytes_made, copy_artifacts, journal_lines, trainers, wait_for
 from tests.e2e.test_study import WARM, write_study
@@ -167,7 +167,7 @@ def client(own: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> I
     home, api = own
     setup(Root.parse(tmp_path_factory.mktemp("results")), api)
     environment = {**os.environ, "PREFECT_API_URL": api, "PREFECT_HOME": str(home)}
-    for entrypoint in ("flows/pipeline.py:pipeline", "flows/study.py:study"):
+    for entrypoint in ("herd.flows.pipeline.pipeline", "herd.flows.study.study"):
         words = ["deploy", entrypoint, "-n", "takeover", "--pool", POOL, "--work-queue", "default"]
         words += ["--tag", WATCHED, "--tag", AUTO_RESUME]
         process = Forked("prefect", "--no-prompt", *words, environment=environment)
@@ -237,7 +237,9 @@ def test_the_machine_dies(place: Place, undisturbed: dict[str, str], capsys: pyt
     place.begin()
     place.trains(attempt=1, steps=3)
     (trainer,) = place._trainers()
-    (watchdog,) = [child for child in psutil.Process(place.engine()).children() if "flows.watchdog" in child.cmdline()]
+    (watchdog,) = [
+        child for child in psutil.Process(place.engine()).children() if "herd.flows.watchdog" in child.cmdline()
+    ]
     left = place.dies(*((pid, signal.SIGKILL) for pid in (watchdog.pid, place.engine(), trainer.pid, worker.pid)))
     began = time.monotonic()
     assert gone(left)

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.services import Team, postgres_program
-from deploy.team import settings, surroundings
-from storage.processes import free_port
+from herd.deploy.services import Team, postgres_program
+from herd.deploy.team import settings, surroundings
+from herd.storage.processes import free_port
 from tests.e2e.conftest import kill_all
 from tests.storage.s3 import environment, moto_server
 
@@ -59,9 +59,12 @@ def team(tmp_path: Path) -> Iterator[Path]:
 
 
 def command(file: Path, *words: str, status: int = 0) -> str:
-    """Run `python -m deploy.team words...`, check its exit status and return what it printed."""
+    """Run `python -m herd.deploy.team words...`, check its exit status and return what it printed."""
     done = subprocess.run(
-        [sys.executable, "-m", "deploy.team", *words, "--env", str(file)], capture_output=True, text=True, timeout=500
+        [sys.executable, "-m", "herd.deploy.team", *words, "--env", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -150,7 +153,7 @@ def test_units_run_the_services() -> None:
     units = list(Path("deploy").glob("*.service"))
     assert units
     for unit in units:
-        assert f"-m deploy.team run {unit.stem.removeprefix('herd-')}" in unit.read_text()
+        assert f"-m herd.deploy.team run {unit.stem.removeprefix('herd-')}" in unit.read_text()
     if not shutil.which("systemd-analyze"):
         pytest.skip("NOT TESTED: no systemd-analyze here")
     words = ["systemd-analyze", "verify", *map(str, units)]

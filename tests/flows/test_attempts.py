@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prefect.client.schemas.objects import State, StateType
 
-from flows.crash_recovery import COUNT, FOUND, count_fruitless, progress_of_run, progress_of_study, was_resumed
-from llama3.recipe.load import load_recipe
-from storage.root import Root
-from tasks.runs.records import Runs, StepRecord
-from tasks.runs.recovery import FRUITLESS, RESUMED
+from herd.flows.crash_recovery import COUNT, FOUND, count_fruitless, progress_of_run, progress_of_study, was_resumed
+from herd.llama3.recipe.load import load_recipe
+from herd.storage.root import Root
+from herd.tasks.runs.records import Runs, StepRecord
+from herd.tasks.runs.recovery import FRUITLESS, RESUMED
 
 
 def attempts(amounts: list[str], resumed: list[bool]) -> list[int]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from prefect.utilities.names import generate_slug
 
-from flows.recipe_form import is_made_up
+from herd.flows.recipe_form import is_made_up
 
 
 def test_names_of_prefect_are_told_from_those_of_people() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.pipeline import StageOverlap
-from tasks.pipeline_steps import PipelineStep, pipeline_steps
-from tasks.step import Context
+from herd.flows.pipeline import StageOverlap
+from herd.tasks.pipeline_steps import PipelineStep, pipeline_steps
+from herd.tasks.step import Context
 from tests.tasks.promotion_room import PromotionRoom
 
 TINY = ("evaluate.next_stage=overlap", "evaluate.after=[ramp-1, main]")

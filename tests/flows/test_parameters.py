@@ -10,10 +10,10 @@ from prefect.flows import Flow
 from prefect.utilities.schema_tools.validation import is_valid_schema, validate
 from pydantic import ValidationError
 
-from flows.checkpoint import evaluate, promote
-from flows.maintenance import gc, report, verify
-from flows.pipeline import curate, pipeline, pretrain, rerun, tokenize
-from flows.recipe_form import (
+from herd.flows.checkpoint import evaluate, promote
+from herd.flows.maintenance import gc, report, verify
+from herd.flows.pipeline import curate, pipeline, pretrain, rerun, tokenize
+from herd.flows.recipe_form import (
     CADENCE,
     NOTHING,
     SHARE,
@@ -26,12 +26,12 @@ from flows.recipe_form import (
     StageChange,
     StageParameters,
 )
-from flows.run_lifecycle import chosen_recipe
-from flows.study import StudyParameters, study
-from llama3.recipe.load import RecipeError, load_recipe
-from llama3.recipe.units import Cadence, Duration, Share, Span, Tokens
-from tasks.cluster import Cluster
-from tasks.pipeline_steps import first_step, last_step, step_names
+from herd.flows.run_lifecycle import chosen_recipe
+from herd.flows.study import StudyParameters, study
+from herd.llama3.recipe.load import RecipeError, load_recipe
+from herd.llama3.recipe.units import Cadence, Duration, Share, Span, Tokens
+from herd.tasks.cluster import Cluster
+from herd.tasks.pipeline_steps import first_step, last_step, step_names
 
 FLOWS: list[Flow[Any, Any]] = [
     pipeline,

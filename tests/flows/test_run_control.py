@@ -15,19 +15,19 @@ from prefect import flow, get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Running
 
-from flows import run_control
-from flows.local_server import ACCESS
-from flows.run_control import find_log, follow_log, stop_run
-from storage.lease import LeaseRecord, lease
-from storage.root import Root
-from tasks.runs.records import RunRecord, Runs
+from herd.flows import run_control
+from herd.flows.local_server import ACCESS
+from herd.flows.run_control import find_log, follow_log, stop_run
+from herd.storage.lease import LeaseRecord, lease
+from herd.storage.root import Root
+from herd.tasks.runs.records import RunRecord, Runs
 from tests.tasks.standing_root import begun, tiny
 
 WORKS = """
 import signal, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-from storage.lease import lease
-from storage.root import Root
+from herd.storage.lease import lease
+from herd.storage.root import Root
 with lease(Root.parse(sys.argv[1]), f"runs/{sys.argv[2]}", sys.argv[3]):
     print("works", flush=True)
     signal.sigwait([signal.SIGTERM])
@@ -132,7 +132,7 @@ def test_a_run_of_another_machine_or_purpose_is_left_alone(
     ):
         stop_run(root, run.name, print)
     with lease(root, f"runs/{run.name}", run.name):
-        monkeypatch.setattr("storage.lease.machine_id", lambda: "another boot")
+        monkeypatch.setattr("herd.storage.lease.machine_id", lambda: "another boot")
         with pytest.raises(
             ValueError, match=r"works on another machine: .*; there, write: herd stop tiny-1, or: kill "
         ):

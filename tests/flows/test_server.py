@@ -26,17 +26,17 @@ from prefect.filesystems import RemoteFileSystem
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import AwaitingRetry, Cancelled, Crashed, Running
 
-from flows.crash_recovery import steps_back, thin_out, was_resumed
-from flows.local_server import POOL
-from flows.serve import EXAMPLE, NOTIFY, QUEUES, RESULTS, RETIRED, crash_zombies, setup
-from llama3.recipe.load import load_recipe
-from storage.lease import lease
-from storage.root import Root
-from tasks.console import TerminalConsole
-from tasks.runs.records import Runs, mark_open
-from tasks.runs.recovery import AUTO_RESUME, FIRST_REPORT, FRUITLESS, RESUMED, reconcile, restart
-from tasks.stages.alerts import Alert, emit_alert
-from tasks.tracking.events import run_ended
+from herd.flows.crash_recovery import steps_back, thin_out, was_resumed
+from herd.flows.local_server import POOL
+from herd.flows.serve import EXAMPLE, NOTIFY, QUEUES, RESULTS, RETIRED, crash_zombies, setup
+from herd.llama3.recipe.load import load_recipe
+from herd.storage.lease import lease
+from herd.storage.root import Root
+from herd.tasks.console import TerminalConsole
+from herd.tasks.runs.records import Runs, mark_open
+from herd.tasks.runs.recovery import AUTO_RESUME, FIRST_REPORT, FRUITLESS, RESUMED, reconcile, restart
+from herd.tasks.stages.alerts import Alert, emit_alert
+from herd.tasks.tracking.events import run_ended
 from tests.dist import Forked
 
 QUEUE = "training"
@@ -300,18 +300,18 @@ def test_a_flow_run_that_is_called_crashed_while_its_process_lives_is_running(
 CLAIM = """
 import sys
 from pathlib import Path
-import flows.crash_recovery
-import flows.run_lifecycle
-from flows.recipe_form import PipelineParameters
-from llama3.recipe.load import load_recipe
-from storage.root import Root
-from tasks.console import TerminalConsole
-from tasks.runs.records import Runs, mark_open
-from tasks.runs.recovery import AUTO_RESUME, FIRST_REPORT, FRUITLESS, RESUMED, reconcile, restart
-flows.crash_recovery.LEAVE_S = 1.0
+import herd.flows.crash_recovery
+import herd.flows.run_lifecycle
+from herd.flows.recipe_form import PipelineParameters
+from herd.llama3.recipe.load import load_recipe
+from herd.storage.root import Root
+from herd.tasks.console import TerminalConsole
+from herd.tasks.runs.records import Runs, mark_open
+from herd.tasks.runs.recovery import AUTO_RESUME, FIRST_REPORT, FRUITLESS, RESUMED, reconcile, restart
+herd.flows.crash_recovery.LEAVE_S = 1.0
 config, recipe = PipelineParameters(root=sys.argv[1]), load_recipe(Path("recipes/quickstart.yaml"))
 runs = Runs(Root.parse(sys.argv[1]))
-with flows.run_lifecycle.acquire_run(config, recipe, runs, TerminalConsole()) as (record, fence):
+with herd.flows.run_lifecycle.acquire_run(config, recipe, runs, TerminalConsole()) as (record, fence):
     print("works on", record.name, flush=True)
 """
 

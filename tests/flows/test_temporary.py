@@ -14,16 +14,16 @@ import psutil
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.local_server import await_answer, child, is_temporary, server_command, start_temporary_server
-from storage.processes import free_port
-from storage.root import Root
+from herd.flows.local_server import await_answer, child, is_temporary, server_command, start_temporary_server
+from herd.storage.processes import free_port
+from herd.storage.root import Root
 from tests.dist import Forked
 
 BEGIN = """
 import sys, time
 from pathlib import Path
-from flows.local_server import is_temporary, start_temporary_server
-from storage.root import Root
+from herd.flows.local_server import is_temporary, start_temporary_server
+from herd.storage.root import Root
 start_temporary_server(Root.parse(sys.argv[1]))()
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 assert is_temporary()
@@ -70,7 +70,9 @@ def test_a_busy_server_is_told_in_a_line_and_asked_again(tmp_path: Path) -> None
     with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/api"
-        program = "import flows.cli.errors as t; t.PAUSES_S = (0.1, 0.1); import flows.cli.main as c; c.main()"
+        program = (
+            "import herd.flows.cli.errors as t; t.PAUSES_S = (0.1, 0.1); import herd.flows.cli.main as c; c.main()"
+        )
         words = ["run", "tests/e2e/tiny.yaml", "--root", str(tmp_path / "root")]
         known = surroundings(tmp_path, PREFECT_API_URL=url)
         process = Forked("-c", program, *words, environment=known)
@@ -118,7 +120,7 @@ def test_it_answers_its_own_process_and_ends_with_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_one_that_cannot_start_is_told_in_a_line(tmp_path: Path) -> None:
     broken = surroundings(tmp_path, PREFECT_API_DATABASE_CONNECTION_URL="sqlite+aiosqlite:////proc/none/prefect.db")
-    words = ["flows.cli.main", "run", "tests/e2e/tiny.yaml", "--root", str(tmp_path / "root")]
+    words = ["herd.flows.cli.main", "run", "tests/e2e/tiny.yaml", "--root", str(tmp_path / "root")]
     process = Forked(*words, environment=broken)
     printed, _ = process.communicate(timeout=200)
     assert process.returncode == 1, printed
@@ -136,7 +138,7 @@ def test_another_password_is_told_in_two_lines(tmp_path: Path) -> None:
     with child("prefect", server_command("--host", "127.0.0.1", "--port", str(port)), tmp_path, server) as process:
         await_answer(f"http://127.0.0.1:{port}/api/health", process)
         known = surroundings(tmp_path, PREFECT_API_URL=f"http://127.0.0.1:{port}/api")
-        words = ["flows.cli.main", "run", "tests/e2e/tiny.yaml", "--root", str(tmp_path / "root")]
+        words = ["herd.flows.cli.main", "run", "tests/e2e/tiny.yaml", "--root", str(tmp_path / "root")]
         herd = Forked(*words, environment=known)
         printed, _ = herd.communicate(timeout=200)
     assert herd.returncode == 2, printed

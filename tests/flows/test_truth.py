@@ -12,19 +12,19 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from flows.run_lifecycle import _close, _closing
-from llama3.recipe.load import load_recipe
-from storage.lease import LeaseLost, lease
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.console import TerminalConsole
-from tasks.runs.records import RunRecord, Runs, mark_open, now
-from tasks.runs.recovery import reconcile_record
-from tasks.step import Context, tracked_step
-from tasks.study.records import Studies, StudyRecord
-from tasks.tracking.backfill import watch_outages
-from tasks.tracking.mlflow import MLflowTracker
+from herd.flows.run_lifecycle import _close, _closing
+from herd.llama3.recipe.load import load_recipe
+from herd.storage.lease import LeaseLost, lease
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.console import TerminalConsole
+from herd.tasks.runs.records import RunRecord, Runs, mark_open, now
+from herd.tasks.runs.recovery import reconcile_record
+from herd.tasks.step import Context, tracked_step
+from herd.tasks.study.records import Studies, StudyRecord
+from herd.tasks.tracking.backfill import watch_outages
+from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.dist import Forked
 from tests.tasks.mlflow_server import mlflow_server, use
 from tests.tasks.tracked_run import TrackedRun
@@ -33,9 +33,9 @@ RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
 WORKS = """
 import sys, time
 from contextlib import suppress
-from flows.watchdog import watched
-from storage.lease import lease
-from storage.root import Root
+from herd.flows.watchdog import watched
+from herd.storage.lease import lease
+from herd.storage.root import Root
 root, work = Root.parse(sys.argv[1]), sys.argv[2]
 with suppress(KeyError), lease(root, work, work), watched(root, work, 0):
     print("works", flush=True)

@@ -19,21 +19,21 @@ import typer
 import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
-from flows.cli.main import app
-from flows.recipe_form import PipelineParameters
-from llama3.planner.hardware import preset_text
-from llama3.planner.topology import load_fabric
-from llama3.recipe.base import DOMAINS
-from llama3.recipe.data_schema import ConversationSource, Source, TokenizerConfig, TrainTokenizer
-from llama3.recipe.load import load_recipe, parse_recipe
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
-from llama3.recipe.sections import Stage
-from llama3.studies.checks import check_study
-from llama3.studies.expand import load_study
-from storage.root import Root
-from tasks.cluster import Cluster, load_cluster
-from tasks.runs.preflight import check_place
+from herd.flows.cli.main import app
+from herd.flows.recipe_form import PipelineParameters
+from herd.llama3.planner.hardware import preset_text
+from herd.llama3.planner.topology import load_fabric
+from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.recipe.data_schema import ConversationSource, Source, TokenizerConfig, TrainTokenizer
+from herd.llama3.recipe.load import load_recipe, parse_recipe
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.sections import Stage
+from herd.llama3.studies.checks import check_study
+from herd.llama3.studies.expand import load_study
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster, load_cluster
+from herd.tasks.runs.preflight import check_place
 from tests.dist import Forked
 
 STUDIES = Path("recipes/experiments")
@@ -41,8 +41,8 @@ STUDIES = Path("recipes/experiments")
 ELSEWHERE = """
 import os, sys
 del os.sched_getaffinity
-import tasks.runs.preflight
-from flows.cli.main import app
+import herd.tasks.runs.preflight
+from herd.flows.cli.main import app
 sys.platform = {platform!r}
 app({arguments!r})
 """
@@ -67,7 +67,7 @@ def test_a_system_that_is_not_linux_can_plan_and_is_refused_a_run_in_one_sentenc
 
 
 def test_windows_is_refused_before_its_first_import_fails() -> None:
-    script = "import sys; sys.platform = 'win32'; sys.modules['fcntl'] = None; import flows.cli.main"
+    script = "import sys; sys.platform = 'win32'; sys.modules['fcntl'] = None; import herd.flows.cli.main"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (1, "error  herd needs Linux; on Windows use WSL 2\n")
 

@@ -1,4 +1,4 @@
-"""Refuses connections that leave this machine, and modules under a second name: `storage.root`.
+"""Refuses connections that leave this machine, and modules under a second name: `herd.storage.root`.
 
 On the path of the tests and of all they start.
 """

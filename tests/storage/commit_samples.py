@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from storage.artifact import Artifact, ArtifactSpec, Store
-from storage.digests import PAGE
-from storage.object_artifact import open_store
-from storage.objects import list_objects
-from storage.root import Root
+from herd.storage.artifact import Artifact, ArtifactSpec, Store
+from herd.storage.digests import PAGE
+from herd.storage.object_artifact import open_store
+from herd.storage.objects import list_objects
+from herd.storage.root import Root
 from tests.dist import forkserver
 
 FILES = {"weights.bin": os.urandom(2**20 + 7), "data/a.txt": b"a" * 1_000, "data/b.txt": b"b"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.objects import list_children
+from herd.storage.objects import list_children
 from tests.storage import s3
 from tests.storage.fault_proxy import Fault, FaultProxy, fault_proxy
 from tests.storage.s3_servers import Server, openstack_swift

@@ -23,7 +23,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import fsspec.config
 import pytest
 
-from storage import filesystem
+from herd.storage import filesystem
 
 REPOSITORY, MODEL, TOKEN = "datasets/people/words", "people/weights", "hf_canary"
 PAGE = 3
@@ -108,8 +108,8 @@ def stand_in_hub() -> Iterator[Hub]:
             "huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 1000))
         )
         patch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
-        patch.setattr("storage.filesystem.HUB_ANSWER_S", 0.5)
-        patch.setattr("storage.filesystem.FIRST_WAIT_S", 0.001)
+        patch.setattr("herd.storage.filesystem.HUB_ANSWER_S", 0.5)
+        patch.setattr("herd.storage.filesystem.FIRST_WAIT_S", 0.001)
         fsspec.config.conf["hf"] = {"endpoint": hub.endpoint, "token": TOKEN, "skip_instance_cache": True}
         filesystem._filesystem.cache_clear()
         try:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from storage.digests import PAGE, digest_bytes, digest_file, digest_pages
-from storage.page_cache import LazyFolder, PageTable, make_lazy
+from herd.storage.digests import PAGE, digest_bytes, digest_file, digest_pages
+from herd.storage.page_cache import LazyFolder, PageTable, make_lazy
 
 SIZES = {"a/x.bin": 5 * PAGE + 17, "a/y.bin": 3, "b/z.bin": 4 * PAGE}
 SMALL = {"index.json": b'{"documents": 3}', "a/table": b"some rows"}

@@ -23,8 +23,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from storage import filesystem
-from storage.processes import die_with_parent, free_port
+from herd.storage import filesystem
+from herd.storage.processes import die_with_parent, free_port
 from tests.servers import one_of
 
 BUCKET = "herd"

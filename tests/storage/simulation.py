@@ -25,14 +25,14 @@ from unittest.mock import patch
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from storage import cleanup, lease, object_artifact, objects, staging
-from storage.artifact import ArtifactSpec, DamagedArtifact, Manifest
-from storage.filesystem import StoreError, StoreTimeout
-from storage.lease import LeaseLost, LeaseTiming
-from storage.object_artifact import RemoteStore
-from storage.root import Root
-from tasks.promotion import log as promotion_log
-from tasks.promotion.log import HeadMoved, Promotion, PromotionLog
+from herd.storage import cleanup, lease, object_artifact, objects, staging
+from herd.storage.artifact import ArtifactSpec, DamagedArtifact, Manifest
+from herd.storage.filesystem import StoreError, StoreTimeout
+from herd.storage.lease import LeaseLost, LeaseTiming
+from herd.storage.object_artifact import RemoteStore
+from herd.storage.root import Root
+from herd.tasks.promotion import log as promotion_log
+from herd.tasks.promotion.log import HeadMoved, Promotion, PromotionLog
 
 ROOT, PREFIX = "s3://sim/root", "sim/root/"
 START = 1.8e9
@@ -625,7 +625,7 @@ def _in_place(simulation: Simulation) -> Iterator[None]:
         stack.enter_context(patch.object(lease, "Event", lambda: _Event(simulation)))
         stack.enter_context(patch.object(lease, "Thread", lambda **given: _Thread(simulation, **given)))
         stack.enter_context(patch.object(lease, "machine_id", lambda: simulation.current().name))
-        stack.enter_context(patch("storage.filesystem.remote_filesystem", lambda uri: simulation.store))
+        stack.enter_context(patch("herd.storage.filesystem.remote_filesystem", lambda uri: simulation.store))
         stack.enter_context(patch("uuid.uuid4", token))
         stack.enter_context(patch("os.fsync", lambda descriptor: None))
         yield

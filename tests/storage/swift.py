@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from storage.processes import die_with_parent, free_ports
+from herd.storage.processes import die_with_parent, free_ports
 
 KEY, SECRET = "herd:tester", "swift-secret"
 UP_S = 90.0

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import storage.artifact
-from storage.artifact import ArtifactSpec, DamagedArtifact, Manifest, Store, flatten
-from storage.digests import FileDigest, digest_file, digest_json
-from storage.filesystem import glob, write_atomic
-from storage.root import Root
-from storage.staging import clear_staging
+import herd.storage.artifact
+from herd.storage.artifact import ArtifactSpec, DamagedArtifact, Manifest, Store, flatten
+from herd.storage.digests import FileDigest, digest_file, digest_json
+from herd.storage.filesystem import glob, write_atomic
+from herd.storage.root import Root
+from herd.storage.staging import clear_staging
 from tests.storage.commit_samples import build_one, disk_calls, stage_and_wait, started
 
 
@@ -209,7 +209,7 @@ def test_a_file_is_read_once_a_boot_and_again_after_a_write_or_a_boot(
         read.append(place.name)
         return digest_file(place)
 
-    monkeypatch.setattr(storage.artifact, "digest_file", digest)
+    monkeypatch.setattr(herd.storage.artifact, "digest_file", digest)
     for _ in range(3):
         assert store.load(design().label).part("documents/a.txt") == path
     assert read == ["a.txt"]
@@ -217,7 +217,7 @@ def test_a_file_is_read_once_a_boot_and_again_after_a_write_or_a_boot(
     assert store.find(design(), print) is not None
     assert store.find(design(), print) is not None
     assert read == ["a.txt"] * 2
-    monkeypatch.setattr(storage.artifact, "_boot_name", lambda: "another boot")
+    monkeypatch.setattr(herd.storage.artifact, "_boot_name", lambda: "another boot")
     assert store.find(design(), print) is not None
     assert read == ["a.txt"] * 3
     store.load(design().label).verify()

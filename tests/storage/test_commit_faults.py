@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from storage.artifact import DamagedArtifact
-from storage.cleanup import clean_up_root
-from storage.object_artifact import open_store
-from storage.root import Root
+from herd.storage.artifact import DamagedArtifact
+from herd.storage.cleanup import clean_up_root
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
 from tests.storage.commit_samples import AT_ONCE, FILES, attempts, commit, contents, design, in_scratch
 from tests.storage.fault_proxy import Fault, Rule
 from tests.storage.fault_world import BURSTS, SHORT, World, fails_in_time

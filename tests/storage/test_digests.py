@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.digests import digest_file, digest_folder
-from storage.filesystem import filesystem_of, write_atomic
-from storage.objects import create_bytes, get_bytes, list_children, put_bytes, put_file, remove, remove_all
+from herd.storage.digests import digest_file, digest_folder
+from herd.storage.filesystem import filesystem_of, write_atomic
+from herd.storage.objects import create_bytes, get_bytes, list_children, put_bytes, put_file, remove, remove_all
 
 
 @given(st.dictionaries(st.sampled_from(["a", "b/c", "b/d.bin", "z.txt"]), st.binary(max_size=300)), st.booleans())

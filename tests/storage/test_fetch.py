@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from storage import fetch, filesystem
-from storage.fetch import FetchRefused, Target, check_space, download, missing_bytes, prepare
-from storage.filesystem import FETCHED, StoreError, filesystem_of, list_files, source_state
+from herd.storage import fetch, filesystem
+from herd.storage.fetch import FetchRefused, Target, check_space, download, missing_bytes, prepare
+from herd.storage.filesystem import FETCHED, StoreError, filesystem_of, list_files, source_state
 from tests.storage.fault_proxy import Rule
 from tests.storage.fault_world import before_moto
 from tests.storage.hub import MODEL, TOKEN, Hub, stand_in_hub
@@ -335,7 +335,7 @@ def test_a_file_of_two_addresses_comes_once(hub: Hub, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_at_once_download_each_file_once(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("storage.filesystem.HUB_ANSWER_S", 20)  # two processes on a busy machine
+    monkeypatch.setattr("herd.storage.filesystem.HUB_ANSWER_S", 20)  # two processes on a busy machine
     hub.at_request = lambda number: time.sleep(0.02)  # so that both have begun
 
     def work(number: int) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from storage.artifact import Artifact, ArtifactSpec
-from storage.cleanup import CleanupResult, clean_up_root
-from storage.filesystem import filesystem_of
-from storage.object_artifact import open_store
-from storage.objects import list_objects, put_bytes, remove
-from storage.root import Root
+from herd.storage.artifact import Artifact, ArtifactSpec
+from herd.storage.cleanup import CleanupResult, clean_up_root
+from herd.storage.filesystem import filesystem_of
+from herd.storage.object_artifact import open_store
+from herd.storage.objects import list_objects, put_bytes, remove
+from herd.storage.root import Root
 from tests.storage.commit_samples import AT_ONCE
 
 NOTHING = CleanupResult(0, 0, 0, 0, 0)

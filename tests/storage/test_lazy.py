@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import storage.page_cache
-from storage.digests import PAGE
-from storage.object_artifact import WrongBytes
-from storage.page_cache import LazyFolder, ensure_local, lazy_folder_of, make_lazy
+import herd.storage.page_cache
+from herd.storage.digests import PAGE
+from herd.storage.object_artifact import WrongBytes
+from herd.storage.page_cache import LazyFolder, ensure_local, lazy_folder_of, make_lazy
 from tests.dist import forkserver
 from tests.storage.lazy_samples import PAGES, SMALL, die_while_bringing, lazily, page_of, read_at_random, written
 
@@ -115,7 +115,7 @@ def test_marks_of_another_boot_are_not_believed(source: Path, tmp_path: Path, mo
     with LazyFolder(folder).held(np.arange(6)):
         pass
     os.truncate(ensure_local(folder / "a" / "x.bin"), 0)  # what a power cut does to bytes that were not on the disk yet
-    monkeypatch.setattr(storage.page_cache, "boot_id", lambda: "another")
+    monkeypatch.setattr(herd.storage.page_cache, "boot_id", lambda: "another")
     lazy = LazyFolder(folder)
     with lazy.held(np.arange(6)):
         assert all(right == mine for right, mine in (page_of(source, lazy, page) for page in range(6)))

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from storage.artifact import ArtifactSpec
-from storage.digests import PAGE
-from storage.object_artifact import WrongBytes, open_store
-from storage.page_cache import LazyFolder, lazy_folder
-from storage.root import Root
+from herd.storage.artifact import ArtifactSpec
+from herd.storage.digests import PAGE
+from herd.storage.object_artifact import WrongBytes, open_store
+from herd.storage.page_cache import LazyFolder, lazy_folder
+from herd.storage.root import Root
 from tests.storage.fault_proxy import FaultProxy, Rule
 from tests.storage.lazy_samples import PAGES, page_of, written
 

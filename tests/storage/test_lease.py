@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.lease import (
+from herd.storage.lease import (
     LeaseHeld,
     LeaseLost,
     LeaseObservation,
@@ -24,7 +24,7 @@ from storage.lease import (
     lease,
     lease_holders,
 )
-from storage.root import Root
+from herd.storage.root import Root
 from tests.storage.commit_samples import started
 from tests.storage.fault_proxy import FaultProxy, Rule
 from tests.storage.s3 import pointed_at

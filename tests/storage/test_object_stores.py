@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from storage import filesystem
-from storage.artifact import ArtifactSpec
-from storage.cleanup import clean_up_root
-from storage.object_artifact import open_store
-from storage.objects import list_objects
-from storage.root import Root
+from herd.storage import filesystem
+from herd.storage.artifact import ArtifactSpec
+from herd.storage.cleanup import clean_up_root
+from herd.storage.object_artifact import open_store
+from herd.storage.objects import list_objects
+from herd.storage.root import Root
 from tests.storage.commit_samples import build, in_scratch
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from storage.digests import parallel_map
-from storage.filesystem import StoreTimeout, filesystem_of
-from storage.objects import (
+from herd.storage.digests import parallel_map
+from herd.storage.filesystem import StoreTimeout, filesystem_of
+from herd.storage.objects import (
     create_bytes,
     get_bytes,
     get_file,

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from storage.artifact import MANIFEST, ArtifactSpec, DamagedArtifact, Store
-from storage.cleanup import clean_up_root
-from storage.digests import PAGE, digest_bytes, digest_pages
-from storage.object_artifact import DOWNLOADING, PAGES, RemoteStore, open_store
-from storage.objects import get_bytes, list_objects, put_bytes, remove
-from storage.root import Root
+from herd.storage.artifact import MANIFEST, ArtifactSpec, DamagedArtifact, Store
+from herd.storage.cleanup import clean_up_root
+from herd.storage.digests import PAGE, digest_bytes, digest_pages
+from herd.storage.object_artifact import DOWNLOADING, PAGES, RemoteStore, open_store
+from herd.storage.objects import get_bytes, list_objects, put_bytes, remove
+from herd.storage.root import Root
 from tests.storage.commit_samples import AT_ONCE, LARGE, attempts, build, build_one, download, in_scratch, started
 from tests.storage.fault_proxy import FaultProxy, Rule
 from tests.storage.s3 import pointed_at

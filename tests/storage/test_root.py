@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.root import Root
+from herd.storage.root import Root
 from tests.dist import forkserver
 
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 from botocore.exceptions import ClientError
 
-from storage.filesystem import filesystem_of
-from storage.objects import (
+from herd.storage.filesystem import filesystem_of
+from herd.storage.objects import (
     create_bytes,
     get_bytes,
     get_file,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from storage.objects import create_bytes, get_bytes, list_children, put_bytes, put_file
-from storage.s3 import ROUNDS, TRIES
+from herd.storage.objects import create_bytes, get_bytes, list_children, put_bytes, put_file
+from herd.storage.s3 import ROUNDS, TRIES
 from tests.storage import s3
 from tests.storage.fault_proxy import Fault, Rule
 from tests.storage.fault_world import BURSTS, IN_BODIES, SHORT, World, fails_in_time

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from storage import object_artifact, objects
-from storage.lease import BeatLease
-from storage.object_artifact import RemoteStore
-from tasks.promotion.log import PromotionLog
+from herd.storage import object_artifact, objects
+from herd.storage.lease import BeatLease
+from herd.storage.object_artifact import RemoteStore
+from herd.tasks.promotion.log import PromotionLog
 from tests.storage.simulation import FAULTS, Violation, minimal, simulate
 
 
@@ -76,7 +76,7 @@ def test_a_broken_protocol_is_found(fault: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(owner, name, made[name])
     if owner is objects:
         monkeypatch.setattr(object_artifact, name, made[name])
-        monkeypatch.setattr("storage.root.create_bytes", made[name])
+        monkeypatch.setattr("herd.storage.root.create_bytes", made[name])
     for seed in range(1_000):
         try:
             simulate(seed)

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 from prefect import flow, task
 
-from llama3.data.annotate import annotate
-from llama3.data.collect import collect
-from llama3.data.curate import curate
-from llama3.recipe.load import load_recipe
-from tasks.cluster import Cluster
-from tasks.executors import data_runner
+from herd.llama3.data.annotate import annotate
+from herd.llama3.data.collect import collect
+from herd.llama3.data.curate import curate
+from herd.llama3.recipe.load import load_recipe
+from herd.tasks.cluster import Cluster
+from herd.tasks.executors import data_runner
 
 
 @task

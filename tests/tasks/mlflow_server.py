@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from flows.local_server import await_answer
-from storage.processes import die_with_parent, free_port
-from storage.root import Root
-from tasks.tracking.mlflow_store import database_uri, prepare_database
+from herd.flows.local_server import await_answer
+from herd.storage.processes import die_with_parent, free_port
+from herd.storage.root import Root
+from herd.tasks.tracking.mlflow_store import database_uri, prepare_database
 from tests.servers import one_of
 
 

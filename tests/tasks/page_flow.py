@@ -9,9 +9,9 @@ from typing import Any
 from prefect import flow, get_client, task
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
-from llama3.train.journal import Record
-from tasks.tracking import prefect_artifacts
-from tasks.tracking.events import emit
+from herd.llama3.train.journal import Record
+from herd.tasks.tracking import prefect_artifacts
+from herd.tasks.tracking.events import emit
 
 RUN = "paged.x-1"
 

@@ -6,8 +6,8 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tasks.plan.cluster import ClusterPlan, plan_on_cluster
-from tasks.plan.recipe import make_plan
+from herd.tasks.plan.cluster import ClusterPlan, plan_on_cluster
+from herd.tasks.plan.recipe import make_plan
 from tests.llama3.planner.plan_samples import cluster_file, recipe
 
 

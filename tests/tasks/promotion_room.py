@@ -10,18 +10,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from llama3.model.files import save_model
-from llama3.model.init import build_model
-from llama3.recipe.load import load_recipe
-from storage.artifact import Artifact, ArtifactSpec, Store
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.console import TerminalConsole
-from tasks.runs.records import Runs, StepRecord
-from tasks.stages.evaluate import evaluate_model
-from tasks.step import Context
-from tasks.tracking.mlflow import MLflowTracker
+from herd.llama3.model.files import save_model
+from herd.llama3.model.init import build_model
+from herd.llama3.recipe.load import load_recipe
+from herd.storage.artifact import Artifact, ArtifactSpec, Store
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.console import TerminalConsole
+from herd.tasks.runs.records import Runs, StepRecord
+from herd.tasks.stages.evaluate import evaluate_model
+from herd.tasks.step import Context
+from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.agents import shared_agents
 from tests.llama3.export.export_samples import TEXTS, tokenizer
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llama3.evaluate.gate import Check, Evidence, MeasuredScore
-from storage.artifact import Artifact
-from storage.root import Root
-from tasks.promotion.log import PROMOTED, HeadMoved, Kind, Log, Promotion, PromotionLog, current_label
+from herd.llama3.evaluate.gate import Check, Evidence, MeasuredScore
+from herd.storage.artifact import Artifact
+from herd.storage.root import Root
+from herd.tasks.promotion.log import PROMOTED, HeadMoved, Kind, Log, Promotion, PromotionLog, current_label
 from tests.tasks.standing_root import commit
 
 FAMILY = "tiny"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.processes import die_with_parent, free_ports
+from herd.storage.processes import die_with_parent, free_ports
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol")
 NODES = ("n1", "n2")

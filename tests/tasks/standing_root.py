@@ -7,16 +7,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llama3.recipe.load import load_recipe
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
-from llama3.train import metrics
-from llama3.train.journal import Journal, Record
-from storage.artifact import Artifact, ArtifactSpec
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.runs.progress import run_work_dir_name
-from tasks.runs.records import RunRecord, Runs, StepRecord
+from herd.llama3.recipe.load import load_recipe
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.train import metrics
+from herd.llama3.train.journal import Journal, Record
+from herd.storage.artifact import Artifact, ArtifactSpec
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.runs.progress import run_work_dir_name
+from herd.tasks.runs.records import RunRecord, Runs, StepRecord
 
 TINY = Path("tests/e2e/tiny.yaml")
 

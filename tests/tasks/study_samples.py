@@ -7,9 +7,9 @@ import math
 
 import numpy as np
 
-from llama3.studies.isoflop import IsoflopFit, Trial, fit_ladder
-from llama3.studies.results import HELPS, HURTS, NOTHING, Finding, StudyVerdict
-from tasks.study.page import StudyView, VariantRow, ViewTable
+from herd.llama3.studies.isoflop import IsoflopFit, Trial, fit_ladder
+from herd.llama3.studies.results import HELPS, HURTS, NOTHING, Finding, StudyVerdict
+from herd.tasks.study.page import StudyView, VariantRow, ViewTable
 
 ALPHA = 0.53
 DOMAINS = ("general", "math", "code", "multilingual")

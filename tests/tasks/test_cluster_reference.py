@@ -8,8 +8,8 @@ from pathlib import Path
 import jsonschema
 import yaml
 
-from llama3.recipe.reference import json_schema
-from tasks.cluster import Cluster, cluster_reference
+from herd.llama3.recipe.reference import json_schema
+from herd.tasks.cluster import Cluster, cluster_reference
 
 
 def test_the_written_reference_is_the_current_one() -> None:

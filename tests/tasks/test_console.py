@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console as RichConsole
 
-from storage.root import Root
-from tasks import console as consoles
-from tasks.cluster import Cluster
-from tasks.console import TerminalConsole, count_items, working
-from tasks.executors import data_runner
-from tasks.format import command
+from herd.storage.root import Root
+from herd.tasks import console as consoles
+from herd.tasks.cluster import Cluster
+from herd.tasks.console import TerminalConsole, count_items, working
+from herd.tasks.executors import data_runner
+from herd.tasks.format import command
 
 
 def shown(terminal: bool) -> str:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llama3.recipe.load import digest, load_recipe
-from tasks.stages.data import source_fields, token_shard_fields, tokenizer_fields
+from herd.llama3.recipe.load import digest, load_recipe
+from herd.tasks.stages.data import source_fields, token_shard_fields, tokenizer_fields
 
 TINY = Path("tests/e2e/tiny.yaml")
 NEW = "sources.math=[{uri: installed, limit: 500kB, system: false}, {uri: installed, limit: 1MB%s}]"

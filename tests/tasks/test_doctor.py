@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from flows.cli.main import app
-from llama3.recipe.load import load_recipe
-from storage.root import Root
-from tasks import doctor
-from tasks.cluster import Cluster
-from tasks.doctor import CheckResult, check_gpus, check_hub, check_ports, check_root, diagnose, diagnose_as_node
+from herd.flows.cli.main import app
+from herd.llama3.recipe.load import load_recipe
+from herd.storage.root import Root
+from herd.tasks import doctor
+from herd.tasks.cluster import Cluster
+from herd.tasks.doctor import CheckResult, check_gpus, check_hub, check_ports, check_root, diagnose, diagnose_as_node
 from tests.flows.cli.test_commands import documented
 
 NODES = Cluster.model_validate({"launcher": "slurm", "processes": 8, "slurm": {"processes_per_node": 8}})

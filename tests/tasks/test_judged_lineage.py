@@ -6,14 +6,14 @@ from pathlib import Path
 
 import yaml
 
-from llama3.data.annotate import attribute_settings
-from llama3.data.readers.sources import fingerprint
-from llama3.recipe.load import digest, parse_recipe, resolved
-from llama3.recipe.schema import Recipe
-from storage.artifact import flatten
-from storage.filesystem import write_atomic
-from tasks.report.card import data_mix_digest, make_card
-from tasks.stages.data import source_fields, token_shard_fields, tokenizer_fields
+from herd.llama3.data.annotate import attribute_settings
+from herd.llama3.data.readers.sources import fingerprint
+from herd.llama3.recipe.load import digest, parse_recipe, resolved
+from herd.llama3.recipe.schema import Recipe
+from herd.storage.artifact import flatten
+from herd.storage.filesystem import write_atomic
+from herd.tasks.report.card import data_mix_digest, make_card
+from herd.tasks.stages.data import source_fields, token_shard_fields, tokenizer_fields
 from tests.tasks.trained_run import TrainedRun
 
 FOUND = {"study": "judge-cpu", "digest": "1a2b3c4d5e6f", "says": "helps", "score": "eval/bpb/math"}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from llama3.recipe.load import RecipeError, load_recipe
-from storage.root import Root
-from tasks.models.start import alias_label, with_local_models
+from herd.llama3.recipe.load import RecipeError, load_recipe
+from herd.storage.root import Root
+from herd.tasks.models.start import alias_label, with_local_models
 
 CHAT = Path("recipes/quickstart-chat.yaml")
 

@@ -12,25 +12,25 @@ from pathlib import Path
 
 import pytest
 
-from llama3.train import metrics
-from llama3.train.job import AttemptResult
-from llama3.train.journal import read_journal
-from storage.root import Root
-from tasks.console import TerminalConsole
-from tasks.runs.records import Runs
-from tasks.stages import follow
-from tasks.stages.follow import JournalTailer
-from tasks.tracking import backfill, mlflow
-from tasks.tracking.backfill import catch_up
-from tasks.tracking.mlflow import MLflowTracker
+from herd.llama3.train import metrics
+from herd.llama3.train.job import AttemptResult
+from herd.llama3.train.journal import read_journal
+from herd.storage.root import Root
+from herd.tasks.console import TerminalConsole
+from herd.tasks.runs.records import Runs
+from herd.tasks.stages import follow
+from herd.tasks.stages.follow import JournalTailer
+from herd.tasks.tracking import backfill, mlflow
+from herd.tasks.tracking.backfill import catch_up
+from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.tasks.mlflow_server import MlflowServer, mlflow_server, use
 from tests.tasks.tracked_run import TrackedRun, points
 
 pytestmark = pytest.mark.slow  # test_republish.py has a run whose server never answered
 WRITER = """
 import sys, time, pathlib
-from llama3.train import metrics
-from llama3.train.journal import Journal, Record
+from herd.llama3.train import metrics
+from herd.llama3.train.journal import Journal, Record
 folder, position = pathlib.Path(sys.argv[1]), 0
 with Journal(folder / "journal.jsonl") as journal:
     while not (folder / "stop").exists():

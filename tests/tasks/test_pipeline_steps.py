@@ -7,9 +7,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.recipe.load import load_recipe
-from llama3.recipe.schema import Recipe
-from tasks.pipeline_steps import KINDS, first_step, last_step, next_step, pipeline_steps, step_names
+from herd.llama3.recipe.load import load_recipe
+from herd.llama3.recipe.schema import Recipe
+from herd.tasks.pipeline_steps import KINDS, first_step, last_step, next_step, pipeline_steps, step_names
 
 QUICKSTART = load_recipe(Path("recipes/quickstart.yaml"))
 LARGE = load_recipe(Path("recipes/llama3-405b.yaml"))

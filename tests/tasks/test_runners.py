@@ -14,13 +14,13 @@ import yaml
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from benchmarks.curation_scale import FILE_BYTES, Place, herd_data, write_corpus
-from llama3.data.annotate import annotate
-from llama3.data.collect import collect
-from llama3.data.curate import curate
-from llama3.data.mapreduce import run_serial
-from llama3.recipe.load import load_recipe
-from tasks.cluster import Cluster
-from tasks.executors import data_runner, item_memory
+from herd.llama3.data.annotate import annotate
+from herd.llama3.data.collect import collect
+from herd.llama3.data.curate import curate
+from herd.llama3.data.mapreduce import run_serial
+from herd.llama3.recipe.load import load_recipe
+from herd.tasks.cluster import Cluster
+from herd.tasks.executors import data_runner, item_memory
 from tests.tasks.dask_chain import write_on_dask
 
 

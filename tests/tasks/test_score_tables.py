@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from llama3.evaluate.gate import Check, Decision, MeasuredScore, decide
-from llama3.evaluate.scores import Score, Scores, write_scores
-from llama3.evaluate.significance import DOCUMENTS, Difference
-from llama3.evaluate.statistics import Estimate, normal
-from llama3.recipe.gates import GateRule
-from llama3.recipe.load import load_recipe, to_yaml
-from storage.artifact import Artifact, ArtifactSpec, Store
-from storage.root import Root
-from tasks.report.data import ReportData, _notes
-from tasks.report.run import render_report
-from tasks.runs.records import RunRecord
-from tasks.runs.status import _scores
-from tasks.tracking.prefect_artifacts import _score_row
+from herd.llama3.evaluate.gate import Check, Decision, MeasuredScore, decide
+from herd.llama3.evaluate.scores import Score, Scores, write_scores
+from herd.llama3.evaluate.significance import DOCUMENTS, Difference
+from herd.llama3.evaluate.statistics import Estimate, normal
+from herd.llama3.recipe.gates import GateRule
+from herd.llama3.recipe.load import load_recipe, to_yaml
+from herd.storage.artifact import Artifact, ArtifactSpec, Store
+from herd.storage.root import Root
+from herd.tasks.report.data import ReportData, _notes
+from herd.tasks.report.run import render_report
+from herd.tasks.runs.records import RunRecord
+from herd.tasks.runs.status import _scores
+from herd.tasks.tracking.prefect_artifacts import _score_row
 
 SCORES = {
     score.key: score

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from herd import __version__
-from llama3.recipe.load import load_recipe
-from storage.artifact import ArtifactSpec
-from storage.lease import LeaseHeld, LeaseLost, lease
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.runs.records import Runs
-from tasks.step import Context, WorkInProgress, code_version, ensure_artifact, ensure_in_scratch, tracked_step
-from tasks.tracking.mlflow import MLflowTracker
+from herd.llama3.recipe.load import load_recipe
+from herd.storage.artifact import ArtifactSpec
+from herd.storage.lease import LeaseHeld, LeaseLost, lease
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.runs.records import Runs
+from herd.tasks.step import Context, WorkInProgress, code_version, ensure_artifact, ensure_in_scratch, tracked_step
+from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.storage.commit_samples import started
 
 RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
@@ -30,7 +30,7 @@ def test_an_installed_herd_records_its_version_and_not_the_repository_around_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
-    monkeypatch.setattr("tasks.step.IMPORT_FOLDER", tmp_path)
+    monkeypatch.setattr("herd.tasks.step.IMPORT_FOLDER", tmp_path)
     assert code_version.__wrapped__() == f"v{__version__}"
 
 

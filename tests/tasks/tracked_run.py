@@ -7,23 +7,23 @@ import math
 from pathlib import Path
 from typing import Any
 
-from llama3.evaluate.gate import Decision, GateRow
-from llama3.recipe.load import resolved
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.train import metrics
-from llama3.train.journal import Journal, Record, to_parquet
-from storage.artifact import Artifact, ArtifactSpec, flatten
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.console import TerminalConsole
-from tasks.promotion.log import PROMOTED, Promotion, PromotionLog, current_label
-from tasks.runs.provenance import Provenance
-from tasks.runs.records import Runs, StepRecord, now
-from tasks.step import Context, tracked_step
-from tasks.tracking.mlflow import MLflowTracker
-from tasks.tracking.registry import REPORT, Registry, apply
-from tasks.tracking.steps import LoggedStep, checkpoint_model, project_step
+from herd.llama3.evaluate.gate import Decision, GateRow
+from herd.llama3.recipe.load import resolved
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.train import metrics
+from herd.llama3.train.journal import Journal, Record, to_parquet
+from herd.storage.artifact import Artifact, ArtifactSpec, flatten
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.console import TerminalConsole
+from herd.tasks.promotion.log import PROMOTED, Promotion, PromotionLog, current_label
+from herd.tasks.runs.provenance import Provenance
+from herd.tasks.runs.records import Runs, StepRecord, now
+from herd.tasks.step import Context, tracked_step
+from herd.tasks.tracking.mlflow import MLflowTracker
+from herd.tasks.tracking.registry import REPORT, Registry, apply
+from herd.tasks.tracking.steps import LoggedStep, checkpoint_model, project_step
 from tests.llama3.train.train_samples import recipe
 
 DOMAINS = ("general", "math", "code", "multilingual")

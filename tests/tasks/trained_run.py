@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from llama3.evaluate.scores import Score, write_scores
-from llama3.model.files import save_model
-from llama3.model.init import build_model
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.train import metrics
-from llama3.train.journal import Journal, Record, to_parquet
-from storage.artifact import Artifact, ArtifactSpec
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.runs.records import RunRecord, Runs, StepRecord
+from herd.llama3.evaluate.scores import Score, write_scores
+from herd.llama3.model.files import save_model
+from herd.llama3.model.init import build_model
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.train import metrics
+from herd.llama3.train.journal import Journal, Record, to_parquet
+from herd.storage.artifact import Artifact, ArtifactSpec
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.runs.records import RunRecord, Runs, StepRecord
 from tests.llama3.export.export_samples import tokenizer
 from tests.llama3.train.train_samples import recipe, write_tokens
 

@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from llama3.data.decontam.ngrams import GRAM, STEP, EvalExamples, ngram_index, thresholds, write_benchmarks
-from llama3.data.kernels.arrow import Offsets, text_buffers
-from llama3.data.kernels.ngrams import empty_matches, scan
-from llama3.data.mapreduce import (
+from herd.llama3.data.decontam.ngrams import GRAM, STEP, EvalExamples, ngram_index, thresholds, write_benchmarks
+from herd.llama3.data.kernels.arrow import Offsets, text_buffers
+from herd.llama3.data.kernels.ngrams import empty_matches, scan
+from herd.llama3.data.mapreduce import (
     BATCH,
     DROP_SCHEMA,
     CurationJob,
@@ -32,8 +32,8 @@ from llama3.data.mapreduce import (
     schema_of,
     write_table,
 )
-from llama3.data.text.words import WORD, split_words
-from llama3.recipe.data_schema import Curate
+from herd.llama3.data.text.words import WORD, split_words
+from herd.llama3.recipe.data_schema import Curate
 
 FOUND, FLAGGED, VERIFIED = "contaminated/found", "contaminated/flagged", "contaminated/verified"
 REPORT, RATIOS, EXAMPLES = "contaminated/report", "contaminated/ratios", "contaminated/examples"

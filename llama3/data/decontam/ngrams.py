@@ -19,14 +19,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from llama3.data.kernels.arrow import Hashes, Offsets, hash_lists, list_buffers, text_buffers
-from llama3.data.kernels.ngrams import NgramIndex, gram_endings, key_table, text_grams
-from llama3.data.mapreduce import CurationJob, read_table, write_table
-from llama3.data.readers.files import file_format
-from llama3.data.text.words import WORD
-from llama3.recipe.data_schema import Benchmark
-from llama3.recipe.units import Share
-from storage.filesystem import filesystem_of, glob, is_local, local_path
+from herd.llama3.data.kernels.arrow import Hashes, Offsets, hash_lists, list_buffers, text_buffers
+from herd.llama3.data.kernels.ngrams import NgramIndex, gram_endings, key_table, text_grams
+from herd.llama3.data.mapreduce import CurationJob, read_table, write_table
+from herd.llama3.data.readers.files import file_format
+from herd.llama3.data.text.words import WORD
+from herd.llama3.recipe.data_schema import Benchmark
+from herd.llama3.recipe.units import Share
+from herd.storage.filesystem import filesystem_of, glob, is_local, local_path
 
 STEP = "contaminated/benchmarks"
 GRAM = 8

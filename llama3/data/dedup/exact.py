@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from llama3.data.mapreduce import CurationJob, CurationStage, Runner, key_parts, run_step, write_drops
-from llama3.recipe.data_schema import Curate
+from herd.llama3.data.mapreduce import CurationJob, CurationStage, Runner, key_parts, run_step, write_drops
+from herd.llama3.recipe.data_schema import Curate
 
 KEEP = '"rank" DESC, date DESC, id, url, source_index, license, language, "row"'
 """SQL order of copies; the first is kept. Highest rank, then newest, then columns that break ties; never read order."""

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from llama3.data.kernels.arrow import Bytes, Hashes, Offsets, hash_lists, list_buffers, text_buffers
-from llama3.data.kernels.lines import (
+from herd.llama3.data.kernels.arrow import Bytes, Hashes, Offsets, hash_lists, list_buffers, text_buffers
+from herd.llama3.data.kernels.lines import (
     count_newlines,
     hash_lines,
     hash_strings,
@@ -26,9 +26,9 @@ from llama3.data.kernels.lines import (
     mark_repeats,
     write_unmarked,
 )
-from llama3.data.kernels.ngrams import Table, key_table
-from llama3.data.kernels.words import mix64
-from llama3.data.mapreduce import (
+from herd.llama3.data.kernels.ngrams import Table, key_table
+from herd.llama3.data.kernels.words import mix64
+from herd.llama3.data.mapreduce import (
     CurationJob,
     CurationStage,
     Runner,
@@ -42,7 +42,7 @@ from llama3.data.mapreduce import (
     schema_of,
     write_table,
 )
-from llama3.recipe.data_schema import Curate
+from herd.llama3.recipe.data_schema import Curate
 
 BUCKETS, BAD, COMMON = "lines/buckets", "lines/bad", "lines/common"
 SHOWN = 200

@@ -16,12 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from llama3.data.accounting import CLUSTERS as SHOWN
-from llama3.data.accounting import LARGEST
-from llama3.data.dedup.exact import KEEP, KEEP_COLUMNS
-from llama3.data.kernels.arrow import Offsets, list_buffers
-from llama3.data.kernels.shingles import jaccard_pairs, mix_hashes, shingle_sets
-from llama3.data.mapreduce import (
+from herd.llama3.data.accounting import CLUSTERS as SHOWN
+from herd.llama3.data.accounting import LARGEST
+from herd.llama3.data.dedup.exact import KEEP, KEEP_COLUMNS
+from herd.llama3.data.kernels.arrow import Offsets, list_buffers
+from herd.llama3.data.kernels.shingles import jaccard_pairs, mix_hashes, shingle_sets
+from herd.llama3.data.mapreduce import (
     CurationJob,
     CurationStage,
     Runner,
@@ -35,8 +35,8 @@ from llama3.data.mapreduce import (
     write_drops,
     write_table,
 )
-from llama3.recipe.data_schema import Curate
-from storage.objects import atomic_file
+from herd.llama3.recipe.data_schema import Curate
+from herd.storage.objects import atomic_file
 
 ROUNDS = 8
 """Maximum number of centers that a bucket is compared with."""

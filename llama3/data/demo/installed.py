@@ -22,10 +22,10 @@ from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
-from llama3.data.demo.word_problems import document, translated_document
-from llama3.data.readers.document import GENERATED, Document, format_of
-from llama3.data.text.language import primary_subtag
-from llama3.recipe.base import Domain
+from herd.llama3.data.demo.word_problems import document, translated_document
+from herd.llama3.data.readers.document import GENERATED, Document, format_of
+from herd.llama3.data.text.language import primary_subtag
+from herd.llama3.recipe.base import Domain
 
 # Manual pages: roff with the `man` and `mdoc` macros, without tables, equations, conditionals and macro definitions.
 # Running `man` or `groff` would take 20 to 50 ms a page, and a slim container has neither.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
-from llama3.data.demo.math_problems import ARITHMETIC, NAMES, NUMBERS, Draws, MathProblem, numeric
+from herd.llama3.data.demo.math_problems import ARITHMETIC, NAMES, NUMBERS, Draws, MathProblem, numeric
 
 _THINGS = ("apples", "books", "cards", "coins", "marbles", "pencils", "shells", "stamps", "stickers", "tickets")
 _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")

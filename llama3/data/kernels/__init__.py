@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numba
 
-from storage.filesystem import cache_folder
+from herd.storage.filesystem import cache_folder
 
 _HERE = Path(__file__).parent
 

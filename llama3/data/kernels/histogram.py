@@ -13,8 +13,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from llama3.data.kernels.arrow import Bytes, Hashes, Offsets
-from llama3.data.kernels.words import find_words, mix64
+from herd.llama3.data.kernels.arrow import Bytes, Hashes, Offsets
+from herd.llama3.data.kernels.words import find_words, mix64
 
 Floats = NDArray[np.float64]
 Weights = NDArray[np.float32]

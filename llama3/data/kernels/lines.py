@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from llama3.data.kernels.arrow import Bytes, Hashes, Offsets
-from llama3.data.kernels.ngrams import Flags, Positions, Table, gram_key, gram_weight, key_index, roll
-from llama3.data.kernels.words import CLASSES, NONE, WITH_OTHERS, code_point, find_words, mix64
-from llama3.data.text import words
+from herd.llama3.data.kernels.arrow import Bytes, Hashes, Offsets
+from herd.llama3.data.kernels.ngrams import Flags, Positions, Table, gram_key, gram_weight, key_index, roll
+from herd.llama3.data.kernels.words import CLASSES, NONE, WITH_OTHERS, code_point, find_words, mix64
+from herd.llama3.data.text import words
 
 KEEP, COPY, REPEAT = 0, 1, 2
 """Marks of a line; lines with COPY or REPEAT are removed."""

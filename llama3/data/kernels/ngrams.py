@@ -12,8 +12,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from llama3.data.kernels.arrow import Bytes, Hashes, Offsets
-from llama3.data.kernels.words import find_words, mix64
+from herd.llama3.data.kernels.arrow import Bytes, Hashes, Offsets
+from herd.llama3.data.kernels.words import find_words, mix64
 
 Positions = NDArray[np.int32]
 Flags = NDArray[np.uint8]

@@ -15,9 +15,9 @@ import pyarrow as pa
 from numba import njit
 from numpy.typing import NDArray
 
-from llama3.data.kernels.arrow import Bytes, Hashes, Offsets, hash_lists, text_buffers
-from llama3.data.kernels.words import find_words, mix64
-from llama3.recipe.data_schema import Dedup
+from herd.llama3.data.kernels.arrow import Bytes, Hashes, Offsets, hash_lists, text_buffers
+from herd.llama3.data.kernels.words import find_words, mix64
+from herd.llama3.recipe.data_schema import Dedup
 
 Halves = NDArray[np.uint32]
 Sets = tuple[Hashes, Offsets]

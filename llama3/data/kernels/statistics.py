@@ -14,8 +14,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from llama3.data.kernels.arrow import Bytes, Hashes, Offsets
-from llama3.data.kernels.lines import (
+from herd.llama3.data.kernels.arrow import Bytes, Hashes, Offsets
+from herd.llama3.data.kernels.lines import (
     BLANK,
     END,
     NEWLINE,
@@ -27,8 +27,17 @@ from llama3.data.kernels.lines import (
     scan_line,
     traits_at,
 )
-from llama3.data.kernels.words import BY_ITSELF, CLASSES, NONE, code_point, find_words, join_words, mix64, word_hash
-from llama3.data.text.words import BLANKS, SENTENCE_WORDS, SHORT_LINE, STOP_WORDS
+from herd.llama3.data.kernels.words import (
+    BY_ITSELF,
+    CLASSES,
+    NONE,
+    code_point,
+    find_words,
+    join_words,
+    mix64,
+    word_hash,
+)
+from herd.llama3.data.text.words import BLANKS, SENTENCE_WORDS, SHORT_LINE, STOP_WORDS
 
 
 class Statistic(IntEnum):

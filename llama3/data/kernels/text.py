@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from llama3.data.kernels.arrow import Bytes, Offsets
+from herd.llama3.data.kernels.arrow import Bytes, Offsets
 
 UNCLEAN, UNCOMPOSED, GARBLED = np.uint8(1), np.uint8(2), np.uint8(4)
 """Flags of `scan`: `clean` would change the text; NFC may change it; it may have been decoded wrongly."""

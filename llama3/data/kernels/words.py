@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from llama3.data.kernels.arrow import Bytes, Hashes, Offsets
-from llama3.data.text.words import ALONE, JOINED, JOINT, THAI_LAO
+from herd.llama3.data.kernels.arrow import Bytes, Hashes, Offsets
+from herd.llama3.data.text.words import ALONE, JOINED, JOINT, THAI_LAO
 
 NONE, WITH_OTHERS, BY_ITSELF = 0, 1, 2
 _FIRST_PLANE = 1 << 16

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from llama3.data.demo.word_problems import conversation
-from llama3.data.readers.files import (
+from herd.llama3.data.demo.word_problems import conversation
+from herd.llama3.data.readers.files import (
     DAMAGE,
     File,
     SourceError,
@@ -22,9 +22,9 @@ from llama3.data.readers.files import (
     source_files,
     split_lines,
 )
-from llama3.data.readers.sources import source_names
-from llama3.recipe.data_schema import ConversationSource, Source
-from storage.filesystem import fetched_listing, is_local
+from herd.llama3.data.readers.sources import source_names
+from herd.llama3.recipe.data_schema import ConversationSource, Source
+from herd.storage.filesystem import fetched_listing, is_local
 
 PROBLEMS = "problems"
 LONGEST_LINE = 16_000_000

@@ -21,9 +21,17 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from llama3.recipe.data_schema import Source
-from storage.filesystem import fetched_path, filesystem_of, is_local, list_files, local_path, version_of, with_retries
-from storage.objects import RemoteFile
+from herd.llama3.recipe.data_schema import Source
+from herd.storage.filesystem import (
+    fetched_path,
+    filesystem_of,
+    is_local,
+    list_files,
+    local_path,
+    version_of,
+    with_retries,
+)
+from herd.storage.objects import RemoteFile
 
 # Bad input: stop by default, or skip and count with `curate.on_error: skip`.
 

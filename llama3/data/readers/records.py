@@ -28,8 +28,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 
-from llama3.data.readers.document import FIELDS, BatchBuilder, DocumentBatch, Row, format_of, record_date
-from llama3.data.readers.files import (
+from herd.llama3.data.readers.document import FIELDS, BatchBuilder, DocumentBatch, Row, format_of, record_date
+from herd.llama3.data.readers.files import (
     COLUMNS,
     DAMAGE,
     MAX_LINE,
@@ -47,9 +47,9 @@ from llama3.data.readers.files import (
     read_all,
     split_lines,
 )
-from llama3.recipe.data_schema import Source
-from storage.digests import parallel_map
-from storage.filesystem import StoreError, filesystem_of, is_local, with_retries
+from herd.llama3.recipe.data_schema import Source
+from herd.storage.digests import parallel_map
+from herd.storage.filesystem import StoreError, filesystem_of, is_local, with_retries
 
 BATCH = 4_000_000
 """Approximate characters of text in a batch."""

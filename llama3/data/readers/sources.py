@@ -21,9 +21,9 @@ import numpy as np
 import orjson
 import pyarrow.parquet as pq
 
-from llama3.data.demo.installed import installed_documents, installed_fingerprint, installed_state
-from llama3.data.readers.document import BatchBuilder, Document, DocumentBatch
-from llama3.data.readers.files import (
+from herd.llama3.data.demo.installed import installed_documents, installed_fingerprint, installed_state
+from herd.llama3.data.readers.document import BatchBuilder, Document, DocumentBatch
+from herd.llama3.data.readers.files import (
     DAMAGE,
     OVER_LIMIT,
     READ,
@@ -34,11 +34,11 @@ from llama3.data.readers.files import (
     open_raw,
     source_files,
 )
-from llama3.data.readers.records import BATCH, CONTENT_PER_ID, UNREAD, read_files
-from llama3.recipe.base import Domain
-from llama3.recipe.data_schema import ConversationSource, Source
-from llama3.recipe.schema import Recipe
-from storage.filesystem import cache_folder, fetched_listing, is_local, local_path, write_atomic
+from herd.llama3.data.readers.records import BATCH, CONTENT_PER_ID, UNREAD, read_files
+from herd.llama3.recipe.base import Domain
+from herd.llama3.recipe.data_schema import ConversationSource, Source
+from herd.llama3.recipe.schema import Recipe
+from herd.storage.filesystem import cache_folder, fetched_listing, is_local, local_path, write_atomic
 
 INSTALLED = "installed"
 PASSED_OVER = 100

@@ -21,7 +21,7 @@ from typing import Any
 from resiliparse.extract.html2text import extract_plain_text
 from resiliparse.parse.html import HTMLTree
 
-from llama3.data.readers.files import Fault, SourceError
+from herd.llama3.data.readers.files import Fault, SourceError
 
 _FRAME = ["nav", "footer", "aside", "form", "script", "style", "template", "[role=navigation]", "[role=banner]"]
 _BULLET = re.compile(r"^(\s*)- ", re.MULTILINE)
@@ -215,7 +215,9 @@ _HTML = frozenset((
 ))  # fmt: skip
 """Elements that a slash does not close, even inside formulas and drawings."""
 _HEADER = struct.Struct("<QQ")
-_CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from llama3.data.text.extract import serve; serve()"
+_CHILD = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from herd.llama3.data.text.extract import serve; serve()"
+)
 _local = threading.local()
 
 

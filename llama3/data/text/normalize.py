@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from llama3.data.kernels.arrow import Bytes, Offsets, text_buffers
-from llama3.data.kernels.text import GARBLED, UNCLEAN, UNCOMPOSED, clean, scan
+from herd.llama3.data.kernels.arrow import Bytes, Offsets, text_buffers
+from herd.llama3.data.kernels.text import GARBLED, UNCLEAN, UNCOMPOSED, clean, scan
 
 _NEXT = "\x80-\xbfŒœŠšŸŽžƒˆ˜–—\u2018-\u2022…‰‹›€™"
 """The bytes 80 to BF decoded as Latin-1 and as Windows-1252."""

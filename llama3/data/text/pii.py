@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from llama3.data.text.words import ALONE
+from herd.llama3.data.text.words import ALONE
 
 Span = tuple[int, int, str]
 """Start and stop of a piece of personal data, and its replacement."""

@@ -10,9 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from llama3.parallel.layout import ROWS, TABLE_4, Layout, Published
-from llama3.parallel.memory import Load, stages
-from llama3.planner.collectives import (
+from herd.llama3.parallel.layout import ROWS, TABLE_4, Layout, Published
+from herd.llama3.parallel.memory import Load, stages
+from herd.llama3.planner.collectives import (
     ALL,
     Algorithm,
     Kind,
@@ -21,8 +21,8 @@ from llama3.planner.collectives import (
     contiguous_group,
     crossover,
 )
-from llama3.planner.comm_volume import stage_volumes
-from llama3.planner.placement import (
+from herd.llama3.planner.comm_volume import stage_volumes
+from herd.llama3.planner.placement import (
     RINGS,
     AxisBytes,
     Ints,
@@ -36,9 +36,9 @@ from llama3.planner.placement import (
     pack_blocks,
     slot_groups,
 )
-from llama3.planner.projection import project_on_fabric
-from llama3.planner.published import fitted_h100_curves, meta_layout, table4_query
-from llama3.planner.routing import (
+from herd.llama3.planner.projection import project_on_fabric
+from herd.llama3.planner.published import fitted_h100_curves, meta_layout, table4_query
+from herd.llama3.planner.routing import (
     BURST_BYTES,
     SEEDS,
     Clos,
@@ -51,9 +51,9 @@ from llama3.planner.routing import (
     pfc_paused,
     ring_share,
 )
-from llama3.planner.topology import Fabric, Layer, load_fabric
-from llama3.planner.validation.anchor import Anchor
-from llama3.recipe.sections import Model
+from herd.llama3.planner.topology import Fabric, Layer, load_fabric
+from herd.llama3.planner.validation.anchor import Anchor
+from herd.llama3.recipe.sections import Model
 
 NETWORK_SOURCE = "Gangidi et al., SIGCOMM 2024"
 GAIN, MOST_GAIN = 0.30, 0.40

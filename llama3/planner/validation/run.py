@@ -13,14 +13,20 @@ from typing import NamedTuple
 
 from scipy.stats import poisson
 
-from llama3.model.flops import flops_per_token
-from llama3.parallel.layout import ROWS, TABLE_4
-from llama3.planner.budget import StageTime, total_days_and_gpu_hours
-from llama3.planner.goodput import BYTECHECKPOINT, CheckpointCosts, Recovery, effective_time, first_order_effective_time
-from llama3.planner.hardware import hall_use, readers_per_trainer
-from llama3.planner.layout_search import evaluate_layout
-from llama3.planner.published import llama3_model, llama_405b_config, meta_layout, table4_query
-from llama3.planner.reliability import (
+from herd.llama3.model.flops import flops_per_token
+from herd.llama3.parallel.layout import ROWS, TABLE_4
+from herd.llama3.planner.budget import StageTime, total_days_and_gpu_hours
+from herd.llama3.planner.goodput import (
+    BYTECHECKPOINT,
+    CheckpointCosts,
+    Recovery,
+    effective_time,
+    first_order_effective_time,
+)
+from herd.llama3.planner.hardware import hall_use, readers_per_trainer
+from herd.llama3.planner.layout_search import evaluate_layout
+from herd.llama3.planner.published import llama3_model, llama_405b_config, meta_layout, table4_query
+from herd.llama3.planner.reliability import (
     MEGASCALE_GAIN,
     NODE_DAY_FAILURES,
     Fleet,
@@ -31,16 +37,16 @@ from llama3.planner.reliability import (
     slowdown_by_rank,
     slowdown_without_waiting,
 )
-from llama3.planner.topology import load_fabric
-from llama3.planner.uptime import monte_carlo
-from llama3.planner.validation.anchor import Anchor, within
-from llama3.planner.validation.network import (
+from herd.llama3.planner.topology import load_fabric
+from herd.llama3.planner.uptime import monte_carlo
+from herd.llama3.planner.validation.anchor import Anchor, within
+from herd.llama3.planner.validation.network import (
     congestion_anchors,
     fabric_anchors,
     network_anchors,
     placement_anchors,
 )
-from llama3.planner.validation.step import (
+from herd.llama3.planner.validation.step import (
     megascale_anchors,
     megatron_anchors,
     memory_anchors,

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from scipy.optimize import brentq, least_squares
 
-from llama3.model.flops import flops_per_token
-from llama3.parallel.layout import ROWS, TABLE_4, Layout
-from llama3.parallel.memory import Load
-from llama3.parallel.pipeline_schedule import actions, bubble, ideal_bubble, peak_in_flight, rank_actions
-from llama3.planner.collectives import Network
-from llama3.planner.device_curves import GemmCurve
-from llama3.planner.layout_search import evaluate_layout, search_layouts
-from llama3.planner.published import (
+from herd.llama3.model.flops import flops_per_token
+from herd.llama3.parallel.layout import ROWS, TABLE_4, Layout
+from herd.llama3.parallel.memory import Load
+from herd.llama3.parallel.pipeline_schedule import actions, bubble, ideal_bubble, peak_in_flight, rank_actions
+from herd.llama3.planner.collectives import Network
+from herd.llama3.planner.device_curves import GemmCurve
+from herd.llama3.planner.layout_search import evaluate_layout, search_layouts
+from herd.llama3.planner.published import (
     TABLE_4_BATCH,
     fitted_h100_curves,
     llama3_model,
@@ -27,9 +27,9 @@ from llama3.planner.published import (
     roce_24k_fabric,
     table4_query,
 )
-from llama3.planner.step_time import LayerSeconds, PipelineTiming, StepModel, StepTime
-from llama3.planner.validation.anchor import Anchor, within
-from llama3.recipe.sections import Model
+from herd.llama3.planner.step_time import LayerSeconds, PipelineTiming, StepModel, StepTime
+from herd.llama3.planner.validation.anchor import Anchor, within
+from herd.llama3.recipe.sections import Model
 
 TABLE4_SOURCE = "arXiv 2407.21783, Table 4"
 ATTENTION_TFLOPS = 550.0

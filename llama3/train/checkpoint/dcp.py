@@ -28,16 +28,16 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from llama3.parallel.mesh import (
+from herd.llama3.parallel.mesh import (
     ParallelContext,
     picklable_error,
     raise_on_all_ranks,
     run_on_rank0_and_broadcast,
     to_local,
 )
-from llama3.train.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint, MalformedManifest
-from llama3.train.checkpoint.storage import SupersededError
-from storage.digests import FileDigest
+from herd.llama3.train.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint, MalformedManifest
+from herd.llama3.train.checkpoint.storage import SupersededError
+from herd.storage.digests import FileDigest
 
 WRITE_BYTES = 4 << 20
 """Bytes hashed and written at a time: they stay in the processor's cache between the two."""

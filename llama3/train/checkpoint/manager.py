@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama3.parallel.mesh import ParallelContext, run_on_rank0_and_broadcast, to_local
-from llama3.recipe.sections import Keep
-from llama3.train.checkpoint import dcp
-from llama3.train.checkpoint.dcp import Savable, SaveResult
-from llama3.train.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint, MalformedManifest, verify_files
-from llama3.train.checkpoint.storage import (
+from herd.llama3.parallel.mesh import ParallelContext, run_on_rank0_and_broadcast, to_local
+from herd.llama3.recipe.sections import Keep
+from herd.llama3.train.checkpoint import dcp
+from herd.llama3.train.checkpoint.dcp import Savable, SaveResult
+from herd.llama3.train.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint, MalformedManifest, verify_files
+from herd.llama3.train.checkpoint.storage import (
     CheckpointRef,
     CheckpointStore,
     JournalUpload,
@@ -33,8 +33,8 @@ from llama3.train.checkpoint.storage import (
     RemoteCheckpointStore,
     SupersededError,
 )
-from llama3.train.device import DeviceTime
-from storage.digests import FileDigest
+from herd.llama3.train.device import DeviceTime
+from herd.storage.digests import FileDigest
 
 THREADS = 4
 """Files that each process writes or reads at the same time."""

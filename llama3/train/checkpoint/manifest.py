@@ -17,9 +17,9 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from llama3.parallel.mesh import ParallelContext, raise_on_all_ranks, run_on_rank0_and_broadcast
-from storage.digests import THREADS, FileDigest, digest_file
-from storage.filesystem import sync_folder, write_atomic
+from herd.llama3.parallel.mesh import ParallelContext, raise_on_all_ranks, run_on_rank0_and_broadcast
+from herd.storage.digests import THREADS, FileDigest, digest_file
+from herd.storage.filesystem import sync_folder, write_atomic
 
 MANIFEST = "manifest.json"
 PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")

@@ -19,12 +19,21 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from llama3.parallel.mesh import ParallelContext, raise_on_all_ranks, run_on_rank0_and_broadcast
-from llama3.train.checkpoint.manifest import MANIFEST, CheckpointManifest, DamagedCheckpoint, JournalChunk
-from storage.digests import digest_bytes, digest_file, parallel_map
-from storage.filesystem import is_local, local_path, sync_folder, write_atomic
-from storage.lease import LeaseHeld
-from storage.objects import create_bytes, get_bytes, get_file, list_children, put_bytes, put_file, remove, remove_all
+from herd.llama3.parallel.mesh import ParallelContext, raise_on_all_ranks, run_on_rank0_and_broadcast
+from herd.llama3.train.checkpoint.manifest import MANIFEST, CheckpointManifest, DamagedCheckpoint, JournalChunk
+from herd.storage.digests import digest_bytes, digest_file, parallel_map
+from herd.storage.filesystem import is_local, local_path, sync_folder, write_atomic
+from herd.storage.lease import LeaseHeld
+from herd.storage.objects import (
+    create_bytes,
+    get_bytes,
+    get_file,
+    list_children,
+    put_bytes,
+    put_file,
+    remove,
+    remove_all,
+)
 
 PINS = "pins"
 DAY = 86_400.0

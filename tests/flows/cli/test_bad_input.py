@@ -17,11 +17,11 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from flows.cli.errors import mistakes
-from flows.cli.main import app
-from storage import filesystem
-from storage.fetch import FULL
-from storage.filesystem import FETCHED
+from herd.flows.cli.errors import mistakes
+from herd.flows.cli.main import app
+from herd.storage import filesystem
+from herd.storage.fetch import FULL
+from herd.storage.filesystem import FETCHED
 from tests.storage.hub import Hub, stand_in_hub
 
 URI = "hf://datasets/people/words/data"

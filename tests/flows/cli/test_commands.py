@@ -17,16 +17,16 @@ import typer
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
-from flows.cli import ops
-from flows.cli.errors import mistakes
-from flows.cli.main import PANELS, app
-from llama3.recipe.load import to_yaml
-from llama3.tokens.inspect import Inspection, TokenCount
-from llama3.tokens.stream import DocumentUse
-from storage.processes import IMPORT_FOLDER as CHECKOUT
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.launch.slurm import SlurmLauncher
+from herd.flows.cli import ops
+from herd.flows.cli.errors import mistakes
+from herd.flows.cli.main import PANELS, app
+from herd.llama3.recipe.load import to_yaml
+from herd.llama3.tokens.inspect import Inspection, TokenCount
+from herd.llama3.tokens.stream import DocumentUse
+from herd.storage.processes import IMPORT_FOLDER as CHECKOUT
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.launch.slurm import SlurmLauncher
 from tests.llama3.planner.plan_samples import recipe
 from tests.tasks.promotion_samples import FAMILY, add
 from tests.tasks.standing_root import begun, log_attempt, tiny, train
@@ -65,7 +65,7 @@ def test_every_command_has_both_options_of_help() -> None:
 
 def test_a_shell_gets_its_completion() -> None:
     words = {"COMP_WORDS": "herd prom", "COMP_CWORD": "1", "_HERD_COMPLETE": "complete_bash"}
-    program = "import sys; sys.argv[0] = 'herd'; from flows.cli.main import app; app()"
+    program = "import sys; sys.argv[0] = 'herd'; from herd.flows.cli.main import app; app()"
     done = subprocess.run([sys.executable, "-c", program], env={**os.environ, **words}, capture_output=True, text=True)
     assert done.stdout.split() == ["promote", "promotion-log"]
 
@@ -244,7 +244,7 @@ def test_what_a_scheduler_says_is_a_line(
 
 
 def test_a_reader_that_leaves_a_pipe_ends_the_command_in_silence(root: Root) -> None:
-    command = f"{sys.executable} -m flows.cli.main status --json --root {root.uri}"
+    command = f"{sys.executable} -m herd.flows.cli.main status --json --root {root.uri}"
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command} | true"],
         capture_output=True,

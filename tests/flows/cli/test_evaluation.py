@@ -13,14 +13,14 @@ import torch
 import yaml
 from typer.testing import CliRunner, Result
 
-from flows.cli.main import app
-from llama3.evaluate import sandbox
-from llama3.evaluate.sandbox import sandbox_error
-from llama3.export.convert import convert
-from llama3.model.files import save_model
-from llama3.model.init import build_model
-from llama3.recipe.sections import Model
-from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
+from herd.flows.cli.main import app
+from herd.llama3.evaluate import sandbox
+from herd.llama3.evaluate.sandbox import sandbox_error
+from herd.llama3.export.convert import convert
+from herd.llama3.model.files import save_model
+from herd.llama3.model.init import build_model
+from herd.llama3.recipe.sections import Model
+from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.llama3.evaluate.task_samples import CHOICE, quiz, write_lines
 
 TEXTS = [str(row["question"]) for row in quiz(40)]

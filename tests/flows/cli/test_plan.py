@@ -8,10 +8,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from flows.cli.main import app
-from llama3.planner.validation import run, step
-from llama3.recipe.load import to_yaml
-from tasks.cluster import load_cluster
+from herd.flows.cli.main import app
+from herd.llama3.planner.validation import run, step
+from herd.llama3.recipe.load import to_yaml
+from herd.tasks.cluster import load_cluster
 from tests.flows.cli.test_commands import documented
 from tests.llama3.planner.plan_samples import cluster_file, recipe
 

@@ -10,19 +10,19 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from flows.checkpoint import _reject, _roll_back, promote
-from flows.cli.errors import REFUSED as REFUSED_STATUS
-from flows.cli.errors import exit_as_judged, mistakes
-from flows.cli.main import app
-from flows.recipe_form import PromotionParameters
-from llama3.evaluate.gate import CheckUnfinished
-from llama3.recipe.schedule import Schedule
-from storage.lease import LeaseHeld
-from storage.processes import free_port
-from storage.root import Root
-from tasks.errors import GateFailed, TrainingFailed
-from tasks.promotion.log import PENDING_APPROVAL, PROMOTED, REJECTED, ROLLED_BACK, read_log
-from tasks.runs.records import Runs
+from herd.flows.checkpoint import _reject, _roll_back, promote
+from herd.flows.cli.errors import REFUSED as REFUSED_STATUS
+from herd.flows.cli.errors import exit_as_judged, mistakes
+from herd.flows.cli.main import app
+from herd.flows.recipe_form import PromotionParameters
+from herd.llama3.evaluate.gate import CheckUnfinished
+from herd.llama3.recipe.schedule import Schedule
+from herd.storage.lease import LeaseHeld
+from herd.storage.processes import free_port
+from herd.storage.root import Root
+from herd.tasks.errors import GateFailed, TrainingFailed
+from herd.tasks.promotion.log import PENDING_APPROVAL, PROMOTED, REJECTED, ROLLED_BACK, read_log
+from herd.tasks.runs.records import Runs
 from tests.flows.test_parameters import form, refused
 from tests.tasks.mlflow_server import use
 from tests.tasks.promotion_samples import FAMILY, add, champions

@@ -12,13 +12,13 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from flows import run_lifecycle
-from flows.cli import errors
-from flows.cli.errors import mistakes, with_retries
-from flows.cli.main import app
-from llama3.evaluate.requests import read_requests
-from storage.artifact import DamagedArtifact
-from tasks.errors import GateFailed, TrainingFailed
+from herd.flows import run_lifecycle
+from herd.flows.cli import errors
+from herd.flows.cli.errors import mistakes, with_retries
+from herd.flows.cli.main import app
+from herd.llama3.evaluate.requests import read_requests
+from herd.storage.artifact import DamagedArtifact
+from herd.tasks.errors import GateFailed, TrainingFailed
 from tests.llama3.evaluate.task_samples import CHOICE, quiz, write_lines
 
 

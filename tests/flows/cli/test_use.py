@@ -11,13 +11,13 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from flows.cli import models
-from flows.cli.main import app
-from llama3.evaluate.generate import generate
-from llama3.model.files import load_model, save_model
-from llama3.model.init import build_model
-from llama3.recipe.sections import Model
-from llama3.tokens.tokenizer import Tokenizer
+from herd.flows.cli import models
+from herd.flows.cli.main import app
+from herd.llama3.evaluate.generate import generate
+from herd.llama3.model.files import load_model, save_model
+from herd.llama3.model.init import build_model
+from herd.llama3.recipe.sections import Model
+from herd.llama3.tokens.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer([bytes([value]) for value in range(256)])
 SPEC = Model(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, max_seq_len=64)

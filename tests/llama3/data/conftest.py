@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from llama3.recipe.load import parse_recipe
-from llama3.recipe.schema import Recipe
+from herd.llama3.recipe.load import parse_recipe
+from herd.llama3.recipe.schema import Recipe
 from tests.storage.s3 import moto_endpoint
 
 __all__ = ["moto_endpoint"]

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from itertools import groupby
 
-from llama3.data.text.words import (
+from herd.llama3.data.text.words import (
     ALONE,
     BLANKS,
     BRACKETS,

@@ -16,12 +16,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llama3.data.kernels.shingles import band_hashes
-from llama3.data.mapreduce import DROP_SCHEMA, ROW_BITS, CurationJob, CurationStage, Shard, add_fates
-from llama3.data.write_shards import ORDER
-from llama3.data.write_shards import TEXT_SCHEMA as TEXT
-from llama3.recipe.base import DOMAINS
-from llama3.recipe.data_schema import Curate
+from herd.llama3.data.kernels.shingles import band_hashes
+from herd.llama3.data.mapreduce import DROP_SCHEMA, ROW_BITS, CurationJob, CurationStage, Shard, add_fates
+from herd.llama3.data.write_shards import ORDER
+from herd.llama3.data.write_shards import TEXT_SCHEMA as TEXT
+from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.recipe.data_schema import Curate
 
 DERIVED: dict[str, Any] = {"lines": [], "topic": "", "divergence": 0.0, "dirty_words": 0, "rank": 0.0}
 """What annotation would say of a document that says nothing else; its bands are computed."""

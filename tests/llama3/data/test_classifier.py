@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.data.classifiers import (
+from herd.llama3.data.classifiers import (
     MODEL,
     Classifier,
     TooFewExamples,
@@ -20,8 +20,8 @@ from llama3.data.classifiers import (
     train_classifier,
     truncate,
 )
-from llama3.data.kernels.histogram import PIECE
-from llama3.data.text.words import split_words
+from herd.llama3.data.kernels.histogram import PIECE
+from herd.llama3.data.text.words import split_words
 
 FOODS = re.findall(
     r"\w+", "butter flour onion garlic rice lemon pepper carrot cheese basil tomato cream bread honey ginger"
@@ -194,7 +194,7 @@ def test_a_damaged_model_is_refused(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_real_kinds_of_text_are_told_apart(shared: Path, tmp_path: Path) -> None:
-    from llama3.data.classifiers import read_seeds
+    from herd.llama3.data.classifiers import read_seeds
 
     examples = {
         domain: list(islice(read_seeds([str(shared / "corpora" / domain / names)], "x"), 200))

@@ -16,15 +16,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llama3.data.collect import MOST_ITEMS, CollectJob, collect, collect_item, collected_shards, plan_job
-from llama3.data.mapreduce import ROW_BITS, document_id, text_hash
-from llama3.data.readers import files as files_module
-from llama3.data.readers import records
-from llama3.data.readers.document import iso_date
-from llama3.data.readers.files import SourceError
-from llama3.data.readers.sources import check_sources
-from llama3.data.write_shards import ITEM_BITS
-from llama3.recipe.schema import Recipe
+from herd.llama3.data.collect import MOST_ITEMS, CollectJob, collect, collect_item, collected_shards, plan_job
+from herd.llama3.data.mapreduce import ROW_BITS, document_id, text_hash
+from herd.llama3.data.readers import files as files_module
+from herd.llama3.data.readers import records
+from herd.llama3.data.readers.document import iso_date
+from herd.llama3.data.readers.files import SourceError
+from herd.llama3.data.readers.sources import check_sources
+from herd.llama3.data.write_shards import ITEM_BITS
+from herd.llama3.recipe.schema import Recipe
 
 Make = Callable[..., Recipe]
 Row = dict[str, Any]
@@ -105,9 +105,9 @@ def test_documents_are_the_same_however_they_lie_in_files(
         else:
             write(tmp_path / f"in/{i}.jsonl{'.gz' * (i % 2)}", part)
     if small:
-        monkeypatch.setattr("llama3.data.collect.ITEM_BYTES", sum(f.size for f in _files(tmp_path)) // 4)
-        monkeypatch.setattr("llama3.data.write_shards.SHARD_BYTES", 4000)
-        monkeypatch.setattr("llama3.data.readers.sources.read_source.__defaults__", (None, 1500))
+        monkeypatch.setattr("herd.llama3.data.collect.ITEM_BYTES", sum(f.size for f in _files(tmp_path)) // 4)
+        monkeypatch.setattr("herd.llama3.data.write_shards.SHARD_BYTES", 4000)
+        monkeypatch.setattr("herd.llama3.data.readers.sources.read_source.__defaults__", (None, 1500))
     recipe = make_recipe({"general": [{"uri": str(tmp_path / "in")}]})
     facts = collect(recipe, tmp_path / "out")
     rows = rows_of(tmp_path / "out")
@@ -122,7 +122,7 @@ def test_documents_are_the_same_however_they_lie_in_files(
 
 
 def _files(folder: Path) -> list[files_module.File]:
-    from llama3.recipe.data_schema import Source
+    from herd.llama3.recipe.data_schema import Source
 
     return files_module.source_files(Source(uri=str(folder / "in")))
 
@@ -317,7 +317,7 @@ def test_what_is_over_a_limit_is_counted(tmp_path: Path, make_recipe: Make) -> N
 def test_a_stopped_job_goes_on_and_a_changed_one_begins_again(
     tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llama3.data.collect.ITEM_BYTES", 1)
+    monkeypatch.setattr("herd.llama3.data.collect.ITEM_BYTES", 1)
     for i in range(4):
         write(tmp_path / f"in/{i}.jsonl", [{"text": text} for text in texts(20, seed=i)])
     recipe = make_recipe({"general": [{"uri": str(tmp_path / "in")}]})
@@ -345,7 +345,7 @@ def test_a_stopped_job_goes_on_and_a_changed_one_begins_again(
 def test_many_faults_of_a_kind_are_counted_without_all_their_names(
     tmp_path: Path, make_recipe: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llama3.data.readers.files.MOST_NAMED", 3)
+    monkeypatch.setattr("herd.llama3.data.readers.files.MOST_NAMED", 3)
     path = write(tmp_path / "a.jsonl", [*[{"text": None}] * 10, {"text": "good"}])
     collect(make_recipe({"general": [{"uri": str(path)}]}, on_error="skip", max_lost="100%"), tmp_path / "out")
     counted = {row["place"]: row["documents"] for row in skipped_of(tmp_path / "out")}
@@ -371,8 +371,8 @@ def test_dates_have_one_spelling() -> None:
 LONG = """
 import sys
 from pathlib import Path
-from llama3.data.collect import collect
-from llama3.recipe.load import parse_recipe
+from herd.llama3.data.collect import collect
+from herd.llama3.recipe.load import parse_recipe
 import json
 recipe = parse_recipe(json.loads(sys.argv[1]), "test")
 facts = collect(recipe, Path(sys.argv[2]))
@@ -450,10 +450,10 @@ def test_rows_that_cannot_be_numbered_are_refused_before_reading(
     for number in range(9):
         write(tmp_path / f"in/{number}.jsonl", [{"text": "words " * 100}])
     recipe = make_recipe({"general": [{"uri": str(tmp_path / "in")}]})
-    monkeypatch.setattr("llama3.data.collect.ITEM_BYTES", 1)
-    monkeypatch.setattr("llama3.data.collect.MOST_ITEMS", 8)
+    monkeypatch.setattr("herd.llama3.data.collect.ITEM_BYTES", 1)
+    monkeypatch.setattr("herd.llama3.data.collect.MOST_ITEMS", 8)
     assert len(plan_job(recipe, str(tmp_path / "out")).items) <= 4  # larger pieces instead of too many
-    monkeypatch.setattr("llama3.data.collect.MOST_ITEMS", 0.5)
+    monkeypatch.setattr("herd.llama3.data.collect.MOST_ITEMS", 0.5)
     with pytest.raises(SourceError, match="pieces to read are more than"):
         collect(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()

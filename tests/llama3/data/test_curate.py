@@ -13,15 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llama3.data.accounting import EXPLAINED
-from llama3.data.annotate import annotate
-from llama3.data.collect import collect
-from llama3.data.curate import CURATION, curate, explain
-from llama3.data.mapreduce import DocumentRule, Runner, hash_threshold, run_serial, text_hash
-from llama3.data.write_shards import CURATED_SCHEMA
-from llama3.recipe.data_schema import Curate
-from llama3.recipe.schema import Recipe
-from llama3.recipe.units import Share
+from herd.llama3.data.accounting import EXPLAINED
+from herd.llama3.data.annotate import annotate
+from herd.llama3.data.collect import collect
+from herd.llama3.data.curate import CURATION, curate, explain
+from herd.llama3.data.mapreduce import DocumentRule, Runner, hash_threshold, run_serial, text_hash
+from herd.llama3.data.write_shards import CURATED_SCHEMA
+from herd.llama3.recipe.data_schema import Curate
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.units import Share
 
 Make = Callable[..., Recipe]
 Write = Callable[..., str]
@@ -148,7 +148,7 @@ def backwards_on_threads(count: int) -> Runner:
 def test_bytes_do_not_depend_on_files_order_threads_or_parts(
     tmp_path: Path, make_recipe: Make, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llama3.data.write_shards.SHARD_BYTES", 24_000)
+    monkeypatch.setattr("herd.llama3.data.write_shards.SHARD_BYTES", 24_000)
     texts = prose(5, 200)
     near = [text.replace(" ", "  ", 1) + " more" for text in texts[:40]]
     shared = [f"{text}\nThis line stands under every page.\n" for text in prose(6, 30)]
@@ -158,7 +158,7 @@ def test_bytes_do_not_depend_on_files_order_threads_or_parts(
     ]
     outs = []
     for number, (files, threads, parts, fan) in enumerate(((1, 1, 1, 256), (8, 2, 3, 2))):
-        monkeypatch.setattr("llama3.data.collect.ITEM_BYTES", 1 if files > 1 else 1 << 30)
+        monkeypatch.setattr("herd.llama3.data.collect.ITEM_BYTES", 1 if files > 1 else 1 << 30)
         random.Random(number).shuffle(every)
         source = tmp_path / f"in{number}" / "a" / "web"
         source.mkdir(parents=True)
@@ -290,7 +290,7 @@ class LoudPages(DocumentRule):
 def test_a_new_stage_needs_only_a_line_in_the_list(
     tmp_path: Path, make_recipe: Make, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llama3.data.curate.CURATION", (*CURATION, LoudPages()))
+    monkeypatch.setattr("herd.llama3.data.curate.CURATION", (*CURATION, LoudPages()))
     texts = prose(1, 40)
     quiet = write_jsonl("quiet.jsonl", texts[:30])
     loud = write_jsonl("loud.jsonl", [*texts[25:], "short"], url="a/loud")

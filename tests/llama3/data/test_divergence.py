@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.data.annotate import (
+from herd.llama3.data.annotate import (
     BUCKETS,
     LEAST_REFERENCE,
     LEAST_WORDS,
@@ -23,8 +23,8 @@ from llama3.data.annotate import (
     reference_counts,
     word_distribution,
 )
-from llama3.data.mapreduce import run_serial
-from llama3.data.text.words import split_words
+from herd.llama3.data.mapreduce import run_serial
+from herd.llama3.data.text.words import split_words
 from tests.llama3.data.shard_samples import make_job
 
 WORDS = [f"word{index}" for index in range(3000)]

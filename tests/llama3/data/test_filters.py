@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llama3.data.annotate import COLUMNS, document_statistics
-from llama3.data.curate import CURATION, explain
-from llama3.data.filters import Filters, broken_rules, read_blocked
-from llama3.data.mapreduce import FATE_SCHEMA, CurationJob, Shard, run_serial
-from llama3.recipe.data_schema import Curate, Quality
+from herd.llama3.data.annotate import COLUMNS, document_statistics
+from herd.llama3.data.curate import CURATION, explain
+from herd.llama3.data.filters import Filters, broken_rules, read_blocked
+from herd.llama3.data.mapreduce import FATE_SCHEMA, CurationJob, Shard, run_serial
+from herd.llama3.recipe.data_schema import Curate, Quality
 
 OFF: dict[str, Any] = {
     "min_chars": None, "max_chars": None, "max_symbol_chars": None, "max_duplicate_lines": None, "max_top_ngram": {},

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama3.data.mapreduce import CurationJob, Shuffle, aggregate, key_parts, run_serial, write_table
-from storage.filesystem import StoreError
+from herd.llama3.data.mapreduce import CurationJob, Shuffle, aggregate, key_parts, run_serial, write_table
+from herd.storage.filesystem import StoreError
 
 
 def job_in(folder: Path, fan: int = 256) -> CurationJob:
@@ -57,7 +57,7 @@ def test_files_and_reads_grow_as_the_corpus_does(tmp_path: Path, monkeypatch: py
         reads[size] += 1
         return Path(uri).read_bytes()[start:stop]
 
-    monkeypatch.setattr("llama3.data.mapreduce.read_range", counted)
+    monkeypatch.setattr("herd.llama3.data.mapreduce.read_range", counted)
     files = {}
     for size in (16, 64, 256):
         shuffle, job = Shuffle("test/rows", size, size, fan=4), job_in(tmp_path / str(size), 4)

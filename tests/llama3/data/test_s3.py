@@ -14,19 +14,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llama3.data.annotate import annotate
-from llama3.data.collect import collect, collected_shards
-from llama3.data.curate import curate
-from llama3.data.mapreduce import run_serial
-from llama3.data.readers.files import SourceError, list_source
-from llama3.data.readers.sources import check_sources, fingerprint
-from llama3.recipe.data_schema import TokenizerConfig
-from llama3.recipe.schema import Recipe
-from llama3.tokens.shards import tokenize
-from llama3.tokens.tokenizer import make_tokenizer
-from storage.filesystem import filesystem_of, is_local
-from storage.objects import file_names, read_file
-from storage.processes import free_port
+from herd.llama3.data.annotate import annotate
+from herd.llama3.data.collect import collect, collected_shards
+from herd.llama3.data.curate import curate
+from herd.llama3.data.mapreduce import run_serial
+from herd.llama3.data.readers.files import SourceError, list_source
+from herd.llama3.data.readers.sources import check_sources, fingerprint
+from herd.llama3.recipe.data_schema import TokenizerConfig
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.shards import tokenize
+from herd.llama3.tokens.tokenizer import make_tokenizer
+from herd.storage.filesystem import filesystem_of, is_local
+from herd.storage.objects import file_names, read_file
+from herd.storage.processes import free_port
 
 moto = pytest.importorskip("moto.server")
 Make = Callable[..., Recipe]
@@ -133,7 +133,7 @@ def test_an_object_that_goes_while_it_is_read_is_named(
         bucket.rm_file("corpus/web/b.parquet")
         return files
 
-    monkeypatch.setattr("llama3.data.collect.list_source", listed_then_gone)
+    monkeypatch.setattr("herd.llama3.data.collect.list_source", listed_then_gone)
     with pytest.raises(SourceError, match=r"b\.parquet' was deleted or changed since it was listed"):
         collect(recipe, tmp_path)
 
@@ -180,7 +180,7 @@ def test_texts_are_downloaded_by_the_ids_of_a_table_and_checked(
     ]  # fmt: skip
     with pytest.raises(SourceError, match=r"bad.jsonl:4 names 's3://corpus/content/f{40}', which does not exist"):
         collect(recipe("bad.jsonl", "fail"), tmp_path / "refused")
-    monkeypatch.setattr("storage.filesystem.TRIES", 1)
+    monkeypatch.setattr("herd.storage.filesystem.TRIES", 1)
     nobody = f"http://127.0.0.1:{free_port()}/content/{{}}"
     with pytest.raises(SourceError, match=r"/content/.*run again when it can be read; what was read stays"):
         collect(recipe("bad.jsonl", "skip", nobody), tmp_path / "away")

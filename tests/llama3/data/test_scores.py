@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llama3.data.classifiers import check_seeds, prepare_scores, read_seeds, sample_texts, score_texts, topic_texts
-from llama3.recipe.data_schema import Curate
+from herd.llama3.data.classifiers import check_seeds, prepare_scores, read_seeds, sample_texts, score_texts, topic_texts
+from herd.llama3.recipe.data_schema import Curate
 from tests.llama3.data.test_classifier import arithmetic, cooking
 
 Write = Callable[..., str]

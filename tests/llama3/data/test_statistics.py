@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.data.annotate import COLUMNS, COUNTS, document_statistics
-from llama3.data.text.words import (
+from herd.llama3.data.annotate import COLUMNS, COUNTS, document_statistics
+from herd.llama3.data.text.words import (
     BLANKS,
     BRACKETS,
     LIST_MARKS,
@@ -21,7 +21,7 @@ from llama3.data.text.words import (
     SPACED_LIST_MARKS,
     WIDE_SENTENCE_ENDS,
 )
-from llama3.recipe.data_schema import Quality
+from herd.llama3.recipe.data_schema import Quality
 from tests.llama3.data.reference_statistics import reference_statistics
 
 MARKS = BLANKS + BRACKETS + LIST_MARKS + SPACED_LIST_MARKS + QUOTES + SENTENCE_ENDS + WIDE_SENTENCE_ENDS

@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llama3.data.collect import collect, collected_shards
-from llama3.data.readers.files import SourceError
-from llama3.data.readers.sources import check_sources
-from llama3.recipe.schema import Recipe
-from storage import filesystem
+from herd.llama3.data.collect import collect, collected_shards
+from herd.llama3.data.readers.files import SourceError
+from herd.llama3.data.readers.sources import check_sources
+from herd.llama3.recipe.schema import Recipe
+from herd.storage import filesystem
 from tests.storage.fault_proxy import Fault, FaultProxy, Rule
 from tests.storage.fault_world import before_moto
 from tests.storage.hub import TOKEN, Hub, stand_in_hub
@@ -107,11 +107,11 @@ def hub() -> Iterator[Hub]:
 @pytest.fixture(scope="module")
 def proxy(moto_endpoint: str) -> Iterator[FaultProxy]:
     with before_moto(moto_endpoint) as running, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("storage.filesystem.FIRST_WAIT_S", 0.001)
-        patch.setattr("storage.filesystem.TRIES", 2)
-        patch.setattr("storage.s3.TRIES", 1)  # what the clients try again by themselves is tested where they are
-        patch.setattr("storage.s3.BoundedS3.retries", 1)
-        patch.setattr("storage.s3.LATER_ROUNDS", 1)
+        patch.setattr("herd.storage.filesystem.FIRST_WAIT_S", 0.001)
+        patch.setattr("herd.storage.filesystem.TRIES", 2)
+        patch.setattr("herd.storage.s3.TRIES", 1)  # what the clients try again by themselves is tested where they are
+        patch.setattr("herd.storage.s3.BoundedS3.retries", 1)
+        patch.setattr("herd.storage.s3.LATER_ROUNDS", 1)
         store = filesystem.filesystem_of(running.uri)
         for name, data in files().items():
             store.pipe_file(f"{running.uri}/data/{name}", data)

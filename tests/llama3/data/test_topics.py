@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.data.mapreduce import CurationJob, hash_threshold, run_serial
-from llama3.data.topics import TopicCaps, kept_documents, max_total
-from llama3.recipe.data_schema import Curate
+from herd.llama3.data.mapreduce import CurationJob, hash_threshold, run_serial
+from herd.llama3.data.topics import TopicCaps, kept_documents, max_total
+from herd.llama3.recipe.data_schema import Curate
 from tests.llama3.data.shard_samples import attributes, dropped_rows, ids, make_job, without
 
 made = partial(make_job, stages=[TopicCaps()])

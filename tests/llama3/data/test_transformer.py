@@ -15,7 +15,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from llama3.data.hf_classifier import WINDOW, TransformerScorer, check_transformer, load_scorer, transformer_facts
+from herd.llama3.data.hf_classifier import WINDOW, TransformerScorer, check_transformer, load_scorer, transformer_facts
 
 WORDS = re.findall(r"\w+", "the a cat dog sat ran on under mat tree and then saw one two")
 
@@ -137,7 +137,7 @@ def test_a_damaged_model_is_refused(transformers: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_importing_it_does_not_load_the_package() -> None:
-    code = "import sys, llama3.data.classifiers; print('transformers' in sys.modules)"
+    code = "import sys, herd.llama3.data.classifiers; print('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 
 

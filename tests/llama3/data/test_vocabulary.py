@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.data.text.words import split_words
-from llama3.data.wordlists import MOST_WORDS, build_vocabulary, count_words_in, read_words
+from herd.llama3.data.text.words import split_words
+from herd.llama3.data.wordlists import MOST_WORDS, build_vocabulary, count_words_in, read_words
 
 
 def count(text: str, *phrases: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from llama3.evaluate.scoring import Scorable
+from herd.llama3.evaluate.scoring import Scorable
 
 
 @st.composite

@@ -10,19 +10,19 @@ import psutil
 import pytest
 import torch
 
-from llama3.evaluate.distributed import EvalRanks
-from llama3.evaluate.generate import generate, generate_batch
-from llama3.evaluate.scoring import score_requests, score_sequences
-from llama3.evaluate.task import GenerationSettings, Prompt, Request
-from llama3.model.files import save_model
-from llama3.model.init import build_model, initial_value
-from llama3.parallel.layout import Layout
-from llama3.parallel.mesh import init_distributed
-from llama3.recipe.load import load_recipe
-from llama3.recipe.sections import Model
-from llama3.tokens.tokenizer import Tokenizer
-from llama3.train.checkpoint.dcp import save_state
-from llama3.train.state import Precision, TrainState
+from herd.llama3.evaluate.distributed import EvalRanks
+from herd.llama3.evaluate.generate import generate, generate_batch
+from herd.llama3.evaluate.scoring import score_requests, score_sequences
+from herd.llama3.evaluate.task import GenerationSettings, Prompt, Request
+from herd.llama3.model.files import save_model
+from herd.llama3.model.init import build_model, initial_value
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.mesh import init_distributed
+from herd.llama3.recipe.load import load_recipe
+from herd.llama3.recipe.sections import Model
+from herd.llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.train.checkpoint.dcp import save_state
+from herd.llama3.train.state import Precision, TrainState
 
 SPEC = Model(layers=2, dim=32, ffn=64, heads=4, kv_heads=2, max_seq_len=512, tied_embeddings=True)
 UNTIED = SPEC.model_copy(update={"tied_embeddings": False, "layers": 3})

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 import yaml
 
-from llama3.data.demo.word_problems import document
-from llama3.evaluate.distributed import EvalRanks
-from llama3.evaluate.evaluate import evaluate
-from llama3.model.files import save_model
-from llama3.model.init import build_model
-from llama3.parallel.mesh import init_distributed
-from llama3.recipe.load import load_recipe
-from llama3.recipe.schema import Recipe
-from llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.data.demo.word_problems import document
+from herd.llama3.evaluate.distributed import EvalRanks
+from herd.llama3.evaluate.evaluate import evaluate
+from herd.llama3.model.files import save_model
+from herd.llama3.model.init import build_model
+from herd.llama3.parallel.mesh import init_distributed
+from herd.llama3.recipe.load import load_recipe
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.tokenizer import Tokenizer
 from tests.llama3.evaluate.task_samples import CHOICE, quiz, write_lines
 from tests.llama3.evaluate.test_evaluate import code, write_documents
 

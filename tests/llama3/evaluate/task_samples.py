@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llama3.evaluate.render import Rendered, render
-from llama3.evaluate.task_yaml import DataPaths, parse_task
+from herd.llama3.evaluate.render import Rendered, render
+from herd.llama3.evaluate.task_yaml import DataPaths, parse_task
 
 CHOICE: dict[str, Any] = {
     "name": "quiz",

@@ -8,14 +8,14 @@ from random import Random
 import pytest
 import torch
 
-from llama3.evaluate import generate as engine
-from llama3.evaluate.generate import IncrementalDecoder, generate, generate_batch
-from llama3.evaluate.task import GenerationSettings, Prompt
-from llama3.model.init import build_model
-from llama3.model.transformer import Transformer
-from llama3.parallel import memory
-from llama3.recipe.sections import Model, RopeScaling
-from llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.evaluate import generate as engine
+from herd.llama3.evaluate.generate import IncrementalDecoder, generate, generate_batch
+from herd.llama3.evaluate.task import GenerationSettings, Prompt
+from herd.llama3.model.init import build_model
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.parallel import memory
+from herd.llama3.recipe.sections import Model, RopeScaling
+from herd.llama3.tokens.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer([bytes([value]) for value in range(256)])
 SPECS = {

@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from llama3.evaluate import answer_extraction
-from llama3.evaluate import evaluate as answering
-from llama3.evaluate.distributed import EvalRanks
-from llama3.evaluate.evaluate import (
+from herd.llama3.evaluate import answer_extraction
+from herd.llama3.evaluate import evaluate as answering
+from herd.llama3.evaluate.distributed import EvalRanks
+from herd.llama3.evaluate.evaluate import (
     TOO_LONG,
     GeneratedAnswer,
     answer_program,
@@ -23,15 +23,15 @@ from llama3.evaluate.evaluate import (
     generate_answers,
     write_answers,
 )
-from llama3.evaluate.sandbox import SandboxResult, run_programs, sandbox_error
-from llama3.evaluate.scores import score_samples
-from llama3.evaluate.suite import render_task, suite_tasks
-from llama3.evaluate.task import GenerationSettings, Prompt, Task
-from llama3.evaluate.task_yaml import DataPaths, read_rows
-from llama3.model.init import build_model
-from llama3.model.transformer import Transformer
-from llama3.recipe.load import load_recipe
-from llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.evaluate.sandbox import SandboxResult, run_programs, sandbox_error
+from herd.llama3.evaluate.scores import score_samples
+from herd.llama3.evaluate.suite import render_task, suite_tasks
+from herd.llama3.evaluate.task import GenerationSettings, Prompt, Task
+from herd.llama3.evaluate.task_yaml import DataPaths, read_rows
+from herd.llama3.model.init import build_model
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.recipe.load import load_recipe
+from herd.llama3.tokens.tokenizer import Tokenizer
 
 WINDOW = 64
 WRITING = GenerationSettings(max_tokens=6, samples=3, temperature=1.0)

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llama3.evaluate.compare import compare
-from llama3.evaluate.scores import SAMPLES_FILE, TASKS_FILE, Better, Sample, Score, write_scores
-from llama3.evaluate.significance import DOCUMENTS, PAIRED, QUESTIONS, mcnemar
-from llama3.evaluate.statistics import mean, normal, ratio
-from llama3.recipe.load import load_recipe
-from llama3.recipe.schema import Recipe
+from herd.llama3.evaluate.compare import compare
+from herd.llama3.evaluate.scores import SAMPLES_FILE, TASKS_FILE, Better, Sample, Score, write_scores
+from herd.llama3.evaluate.significance import DOCUMENTS, PAIRED, QUESTIONS, mcnemar
+from herd.llama3.evaluate.statistics import mean, normal, ratio
+from herd.llama3.recipe.load import load_recipe
+from herd.llama3.recipe.schema import Recipe
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llama3.evaluate.task_yaml import DataPaths, MissingFile, read_rows
+from herd.llama3.evaluate.task_yaml import DataPaths, MissingFile, read_rows
 
 ROWS = [{"a": "x\u2028y", "n": 1}, {"a": "z", "n": 2}]
 

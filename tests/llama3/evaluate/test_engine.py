@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from llama3.evaluate import engine as engines
-from llama3.evaluate import generate as writing
-from llama3.evaluate.engine import BatchEngine, Generation, QueueFull
-from llama3.evaluate.generate import GeneratedText, IncrementalDecoder, ModelRunner, Sampler, TextStream, generate
-from llama3.model.transformer import Transformer
-from llama3.recipe.sections import Model
-from llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.evaluate import engine as engines
+from herd.llama3.evaluate import generate as writing
+from herd.llama3.evaluate.engine import BatchEngine, Generation, QueueFull
+from herd.llama3.evaluate.generate import GeneratedText, IncrementalDecoder, ModelRunner, Sampler, TextStream, generate
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.recipe.sections import Model
+from herd.llama3.tokens.tokenizer import Tokenizer
 from tests.llama3.evaluate.test_answer import SPECS, TOKENIZER, made
 
 LONG = Model(layers=1, dim=16, ffn=16, heads=2, kv_heads=1, max_seq_len=100_000)

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate import answer_extraction
-from llama3.evaluate.answer_extraction import (
+from herd.llama3.evaluate import answer_extraction
+from herd.llama3.evaluate.answer_extraction import (
     RegexTimeout,
     check_generation_settings,
     clean_answer,
     extract_answer,
     is_correct,
 )
-from llama3.evaluate.task import GenerationSettings
+from herd.llama3.evaluate.task import GenerationSettings
 
 NUMBERS = GenerationSettings(
     extract=(r"#### (-?[0-9.,]+)", r"(-?\$?[0-9][0-9.,]*)"), ignore=(",", r"\$", r"(?s)^.*####", r"\.$")

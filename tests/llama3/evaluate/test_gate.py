@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate.gate import INTEGRITY, Decision, Evidence, UnjudgedScore, decide
-from llama3.evaluate.scores import Better, Score
-from llama3.evaluate.statistics import normal
-from llama3.recipe import gates
-from llama3.recipe.gates import AbsoluteRule, GateRule, NoWorseThan
+from herd.llama3.evaluate.gate import INTEGRITY, Decision, Evidence, UnjudgedScore, decide
+from herd.llama3.evaluate.scores import Better, Score
+from herd.llama3.evaluate.statistics import normal
+from herd.llama3.recipe import gates
+from herd.llama3.recipe.gates import AbsoluteRule, GateRule, NoWorseThan
 
 
 def table(values: Mapping[str, float], requests: str = "d") -> dict[str, Score]:

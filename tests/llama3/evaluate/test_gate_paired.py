@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate.gate import INTEGRITY, Decision, Evidence, decide
-from llama3.evaluate.significance import DOCUMENTS, QUESTIONS, Difference
-from llama3.recipe.gates import GateRule
+from herd.llama3.evaluate.gate import INTEGRITY, Decision, Evidence, decide
+from herd.llama3.evaluate.significance import DOCUMENTS, QUESTIONS, Difference
+from herd.llama3.recipe.gates import GateRule
 from tests.llama3.evaluate.test_gate import rules, table
 
 

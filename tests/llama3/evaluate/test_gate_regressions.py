@@ -8,11 +8,11 @@ import re
 import numpy as np
 import pytest
 
-from llama3.evaluate.compare import PairedSamples, difference_of_questions
-from llama3.evaluate.gate import Check, Decision, Evidence, MeasuredScore, decide
-from llama3.evaluate.significance import Difference
-from llama3.evaluate.statistics import paired_proportions
-from llama3.recipe.gates import GateRule
+from herd.llama3.evaluate.compare import PairedSamples, difference_of_questions
+from herd.llama3.evaluate.gate import Check, Decision, Evidence, MeasuredScore, decide
+from herd.llama3.evaluate.significance import Difference
+from herd.llama3.evaluate.statistics import paired_proportions
+from herd.llama3.recipe.gates import GateRule
 from tests.llama3.evaluate.paired_samples import TASKS, evidence
 
 SEEDS = range(20)

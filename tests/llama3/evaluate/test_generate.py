@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from llama3.evaluate.generate import generate, stream
-from llama3.model.init import build_model
-from llama3.model.transformer import Transformer
-from llama3.recipe.sections import Model
-from llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.evaluate.generate import generate, stream
+from herd.llama3.model.init import build_model
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.recipe.sections import Model
+from herd.llama3.tokens.tokenizer import Tokenizer
 
 SPEC = Model(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, max_seq_len=12, tied_embeddings=False)
 TOKENIZER = Tokenizer([bytes([value]) for value in range(256)])

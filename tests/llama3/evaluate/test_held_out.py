@@ -8,11 +8,11 @@ import pyarrow.parquet as pq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate.held_out import ValidationDocument, read_validation_documents
-from llama3.evaluate.requests import document_requests
-from llama3.evaluate.scores import Sample, score_table
-from llama3.evaluate.task import Task
-from llama3.recipe.load import load_recipe
+from herd.llama3.evaluate.held_out import ValidationDocument, read_validation_documents
+from herd.llama3.evaluate.requests import document_requests
+from herd.llama3.evaluate.scores import Sample, score_table
+from herd.llama3.evaluate.task import Task
+from herd.llama3.recipe.load import load_recipe
 
 LANGUAGES = ["de", "fr", "es", "it", "pt", "ja", "zh", "hi", "th"]
 

@@ -21,13 +21,13 @@ import torch
 
 from benchmarks.evaluate_tasks import TaskPair, pairs, write_job
 from benchmarks.ours.evaluate import work
-from llama3.evaluate.render import render
-from llama3.evaluate.task_yaml import DataPaths, parse_task
-from llama3.export.convert import convert
-from llama3.model.files import save_model
-from llama3.model.init import build_model
-from llama3.recipe.sections import Model
-from llama3.tokens.tokenizer import train_tokenizer
+from herd.llama3.evaluate.render import render
+from herd.llama3.evaluate.task_yaml import DataPaths, parse_task
+from herd.llama3.export.convert import convert
+from herd.llama3.model.files import save_model
+from herd.llama3.model.init import build_model
+from herd.llama3.recipe.sections import Model
+from herd.llama3.tokens.tokenizer import train_tokenizer
 from tests.llama3.evaluate.task_samples import write_lines
 from tests.llama3.evaluate.tiny_data import WORDS, write_data
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from llama3.evaluate.needle import (
+from herd.llama3.evaluate.needle import (
     CHOICES,
     DEPTHS,
     KINDS,
@@ -26,10 +26,10 @@ from llama3.evaluate.needle import (
     score_key,
     scores_by_length,
 )
-from llama3.evaluate.statistics import proportion
-from llama3.model.init import build_model
-from llama3.recipe.sections import Model
-from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
+from herd.llama3.evaluate.statistics import proportion
+from herd.llama3.model.init import build_model
+from herd.llama3.recipe.sections import Model
+from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 
 TEXTS = [
     f"In the year {year} the river rose. It took the mill, and {year % 7} cows! Who saw it?" for year in range(300)

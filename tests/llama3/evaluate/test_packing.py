@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate.scoring import BatchLimits, PackedBatch, PackedRow, Scorable, plan_batches, sliding_windows
+from herd.llama3.evaluate.scoring import BatchLimits, PackedBatch, PackedRow, Scorable, plan_batches, sliding_windows
 from tests.llama3.evaluate.packing_samples import questions
 
 BUDGET = BatchLimits(512, 2048)

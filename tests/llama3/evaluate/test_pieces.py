@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate.generate import TextStream
+from herd.llama3.evaluate.generate import TextStream
 
 FEW = st.text("ab\né☃", max_size=12)
 STOPS = st.lists(st.text("ab\né☃", min_size=1, max_size=4), max_size=3)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from llama3.evaluate.scores import check_evaluation, check_rules, possible_scores
-from llama3.evaluate.suite import stage_suite_name
-from llama3.recipe.load import load_recipe
+from herd.llama3.evaluate.scores import check_evaluation, check_rules, possible_scores
+from herd.llama3.evaluate.suite import stage_suite_name
+from herd.llama3.recipe.load import load_recipe
 
 
 @pytest.mark.parametrize("name", ["quickstart", "llama3-8b", "llama3-70b", "llama3-405b", "domain-adaptation"])

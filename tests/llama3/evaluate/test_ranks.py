@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from llama3.evaluate.distributed import EvalRanks
-from llama3.model.files import save_model
-from llama3.model.param_table import param_table
-from llama3.parallel.layout import Layout
-from llama3.recipe.sections import Model
+from herd.llama3.evaluate.distributed import EvalRanks
+from herd.llama3.model.files import save_model
+from herd.llama3.model.param_table import param_table
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.recipe.sections import Model
 from tests.dist import run
 from tests.llama3.evaluate.rank_samples import (
     TOKENIZER,

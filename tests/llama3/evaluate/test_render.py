@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate import templates
-from llama3.evaluate.render import render
-from llama3.evaluate.task import Request, requests_digest
-from llama3.evaluate.task_yaml import DataPaths, parse_task
+from herd.llama3.evaluate import templates
+from herd.llama3.evaluate.render import render
+from herd.llama3.evaluate.task import Request, requests_digest
+from herd.llama3.evaluate.task_yaml import DataPaths, parse_task
 from tests.llama3.evaluate.task_samples import quiz, rendered, write_lines
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from llama3.evaluate.render import Rendered
-from llama3.evaluate.requests import read_requests, write_requests
+from herd.llama3.evaluate.render import Rendered
+from herd.llama3.evaluate.requests import read_requests, write_requests
 from tests.llama3.evaluate.task_samples import quiz, rendered
 
 CODE: dict[str, Any] = {"kind": "code", "choices": None, "gold": None, "tests": "assert {{ answer }}"}

@@ -4,16 +4,16 @@ from collections import Counter
 
 import pytest
 
-from llama3.data.demo.word_problems import questions
-from llama3.evaluate.held_out import ValidationDocument, truncate_utf8
-from llama3.evaluate.requests import (
+from herd.llama3.data.demo.word_problems import questions
+from herd.llama3.evaluate.held_out import ValidationDocument, truncate_utf8
+from herd.llama3.evaluate.requests import (
     CONTEXT_CHARS,
     CONTINUATION_CHARS,
     continuation_questions,
     document_requests,
     question_requests,
 )
-from llama3.evaluate.task import requests_digest
+from herd.llama3.evaluate.task import requests_digest
 
 
 def documents(domain: str, count: int) -> list[ValidationDocument]:

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from llama3.evaluate.distributed import EvalRanks
-from llama3.evaluate.evaluate import score_responses
-from llama3.evaluate.scores import check_rules
-from llama3.evaluate.suite import RESPONSES
-from llama3.model.init import build_model
-from llama3.recipe.sections import Model
-from llama3.tokens.chat import encode_conversation
-from llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.evaluate.distributed import EvalRanks
+from herd.llama3.evaluate.evaluate import score_responses
+from herd.llama3.evaluate.scores import check_rules
+from herd.llama3.evaluate.suite import RESPONSES
+from herd.llama3.model.init import build_model
+from herd.llama3.recipe.sections import Model
+from herd.llama3.tokens.chat import encode_conversation
+from herd.llama3.tokens.tokenizer import Tokenizer
 from tests.llama3.tokens.token_samples import recipe, stage
 
 CODER = Tokenizer([bytes([value]) for value in range(256)])

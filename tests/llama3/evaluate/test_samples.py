@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from llama3.evaluate.held_out import ValidationDocument
-from llama3.evaluate.requests import document_requests
-from llama3.evaluate.scores import Likelihood, Sample, group_mean, pass_at, samples, score_samples
-from llama3.evaluate.scoring import score_requests
-from llama3.evaluate.task import GenerationSettings, Prompt, Request, Task
-from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
+from herd.llama3.evaluate.held_out import ValidationDocument
+from herd.llama3.evaluate.requests import document_requests
+from herd.llama3.evaluate.scores import Likelihood, Sample, group_mean, pass_at, samples, score_samples
+from herd.llama3.evaluate.scoring import score_requests
+from herd.llama3.evaluate.task import GenerationSettings, Prompt, Request, Task
+from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 
 TEXTS = ["plain text, of 27 characters", "été 日本 \U0001f600 " * 9, "a", "word " * 300]
 

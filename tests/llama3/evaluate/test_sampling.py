@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate.generate import Sampler
+from herd.llama3.evaluate.generate import Sampler
 
 END = 6
 SHARES = torch.tensor([0.05, 0.5, 0.0, 0.3, 0.1, 0.0, 0.05, 0.0])

@@ -16,8 +16,8 @@ from typing import Literal
 import psutil
 import pytest
 
-from llama3.evaluate import sandbox
-from llama3.evaluate.sandbox import THREADS, SandboxResult, run_programs, sandbox_error, seccomp_filter
+from herd.llama3.evaluate import sandbox
+from herd.llama3.evaluate.sandbox import THREADS, SandboxResult, run_programs, sandbox_error, seccomp_filter
 
 if sandbox_error():
     pytest.skip(f"this machine contains no programs: {sandbox_error()}", allow_module_level=True)

@@ -9,14 +9,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate import scoring
-from llama3.evaluate.scores import Likelihood
-from llama3.evaluate.scoring import BUDGETS, BatchLimits, Scorable, encode_requests, score_requests, score_sequences
-from llama3.evaluate.task import Request
-from llama3.model.init import build_model
-from llama3.model.transformer import Transformer
-from llama3.recipe.sections import Model
-from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
+from herd.llama3.evaluate import scoring
+from herd.llama3.evaluate.scores import Likelihood
+from herd.llama3.evaluate.scoring import (
+    BUDGETS,
+    BatchLimits,
+    Scorable,
+    encode_requests,
+    score_requests,
+    score_sequences,
+)
+from herd.llama3.evaluate.task import Request
+from herd.llama3.model.init import build_model
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.recipe.sections import Model
+from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.llama3.evaluate.packing_samples import questions
 
 SPEC = Model(layers=2, dim=32, ffn=64, heads=4, kv_heads=2, max_seq_len=64, tied_embeddings=True)

@@ -14,14 +14,14 @@ from random import Random
 import pytest
 import torch
 
-from llama3.evaluate.distributed import RankJob, SplitRunner, run_rank
-from llama3.evaluate.engine import BatchEngine, QueueFull
-from llama3.evaluate.generate import Sampler, generate
-from llama3.model.files import save_model
-from llama3.model.transformer import Transformer
-from llama3.parallel.layout import Layout
-from llama3.recipe.sections import Model
-from storage.processes import free_port
+from herd.llama3.evaluate.distributed import RankJob, SplitRunner, run_rank
+from herd.llama3.evaluate.engine import BatchEngine, QueueFull
+from herd.llama3.evaluate.generate import Sampler, generate
+from herd.llama3.model.files import save_model
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.recipe.sections import Model
+from herd.storage.processes import free_port
 from tests.dist import forkserver
 from tests.llama3.evaluate.test_answer import TOKENIZER, made
 from tests.llama3.evaluate.test_engine import WAIT_S, Text, await_idle

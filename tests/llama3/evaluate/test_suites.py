@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from llama3.data.decontam.ngrams import check_benchmarks
-from llama3.evaluate.held_out import ValidationDocument
-from llama3.evaluate.requests import write_requests
-from llama3.evaluate.sandbox import sandbox_error
-from llama3.evaluate.suite import (
+from herd.llama3.data.decontam.ngrams import check_benchmarks
+from herd.llama3.evaluate.held_out import ValidationDocument
+from herd.llama3.evaluate.requests import write_requests
+from herd.llama3.evaluate.sandbox import sandbox_error
+from herd.llama3.evaluate.suite import (
     check_suite,
     library_tasks,
     read_suite,
@@ -24,9 +24,9 @@ from llama3.evaluate.suite import (
     suite_tasks,
     with_evaluation_sets,
 )
-from llama3.evaluate.task_yaml import TaskFile
-from llama3.recipe.load import load_recipe
-from llama3.recipe.schema import Recipe
+from herd.llama3.evaluate.task_yaml import TaskFile
+from herd.llama3.recipe.load import load_recipe
+from herd.llama3.recipe.schema import Recipe
 from tests.llama3.evaluate.task_samples import CHOICE, quiz, rendered, write_lines
 
 DOCUMENTS = [ValidationDocument(f"{n}", "code", f"text number {n}\n" * 40, "") for n in range(3)]

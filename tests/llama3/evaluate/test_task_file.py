@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from llama3.evaluate.task_yaml import parse_task
-from llama3.recipe.base import read_yaml
+from herd.llama3.evaluate.task_yaml import parse_task
+from herd.llama3.recipe.base import read_yaml
 from tests.llama3.evaluate.task_samples import CHOICE
 
 

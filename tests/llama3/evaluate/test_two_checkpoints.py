@@ -10,17 +10,17 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from llama3.data.demo.word_problems import document
-from llama3.evaluate.compare import compare
-from llama3.evaluate.evaluate import evaluate
-from llama3.evaluate.gate import decide
-from llama3.evaluate.scores import read_scores
-from llama3.evaluate.significance import DOCUMENTS, QUESTIONS, Difference
-from llama3.model.files import save_model
-from llama3.model.init import build_model
-from llama3.recipe.load import load_recipe
-from llama3.recipe.schema import Recipe
-from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
+from herd.llama3.data.demo.word_problems import document
+from herd.llama3.evaluate.compare import compare
+from herd.llama3.evaluate.evaluate import evaluate
+from herd.llama3.evaluate.gate import decide
+from herd.llama3.evaluate.scores import read_scores
+from herd.llama3.evaluate.significance import DOCUMENTS, QUESTIONS, Difference
+from herd.llama3.model.files import save_model
+from herd.llama3.model.init import build_model
+from herd.llama3.recipe.load import load_recipe
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 
 SEQ, BATCH = 64, 8
 CHECKPOINTS = (60, 100)

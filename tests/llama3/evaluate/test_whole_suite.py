@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import pyarrow.parquet as pq
 import pytest
 
-from llama3.evaluate.evaluate import evaluate
-from llama3.evaluate.sandbox import sandbox_error
-from llama3.evaluate.scores import Score, read_scores, read_task_record
-from llama3.evaluate.suite import ARITHMETIC, check_suite, render_recipe_suite
-from llama3.recipe.schema import Recipe
-from llama3.tokens.tokenizer import train_tokenizer
+from herd.llama3.evaluate.evaluate import evaluate
+from herd.llama3.evaluate.sandbox import sandbox_error
+from herd.llama3.evaluate.scores import Score, read_scores, read_task_record
+from herd.llama3.evaluate.suite import ARITHMETIC, check_suite, render_recipe_suite
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.tokenizer import train_tokenizer
 from tests.dist import run
 from tests.llama3.evaluate.suite_samples import BASELINES, TASKS, evaluated, evaluated_together, make, recipe_of
 

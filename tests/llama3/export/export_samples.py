@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama3.model.files import WeightReader, parameters, save_model
-from llama3.model.init import STD, build_model
-from llama3.model.transformer import Transformer
-from llama3.recipe.sections import Model
-from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
+from herd.llama3.model.files import WeightReader, parameters, save_model
+from herd.llama3.model.init import STD, build_model
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.recipe.sections import Model
+from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 
 TEXTS = ["the quick brown fox jumps over the lazy dog and the hen, 123 times", "été à la mer; 一二三 x = y + 1\n"] * 4
 SHAPE: dict[str, Any] = {"layers": 2, "dim": 64, "ffn": 176, "heads": 8, "kv_heads": 2, "max_seq_len": 8192}

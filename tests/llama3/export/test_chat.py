@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from llama3.export.convert import convert
-from llama3.model.transformer import Transformer
-from llama3.tokens.chat import TEMPLATE, TEMPLATE_FILE, encode_chat
+from herd.llama3.export.convert import convert
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.tokens.chat import TEMPLATE, TEMPLATE_FILE, encode_chat
 from tests.llama3.export.export_samples import herd, shape, tokenizer
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Wie heißt das? été, 一二三\n"}]

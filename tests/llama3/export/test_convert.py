@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from llama3.export.convert import convert, open_source
-from llama3.model.files import load_model, open_model
-from llama3.model.param_table import PARAMS, param_table
-from llama3.tokens.tokenizer import Tokenizer, use_tokenizer
+from herd.llama3.export.convert import convert, open_source
+from herd.llama3.model.files import load_model, open_model
+from herd.llama3.model.param_table import PARAMS, param_table
+from herd.llama3.tokens.tokenizer import Tokenizer, use_tokenizer
 from tests.llama3.export.export_samples import SCALED, herd, same, shape, state, tokenizer
 
 CODER = tokenizer()
@@ -61,7 +61,7 @@ def test_a_parameter_without_a_name_in_the_format_is_refused(
 ) -> None:
     herd(tmp_path / "a", shape(), coder=CODER)
     rows = tuple(row._replace(**{form: ""}) if row.name == "ffn.up" else row for row in PARAMS)
-    monkeypatch.setattr("llama3.model.param_table.PARAMS", rows)
+    monkeypatch.setattr("herd.llama3.model.param_table.PARAMS", rows)
     param_table.cache_clear()
     try:
         message = rf"layers\.0\.ffn\.up\.weight: has no name in format {form}; add it to its row of PARAMS"

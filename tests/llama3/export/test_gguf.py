@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from llama3.export.convert import convert
-from llama3.export.gguf import FILE, frequency_divisors
-from llama3.model.param_table import param_table
-from llama3.model.rope import frequencies
-from llama3.recipe.sections import Model
+from herd.llama3.export.convert import convert
+from herd.llama3.export.gguf import FILE, frequency_divisors
+from herd.llama3.model.param_table import param_table
+from herd.llama3.model.rope import frequencies
+from herd.llama3.recipe.sections import Model
 from tests.llama3.export.export_samples import difference, herd, shape, tokenizer, tokens
 
 CODER = tokenizer()

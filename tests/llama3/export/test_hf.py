@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import llama3.model.files
-from llama3.export.hf import HuggingFaceModel, read_hugging_face_config, write_hugging_face
-from llama3.model.files import StoredModel, open_model, save_model
-from llama3.recipe.sections import Model
+import herd.llama3.model.files
+from herd.llama3.export.hf import HuggingFaceModel, read_hugging_face_config, write_hugging_face
+from herd.llama3.model.files import StoredModel, open_model, save_model
+from herd.llama3.recipe.sections import Model
 from tests.llama3.export.export_samples import SCALED, difference, herd, same, shape, state, tokenizer, tokens
 
 CASES: dict[str, dict[str, Any]] = {
@@ -72,7 +72,7 @@ def stored(folder: Path, config: Model) -> StoredModel:
 def test_transformers_loads_what_we_write(
     transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, limit: int
 ) -> None:
-    monkeypatch.setattr(llama3.model.files, "SHARD_BYTES", limit)
+    monkeypatch.setattr(herd.llama3.model.files, "SHARD_BYTES", limit)
     made = herd(tmp_path / "ours", shape(**CASES[case]))
     write_hugging_face(tmp_path / "hf", open_model(tmp_path / "ours"))
     assert (tmp_path / "hf" / "model.safetensors.index.json").exists() == (limit == 30_000)

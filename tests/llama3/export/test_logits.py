@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import llama3.model.files
-from llama3.evaluate.generate import generate
-from llama3.export.checks import logits_difference
-from llama3.export.convert import Format, convert
-from llama3.export.meta import to_half_rope, to_interleaved_rope
-from llama3.model.files import load_model, save_model
+import herd.llama3.model.files
+from herd.llama3.evaluate.generate import generate
+from herd.llama3.export.checks import logits_difference
+from herd.llama3.export.convert import Format, convert
+from herd.llama3.export.meta import to_half_rope, to_interleaved_rope
+from herd.llama3.model.files import load_model, save_model
 from tests.llama3.export.export_samples import SCALED, difference, herd, shape, tokenizer, tokens
 
 BOUND = 1e-5
@@ -43,7 +43,7 @@ def transformers() -> Any:
 def test_transformers_gives_our_logits(
     transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, limit: int
 ) -> None:
-    monkeypatch.setattr(llama3.model.files, "SHARD_BYTES", limit)
+    monkeypatch.setattr(herd.llama3.model.files, "SHARD_BYTES", limit)
     more, length = CASES[case]
     made = herd(tmp_path / "ours", shape(**more))
     convert(tmp_path / "ours", "herd", tmp_path / "hf", "hf")

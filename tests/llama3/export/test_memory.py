@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from llama3.model.files import save_model
-from llama3.model.param_table import param_table
-from llama3.recipe.sections import Model
-from llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.model.files import save_model
+from herd.llama3.model.param_table import param_table
+from herd.llama3.recipe.sections import Model
+from herd.llama3.tokens.tokenizer import Tokenizer
 
 SHAPE = {"layers": 10, "dim": 768, "ffn": 2688, "heads": 12, "kv_heads": 4, "max_seq_len": 128}
 ROWS = 8192
@@ -25,8 +25,8 @@ LARGEST = 4 * ROWS * SHAPE["dim"]
 PROGRAM = """
 import sys
 from pathlib import Path
-import llama3.export.checks as checks, llama3.model.files as files
-from llama3.export.convert import convert
+import herd.llama3.export.checks as checks, herd.llama3.model.files as files
+from herd.llama3.export.convert import convert
 folder, shard, job = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 files.SHARD_BYTES, checks.LOGITS_BYTES = shard, 0  # as for a model of 405B parameters
 

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import llama3.model.files
-from llama3.export.meta import MetaModel, read_params, to_half_rope, to_interleaved_rope, write_meta
-from llama3.model.files import open_model
-from llama3.recipe.sections import Model
+import herd.llama3.model.files
+from herd.llama3.export.meta import MetaModel, read_params, to_half_rope, to_interleaved_rope, write_meta
+from herd.llama3.model.files import open_model
+from herd.llama3.recipe.sections import Model
 from tests.llama3.export.export_samples import SCALED, difference, herd, same, shape, state, tokens
 
 SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2}
@@ -142,7 +142,7 @@ def test_copies_of_a_head_that_differ_are_refused(meta: Path) -> None:
 
 
 def test_safetensors_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama3.model.files, "SHARD_BYTES", 30_000)
+    monkeypatch.setattr(herd.llama3.model.files, "SHARD_BYTES", 30_000)
     made = herd(tmp_path / "ours", shape())
     write_meta(tmp_path / "meta", open_model(tmp_path / "ours"), pickled=False)
     assert (tmp_path / "meta" / "consolidated.safetensors.index.json").is_file()

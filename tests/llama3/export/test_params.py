@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.export.meta import ffn_multiplier, hidden_size, meta_settings, read_params
-from llama3.recipe.sections import Model, RopeScaling
+from herd.llama3.export.meta import ffn_multiplier, hidden_size, meta_settings, read_params
+from herd.llama3.recipe.sections import Model, RopeScaling
 from tests.llama3.export.export_samples import SCALED, shape
 
 

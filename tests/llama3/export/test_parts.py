@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama3.export.convert import convert, open_source
-from llama3.export.meta import MetaModel, check_parts, cut_part, write_meta
-from llama3.model.files import open_model, save_model
-from llama3.model.param_table import layer_params
+from herd.llama3.export.convert import convert, open_source
+from herd.llama3.export.meta import MetaModel, check_parts, cut_part, write_meta
+from herd.llama3.model.files import open_model, save_model
+from herd.llama3.model.param_table import layer_params
 from tests.llama3.export.export_samples import herd, same, shape, state, tokenizer
 
 CODER = tokenizer()

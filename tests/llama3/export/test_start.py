@@ -10,10 +10,10 @@ import fsspec
 import pytest
 import torch
 
-import llama3.model.files
-from llama3.export.convert import convert, import_weights
-from llama3.model.files import open_model, read_config
-from llama3.recipe.sections import InitFrom
+import herd.llama3.model.files
+from herd.llama3.export.convert import convert, import_weights
+from herd.llama3.model.files import open_model, read_config
+from herd.llama3.recipe.sections import InitFrom
 from tests.llama3.export.export_samples import SCALED, herd, same, shape, state, tokenizer
 
 CODER = tokenizer()
@@ -40,7 +40,7 @@ def test_training_starts_from_any_format(tmp_path: Path, form: Any) -> None:
 def test_weights_under_a_uri_are_copied_and_the_copy_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    monkeypatch.setattr(llama3.model.files, "SHARD_BYTES", limit)
+    monkeypatch.setattr(herd.llama3.model.files, "SHARD_BYTES", limit)
     made = herd(tmp_path / "a", shape())
     convert(tmp_path / "a", "herd", tmp_path / "b", "hf")
     (tmp_path / "b" / "original").mkdir()  # published folders hold Meta's files as well

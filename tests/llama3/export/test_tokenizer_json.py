@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-from llama3.tokens.adversarial_strings import adversarial_strings
-from llama3.tokens.hf_tokenizer import hugging_face_json
-from llama3.tokens.tokenizer import Tokenizer, use_tokenizer
-from llama3.tokens.vocabulary import PATTERN
+from herd.llama3.tokens.adversarial_strings import adversarial_strings
+from herd.llama3.tokens.hf_tokenizer import hugging_face_json
+from herd.llama3.tokens.tokenizer import Tokenizer, use_tokenizer
+from herd.llama3.tokens.vocabulary import PATTERN
 from tests.llama3.export.export_samples import tokenizer
 
 

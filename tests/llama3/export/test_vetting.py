@@ -18,11 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from llama3.evaluate.gate import Check, CheckUnfinished
-from llama3.export import checks, hf, meta
-from llama3.export.checks import EXPORT, RELOAD, TOKENIZER, check_model, check_tokenizer, checked, is_machine_error
-from llama3.model.files import CONFIG, WEIGHTS
-from llama3.tokens.tokenizer import train_tokenizer
+from herd.llama3.evaluate.gate import Check, CheckUnfinished
+from herd.llama3.export import checks, hf, meta
+from herd.llama3.export.checks import EXPORT, RELOAD, TOKENIZER, check_model, check_tokenizer, checked, is_machine_error
+from herd.llama3.model.files import CONFIG, WEIGHTS
+from herd.llama3.tokens.tokenizer import train_tokenizer
 from tests.llama3.export.export_samples import SCALED, TEXTS, herd, shape, tokenizer
 
 

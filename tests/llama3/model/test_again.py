@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from llama3.model.attention import attention_mask
-from llama3.model.init import build_model
-from llama3.model.linear import use_float8
-from llama3.model.recompute import gate_product, recomputed, swiglu
-from llama3.model.rope import rotation
-from llama3.model.transformer import Block
-from llama3.recipe.sections import Model
+from herd.llama3.model.attention import attention_mask
+from herd.llama3.model.init import build_model
+from herd.llama3.model.linear import use_float8
+from herd.llama3.model.recompute import gate_product, recomputed, swiglu
+from herd.llama3.model.rope import rotation
+from herd.llama3.model.transformer import Block
+from herd.llama3.recipe.sections import Model
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 SPEC = Model(layers=1, dim=32, ffn=80, heads=4, kv_heads=2, max_seq_len=32)

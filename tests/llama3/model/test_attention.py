@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from llama3.model.attention import AttentionMask, _blocks, _flex, attend, can_attend, document_lengths
-from llama3.model.comms import NoComms
-from llama3.model.linear import RMSNorm
+from herd.llama3.model.attention import AttentionMask, _blocks, _flex, attend, can_attend, document_lengths
+from herd.llama3.model.comms import NoComms
+from herd.llama3.model.linear import RMSNorm
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.model.attention import SHORTEST, _starts, attention_mask, can_attend, document_lengths
+from herd.llama3.model.attention import SHORTEST, _starts, attention_mask, can_attend, document_lengths
 
 batches = st.integers(1, 3).flatmap(
     lambda batch: st.lists(

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from llama3.export.hf import hugging_face_settings
-from llama3.model.init import STD, build_model
-from llama3.model.param_table import param_table
-from llama3.model.transformer import Transformer
-from llama3.recipe.sections import Model
+from herd.llama3.export.hf import hugging_face_settings
+from herd.llama3.model.init import STD, build_model
+from herd.llama3.model.param_table import param_table
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.recipe.sections import Model
 
 ROWS = 83
 SHAPE: dict[str, Any] = {"layers": 2, "dim": 128, "ffn": 352, "heads": 4, "kv_heads": 2, "max_seq_len": 131_072}

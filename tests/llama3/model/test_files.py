@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from torch import Tensor
 
-import llama3.model.files
-from llama3.model.files import load_model, open_model, read_config, save_model, weight_files, write_weights
-from llama3.model.init import build_model
-from llama3.model.transformer import Transformer
-from llama3.recipe.sections import Model
+import herd.llama3.model.files
+from herd.llama3.model.files import load_model, open_model, read_config, save_model, weight_files, write_weights
+from herd.llama3.model.init import build_model
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.recipe.sections import Model
 
 SPEC = Model(preset="tiny")
 
@@ -29,7 +29,7 @@ def model(config: Model = SPEC) -> Transformer:
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of at most 30 kB: the tiny model is 472 kB, its largest parameter 57 kB."""
-    monkeypatch.setattr(llama3.model.files, "SHARD_BYTES", 30_000)
+    monkeypatch.setattr(herd.llama3.model.files, "SHARD_BYTES", 30_000)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -92,7 +92,7 @@ def test_files_are_written_while_the_weights_come(tmp_path: Path) -> None:
 def test_a_model_replaces_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = model(), build_model(SPEC, 50, 2, torch.float32, torch.device("cpu"))
     for limit, made in ((30_000, old), (10**9, new), (50_000, old), (30_000, new)):
-        monkeypatch.setattr(llama3.model.files, "SHARD_BYTES", limit)
+        monkeypatch.setattr(herd.llama3.model.files, "SHARD_BYTES", limit)
         save_model(tmp_path, SPEC, 50, made.state_dict())
         assert torch.equal(load_model(tmp_path).state_dict()["norm.weight"], made.norm.weight)
         stored = open_model(tmp_path)

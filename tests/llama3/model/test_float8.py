@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llama3.model.init import build_model
-from llama3.model.linear import Linear, Scaling, check_device, float8_product, use_float8
-from llama3.recipe.sections import Model
+from herd.llama3.model.init import build_model
+from herd.llama3.model.linear import Linear, Scaling, check_device, float8_product, use_float8
+from herd.llama3.recipe.sections import Model
 
 
 def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:

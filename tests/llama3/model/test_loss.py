@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import llama3.model.loss
-from llama3.model.loss import token_nll
+import herd.llama3.model.loss
+from herd.llama3.model.loss import token_nll
 
 
 def problem(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -27,8 +27,8 @@ def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> 
 
 
 def small_chunks(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    monkeypatch.setattr(llama3.model.loss, "CPU_CHUNK", 1)
-    monkeypatch.setattr(llama3.model.loss, "CPU_TOKENS", tokens)
+    monkeypatch.setattr(herd.llama3.model.loss, "CPU_CHUNK", 1)
+    monkeypatch.setattr(herd.llama3.model.loss, "CPU_TOKENS", tokens)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 100])
@@ -88,8 +88,8 @@ def test_bf16_products_keep_fp32_sums_and_gradients() -> None:
 
 def test_no_gradients_are_made_where_none_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bool] = []
-    sweep = llama3.model.loss._sweep
-    monkeypatch.setattr(llama3.model.loss, "_sweep", lambda p, s, g: made.append(g) or sweep(p, s, g))
+    sweep = herd.llama3.model.loss._sweep
+    monkeypatch.setattr(herd.llama3.model.loss, "_sweep", lambda p, s, g: made.append(g) or sweep(p, s, g))
     hidden, weight, targets, _ = problem(torch.float32)
     token_nll(hidden.detach(), weight.detach(), targets)
     with torch.no_grad():

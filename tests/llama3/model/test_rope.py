@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.model.rope import frequencies, rotate, rotation
-from llama3.recipe.sections import RopeScaling
+from herd.llama3.model.rope import frequencies, rotate, rotation
+from herd.llama3.recipe.sections import RopeScaling
 
 LLAMA31 = RopeScaling()
 

@@ -7,7 +7,7 @@ def product_moves() -> None:
     """Multiply operands at every alignment, on one thread; MKL reads its mode at the first product of a process."""
     import torch
 
-    from llama3.model.linear import MKL_MODE, use_reproducible_matmul
+    from herd.llama3.model.linear import MKL_MODE, use_reproducible_matmul
 
     os.environ.pop(MKL_MODE, None)
     use_reproducible_matmul()

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from llama3.model.flops import flops_per_token, parameter_count
-from llama3.model.init import build_model, empty_model, initial_value
-from llama3.model.transformer import Transformer
-from llama3.recipe.sections import Model
+from herd.llama3.model.flops import flops_per_token, parameter_count
+from herd.llama3.model.init import build_model, empty_model, initial_value
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.recipe.sections import Model
 
 ROWS = 37
 CPU = torch.device("cpu")

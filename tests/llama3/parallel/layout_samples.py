@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from llama3.model.init import build_model, initial_value
-from llama3.model.transformer import Transformer
-from llama3.parallel.comms import cp_positions
-from llama3.parallel.layout import Layout
-from llama3.parallel.mesh import ParallelContext, full_tensor, init_distributed
-from llama3.recipe.sections import Model
-from llama3.train.train_step import squared_norm
+from herd.llama3.model.init import build_model, initial_value
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.parallel.comms import cp_positions
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.mesh import ParallelContext, full_tensor, init_distributed
+from herd.llama3.recipe.sections import Model
+from herd.llama3.train.train_step import squared_norm
 
 ROWS, SEQ, SEQUENCES, SEED = 96, 32, 8, 5
 
@@ -34,7 +34,7 @@ def build_parts(
     exact: bool = False,
 ) -> dict[int, Transformer]:
     """Return this process's pipeline stages with the initial weights of `seed`."""
-    from llama3.parallel.parallelize import empty_parts, fill
+    from herd.llama3.parallel.parallelize import empty_parts, fill
 
     parts = empty_parts(config, rows, world, master, compute, exact)
     for model in parts.values():
@@ -75,7 +75,7 @@ def cut(
             part.z_loss = z_loss
         share = my_share(world, batch(documents))
         if world.layout.pp > 1:
-            from llama3.parallel.pipeline import Pipeline
+            from herd.llama3.parallel.pipeline import Pipeline
 
             nll_BS = Pipeline(parts, world).run(*share, micro_batch)
             nll = 0.0 if nll_BS is None else float(nll_BS.sum())
@@ -101,7 +101,7 @@ def my_share(world: ParallelContext, data: tuple[torch.Tensor, torch.Tensor | No
 
 
 def _train(models: list[Transformer], data: Any, micro_batch: int, layout: Layout | None = None) -> float:
-    from llama3.parallel.parallelize import last_micro_batch
+    from herd.llama3.parallel.parallelize import last_micro_batch
 
     (model,), (tokens, documents, targets) = models, data
     total = 0.0

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llama3.model.init import initial_value
-from llama3.model.recompute import _Promise
-from llama3.model.transformer import Transformer
-from llama3.parallel.layout import Layout
-from llama3.parallel.mesh import ParallelContext, full_tensor, init_distributed
-from llama3.parallel.pipeline import Pipeline, _Stage
-from llama3.parallel.pipeline_schedule import split_layers
-from llama3.recipe.sections import Model
+from herd.llama3.model.init import initial_value
+from herd.llama3.model.recompute import _Promise
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.mesh import ParallelContext, full_tensor, init_distributed
+from herd.llama3.parallel.pipeline import Pipeline, _Stage
+from herd.llama3.parallel.pipeline_schedule import split_layers
+from herd.llama3.recipe.sections import Model
 from tests.llama3.parallel.layout_samples import build_parts
 
 ROWS, SEED = 48, 3

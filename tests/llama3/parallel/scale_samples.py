@@ -12,15 +12,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from llama3.model.transformer import Transformer
-from llama3.parallel.check_layout import check_layout
-from llama3.parallel.comm_trace import TYPES, fake_process_group, trace
-from llama3.parallel.layout import Layout
-from llama3.parallel.memory import Load, RankCoords, shards, stages
-from llama3.parallel.mesh import ParallelContext, to_local
-from llama3.parallel.parallelize import empty_parts, last_micro_batch
-from llama3.parallel.pipeline import give_up_data
-from llama3.recipe.sections import Model
+from herd.llama3.model.transformer import Transformer
+from herd.llama3.parallel.check_layout import check_layout
+from herd.llama3.parallel.comm_trace import TYPES, fake_process_group, trace
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.memory import Load, RankCoords, shards, stages
+from herd.llama3.parallel.mesh import ParallelContext, to_local
+from herd.llama3.parallel.parallelize import empty_parts, last_micro_batch
+from herd.llama3.parallel.pipeline import give_up_data
+from herd.llama3.recipe.sections import Model
 
 ROWS = 512
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llama3.parallel.layout import Backend
-from llama3.parallel.mesh import init_distributed, resolve_backend
-from tasks.cluster import Cluster
+from herd.llama3.parallel.layout import Backend
+from herd.llama3.parallel.mesh import init_distributed, resolve_backend
+from herd.tasks.cluster import Cluster
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.parallel.layout import Layout
-from llama3.recipe.sections import Model
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.recipe.sections import Model
 
 ROWS = 128_256
 

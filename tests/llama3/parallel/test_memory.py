@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.model.flops import parameter_count
-from llama3.parallel.layout import TABLE_4, Layout, Published
-from llama3.parallel.memory import (
+from herd.llama3.model.flops import parameter_count
+from herd.llama3.parallel.layout import TABLE_4, Layout, Published
+from herd.llama3.parallel.memory import (
     Load,
     RankCoords,
     RankMemory,
@@ -20,8 +20,8 @@ from llama3.parallel.memory import (
     stage_activations,
     stages,
 )
-from llama3.parallel.pipeline_schedule import actions, in_flight
-from llama3.recipe.sections import Model
+from herd.llama3.parallel.pipeline_schedule import actions, in_flight
+from herd.llama3.recipe.sections import Model
 from tests.dist import run
 from tests.llama3.parallel.scale_samples import ROWS, all_held, local_parameters, names_and_shapes, shape
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llama3.parallel.mesh import numa_cpus
+from herd.llama3.parallel.mesh import numa_cpus
 
 ADDRESS = "0000:dc:00.0"
 

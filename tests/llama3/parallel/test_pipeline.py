@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from llama3.parallel.layout import Layout
-from llama3.parallel.mesh import ParallelContext
-from llama3.parallel.pipeline import Pipeline
-from llama3.parallel.pipeline_schedule import split_layers
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.mesh import ParallelContext
+from herd.llama3.parallel.pipeline import Pipeline
+from herd.llama3.parallel.pipeline_schedule import split_layers
 from tests.dist import run
 from tests.llama3.parallel import pipeline_samples as samples
 from tests.llama3.parallel.pipeline_samples import Result, Step

@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 
-from llama3.parallel.check_layout import LayoutCheck, measure_layout
-from llama3.parallel.layout import ROWS, TABLE_4, Layout
-from llama3.parallel.memory import Load, RankCoords, memory, memory_line
-from llama3.recipe.sections import Model
+from herd.llama3.parallel.check_layout import LayoutCheck, measure_layout
+from herd.llama3.parallel.layout import ROWS, TABLE_4, Layout
+from herd.llama3.parallel.memory import Load, RankCoords, memory, memory_line
+from herd.llama3.recipe.sections import Model
 from tests.dist import run
 from tests.llama3.parallel.scale_samples import checked, local_parameters
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from llama3.parallel.pipeline_schedule import (
+from herd.llama3.parallel.pipeline_schedule import (
     Action,
     Lists,
     Times,
@@ -121,7 +121,7 @@ def test_activations_in_flight_are_bounded(case: Case) -> None:
 
 
 def test_planner_needs_no_torch() -> None:
-    code = "import sys, llama3.parallel.pipeline_schedule; sys.exit('torch' in sys.modules)"
+    code = "import sys, herd.llama3.parallel.pipeline_schedule; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from llama3.model.param_table import layer_params
-from llama3.parallel.comm_records import RankTrace, StageTrace, transfers
-from llama3.parallel.layout import Layout
-from llama3.parallel.memory import Load, shard_elements, stages
-from llama3.parallel.pipeline_schedule import actions
-from llama3.recipe.sections import Model
+from herd.llama3.model.param_table import layer_params
+from herd.llama3.parallel.comm_records import RankTrace, StageTrace, transfers
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.memory import Load, shard_elements, stages
+from herd.llama3.parallel.pipeline_schedule import actions
+from herd.llama3.recipe.sections import Model
 from tests.dist import run
 from tests.llama3.parallel.scale_samples import ROWS, shape, traced
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from llama3.parallel.comm_records import Collective
-from llama3.parallel.layout import Layout
-from llama3.parallel.memory import RankCoords
-from llama3.planner.placement import (
+from herd.llama3.parallel.comm_records import Collective
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.memory import RankCoords
+from herd.llama3.planner.placement import (
     AxisBytes,
     Placement,
     axis_pairs,
@@ -18,7 +18,7 @@ from llama3.planner.placement import (
     ring_numbers,
     shuffled_placement,
 )
-from llama3.planner.topology import load_fabric
+from herd.llama3.planner.topology import load_fabric
 from tests.llama3.planner.placement_samples import Job, contiguous_placement, jobs, small_fabric
 
 AXES = ("tp", "cp", "pp", "dp", "replica")

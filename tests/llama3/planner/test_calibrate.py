@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llama3.parallel.layout import Layout
-from llama3.parallel.memory import Load
-from llama3.planner import calibrate as module
-from llama3.planner.calibrate import (
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.memory import Load
+from herd.llama3.planner import calibrate as module
+from herd.llama3.planner.calibrate import (
     FEATURES,
     HEADS,
     LEAST,
@@ -27,9 +27,9 @@ from llama3.planner.calibrate import (
     measure_case,
     measure_groups,
 )
-from llama3.planner.device_curves import BACK, ELEMENTWISE, FORWARD, GEMM
-from llama3.planner.step_time import layer_work
-from llama3.recipe.sections import Model
+from herd.llama3.planner.device_curves import BACK, ELEMENTWISE, FORWARD, GEMM
+from herd.llama3.planner.step_time import layer_work
+from herd.llama3.recipe.sections import Model
 
 CPU = torch.device("cpu")
 SMALL = replace(REACH["cpu"], rows=64, sides=(8, 16), lengths=(16, 32), widths=(32, 64))
@@ -150,5 +150,5 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 
 
 def test_who_reads_curves_does_without_torch() -> None:
-    code = "import sys, tasks.plan.calibrate, llama3.planner.device_curves; assert 'torch' not in sys.modules"
+    code = "import sys, herd.tasks.plan.calibrate, herd.llama3.planner.device_curves; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from llama3.planner.device_curves import (
+from herd.llama3.planner.device_curves import (
     BACK,
     ELEMENTWISE,
     FORWARD,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.planner.collectives import (
+from herd.llama3.planner.collectives import (
     ALL,
     Algorithm,
     CommGroup,
@@ -21,7 +21,7 @@ from llama3.planner.collectives import (
     fastest_algorithm,
     supported_algorithms,
 )
-from llama3.planner.topology import Layer, load_fabric
+from herd.llama3.planner.topology import Layer, load_fabric
 
 MIB = 2.0**20
 KINDS: tuple[Kind, ...] = ("reduce-scatter", "all-gather", "all-reduce")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.parallel.layout import Layout
-from llama3.planner.placement import (
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.planner.placement import (
     RINGS,
     AxisBytes,
     Placement,
@@ -20,7 +20,7 @@ from llama3.planner.placement import (
     slot_groups,
     slot_traffic,
 )
-from llama3.planner.topology import load_fabric
+from herd.llama3.planner.topology import load_fabric
 from tests.llama3.planner.placement_samples import Job, contiguous_placement, jobs, small_fabric
 
 

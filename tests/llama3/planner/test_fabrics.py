@@ -7,15 +7,15 @@ from time import process_time
 
 import pytest
 
-from llama3.parallel.layout import ROWS, Layout
-from llama3.planner.device_curves import prior_curves
-from llama3.planner.layout_search import LayoutQuery
-from llama3.planner.projection import fabric_step_model, project_on_fabric
-from llama3.planner.published import meta_layout, table4_query
-from llama3.planner.routing import bandwidth_share
-from llama3.planner.topology import Fabric, load_fabric
-from llama3.planner.validation.network import MOST, fabric_anchors
-from llama3.recipe.sections import Model
+from herd.llama3.parallel.layout import ROWS, Layout
+from herd.llama3.planner.device_curves import prior_curves
+from herd.llama3.planner.layout_search import LayoutQuery
+from herd.llama3.planner.projection import fabric_step_model, project_on_fabric
+from herd.llama3.planner.published import meta_layout, table4_query
+from herd.llama3.planner.routing import bandwidth_share
+from herd.llama3.planner.topology import Fabric, load_fabric
+from herd.llama3.planner.validation.network import MOST, fabric_anchors
+from herd.llama3.recipe.sections import Model
 
 CURVES = prior_curves(load_fabric("roce-24k").accelerator)
 SMALL = LayoutQuery(Model.model_validate({"preset": "8b"}), ROWS, 8_192, 2**22, 256, 80e9)

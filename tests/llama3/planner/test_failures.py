@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.planner.reliability import (
+from herd.llama3.planner.reliability import (
     FailureModel,
     Fleet,
     failures_by_cause,

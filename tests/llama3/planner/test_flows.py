@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import sparse
 
-from llama3.planner.routing import Floats, max_min_fair
+from herd.llama3.planner.routing import Floats, max_min_fair
 
 
 @st.composite

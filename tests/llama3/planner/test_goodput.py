@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from llama3.planner.goodput import (
+from herd.llama3.planner.goodput import (
     BYTECHECKPOINT,
     VALID,
     CheckpointCosts,

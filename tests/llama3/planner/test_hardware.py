@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from llama3.planner.hardware import (
+from herd.llama3.planner.hardware import (
     Accelerator,
     load_accelerator,
     load_server,
@@ -14,7 +14,7 @@ from llama3.planner.hardware import (
     preset_text,
     validate_description,
 )
-from llama3.train.device import PEAKS
+from herd.llama3.train.device import PEAKS
 
 H100: dict[str, Any] = yaml.safe_load(preset_text("h100"))
 

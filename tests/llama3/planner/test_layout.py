@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama3.model.flops import flops_per_token
-from llama3.parallel.layout import Layout
-from llama3.parallel.memory import RankMemory, memory
-from llama3.planner.layout_search import (
+from herd.llama3.model.flops import flops_per_token
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.memory import RankMemory, memory
+from herd.llama3.planner.layout_search import (
     LADDER,
     MICRO_BATCHES,
     LayoutQuery,
@@ -21,7 +21,7 @@ from llama3.planner.layout_search import (
     search_layouts,
     split_micro_batches,
 )
-from llama3.train.train_step import largest_divisor
+from herd.llama3.train.train_step import largest_divisor
 from tests.llama3.planner.plan_samples import ROWS, config, layout_query, step_model
 
 

@@ -4,7 +4,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.planner.placement import block_sizes, candidate_orders, improve_by_swaps, pack_blocks, sort_within_groups
+from herd.llama3.planner.placement import (
+    block_sizes,
+    candidate_orders,
+    improve_by_swaps,
+    pack_blocks,
+    sort_within_groups,
+)
 
 SHAPE = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
 

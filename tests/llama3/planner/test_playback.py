@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.planner.goodput import BYTECHECKPOINT, CheckpointCosts, Recovery, effective_time, longest_restart
-from llama3.planner.reliability import Failure, Fleet, Trace, llama3_failures
-from llama3.planner.uptime import SaveCycle, monte_carlo, simulate
+from herd.llama3.planner.goodput import BYTECHECKPOINT, CheckpointCosts, Recovery, effective_time, longest_restart
+from herd.llama3.planner.reliability import Failure, Fleet, Trace, llama3_failures
+from herd.llama3.planner.uptime import SaveCycle, monte_carlo, simulate
 
 COSTS = CheckpointCosts(block_s=1, save_s=5, load_s=2, source="test")
 RECOVERY = Recovery(notice_s=1, timeout_s=50, relaunch_s=7)

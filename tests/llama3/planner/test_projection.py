@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from llama3.model.flops import flops_per_token
-from llama3.parallel.layout import Layout
-from llama3.planner.layout_search import SearchResult
-from llama3.planner.projection import Projection, StagePlacement, max_gpus, project, smallest_cluster
-from llama3.recipe.schedule import Schedule
+from herd.llama3.model.flops import flops_per_token
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.planner.layout_search import SearchResult
+from herd.llama3.planner.projection import Projection, StagePlacement, max_gpus, project, smallest_cluster
+from herd.llama3.recipe.schedule import Schedule
 from tests.llama3.planner.plan_samples import ROWS, SMALL, curves, fabric, layout_query, projection, recipe
 
 TINY = {"name": "h8", "dense_tflops": 989, "reached_tflops": 795, "memory_gb": 8, "memory_tb_s": 3, "watts": 700}

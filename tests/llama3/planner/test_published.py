@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from llama3.parallel.layout import TABLE_4
-from llama3.planner.device_curves import prior_curves
-from llama3.planner.layout_search import search_layouts
-from llama3.planner.published import (
+from herd.llama3.parallel.layout import TABLE_4
+from herd.llama3.planner.device_curves import prior_curves
+from herd.llama3.planner.layout_search import search_layouts
+from herd.llama3.planner.published import (
     TABLE_4_BATCH,
     VIRTUAL,
     fitted_h100_curves,

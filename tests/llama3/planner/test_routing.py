@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.planner.routing import (
+from herd.llama3.planner.routing import (
     Clos,
     RoutedJob,
     Slowdown,
@@ -20,7 +20,7 @@ from llama3.planner.routing import (
     ring_share,
     slowdown,
 )
-from llama3.planner.topology import Routing, load_fabric
+from herd.llama3.planner.topology import Routing, load_fabric
 
 ZONE = Clos(8)
 ROUTINGS: tuple[Routing, ...] = ("ecmp", "pinning", "e-ecmp", "adaptive")

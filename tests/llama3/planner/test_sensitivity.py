@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.planner.budget import Budget, Prices, StageTime, StorageUse
-from llama3.planner.projection import UNKNOWNS, Quantity, Sensitivity, sensitivities
+from herd.llama3.planner.budget import Budget, Prices, StageTime, StorageUse
+from herd.llama3.planner.projection import UNKNOWNS, Quantity, Sensitivity, sensitivities
 
 PLAN = Budget(
     (

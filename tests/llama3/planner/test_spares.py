@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from llama3.planner.reliability import (
+from herd.llama3.planner.reliability import (
     Failure,
     Fleet,
     llama3_failures,

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.parallel.layout import Layout
-from llama3.parallel.memory import Load
-from llama3.parallel.pipeline_schedule import Times, action_end_times, actions, bubble
-from llama3.planner import step_time
-from llama3.planner.step_time import LayerSeconds, PipelineTiming, StepTime, compute_seconds, pipeline_idle
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.memory import Load
+from herd.llama3.parallel.pipeline_schedule import Times, action_end_times, actions, bubble
+from herd.llama3.planner import step_time
+from herd.llama3.planner.step_time import LayerSeconds, PipelineTiming, StepTime, compute_seconds, pipeline_idle
 from tests.llama3.planner.plan_samples import ROWS, config, step_model
 
 seconds = st.floats(0.001, 1.0)

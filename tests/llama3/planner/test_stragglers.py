@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llama3.planner.reliability import slowdown_by_rank, slowdown_without_waiting, step_slowdown
+from herd.llama3.planner.reliability import slowdown_by_rank, slowdown_without_waiting, step_slowdown
 
 
 def test_the_405b_with_one_host_ten_percent_slow() -> None:

@@ -6,9 +6,15 @@ from functools import cache
 
 import pytest
 
-from llama3.planner.goodput import BYTECHECKPOINT, CheckpointCosts, Recovery, effective_time, first_order_effective_time
-from llama3.planner.reliability import Fleet, llama3_failures
-from llama3.planner.uptime import TARGET, Uptime, uptime
+from herd.llama3.planner.goodput import (
+    BYTECHECKPOINT,
+    CheckpointCosts,
+    Recovery,
+    effective_time,
+    first_order_effective_time,
+)
+from herd.llama3.planner.reliability import Fleet, llama3_failures
+from herd.llama3.planner.uptime import TARGET, Uptime, uptime
 
 LLAMA3 = 16_384
 

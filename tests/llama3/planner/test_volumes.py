@@ -7,10 +7,10 @@ from functools import cache
 
 import pytest
 
-from llama3.parallel.comm_records import Collective, RankTrace
-from llama3.parallel.layout import Layout
-from llama3.parallel.memory import Load, RankCoords, stages
-from llama3.planner.comm_volume import stage_volumes
+from herd.llama3.parallel.comm_records import Collective, RankTrace
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.memory import Load, RankCoords, stages
+from herd.llama3.planner.comm_volume import stage_volumes
 from tests.dist import run
 from tests.llama3.parallel.scale_samples import ROWS, shape, traced
 

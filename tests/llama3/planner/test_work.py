@@ -6,11 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.model.flops import flops_per_token
-from llama3.parallel.layout import Layout
-from llama3.parallel.memory import Load
-from llama3.planner.device_curves import BACKWARD
-from llama3.planner.step_time import LayerSeconds, LayerWork, compute_seconds, embedding_work, head_work, layer_work
+from herd.llama3.model.flops import flops_per_token
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.memory import Load
+from herd.llama3.planner.device_curves import BACKWARD
+from herd.llama3.planner.step_time import (
+    LayerSeconds,
+    LayerWork,
+    compute_seconds,
+    embedding_work,
+    head_work,
+    layer_work,
+)
 from tests.llama3.planner.plan_samples import ROWS, config, curves
 
 layouts = st.builds(lambda tp, cp: Layout(tp=tp, cp=cp), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]))

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from llama3.recipe.frozen import check_frozen_fields
-from llama3.recipe.load import RecipeError, load_recipe, parse_recipe, resolved, to_yaml
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
+from herd.llama3.recipe.frozen import check_frozen_fields
+from herd.llama3.recipe.load import RecipeError, load_recipe, parse_recipe, resolved, to_yaml
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
 
 QUICKSTART = Path("recipes/quickstart.yaml")
 NEW = {"uri": "installed", "limit": "1MB", "name": "gsm"}

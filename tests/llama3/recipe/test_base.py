@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llama3.recipe.load import RecipeError, base_changes, digest, load_recipe, resolved
+from herd.llama3.recipe.load import RecipeError, base_changes, digest, load_recipe, resolved
 
 PUBLISHED = {
     "llama3-8b": "488316bdf24621e34830edd1aa7bd1d4cdd925f38536ae49a4f98ab19036f7e0",

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from llama3.recipe.frozen import check_frozen_fields, frozen_fields
-from llama3.recipe.load import RecipeError, digest, load_recipe, parse_recipe, resolved, to_yaml
-from llama3.recipe.schema import Recipe
+from herd.llama3.recipe.frozen import check_frozen_fields, frozen_fields
+from herd.llama3.recipe.load import RecipeError, digest, load_recipe, parse_recipe, resolved, to_yaml
+from herd.llama3.recipe.schema import Recipe
 
 QUICKSTART = Path("recipes/quickstart.yaml")
 FOUND = {

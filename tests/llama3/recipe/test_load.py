@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llama3.recipe.base import read_plain
-from llama3.recipe.load import RecipeError, digest, load_recipe, parse_recipe, resolved, to_yaml
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import check_batches
+from herd.llama3.recipe.base import read_plain
+from herd.llama3.recipe.load import RecipeError, digest, load_recipe, parse_recipe, resolved, to_yaml
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import check_batches
 
 QUICKSTART = Path("recipes/quickstart.yaml")
 QUICKSTART_TEXT = QUICKSTART.read_text()

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.recipe.frozen import check_frozen_fields, frozen_fields
-from llama3.recipe.load import RecipeError, load_recipe, parse_recipe, resolved
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
+from herd.llama3.recipe.frozen import check_frozen_fields, frozen_fields
+from herd.llama3.recipe.load import RecipeError, load_recipe, parse_recipe, resolved
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
 
 QUICKSTART = Path("recipes/quickstart.yaml")
 MIXES = {

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from llama3.recipe.data_schema import PUBLISHED, Curate, Quality
+from herd.llama3.recipe.data_schema import PUBLISHED, Curate, Quality
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -6,8 +6,8 @@ from typing import Any
 import jsonschema
 import yaml
 
-from llama3.recipe.reference import json_schema, recipe_reference
-from llama3.recipe.schema import Recipe
+from herd.llama3.recipe.reference import json_schema, recipe_reference
+from herd.llama3.recipe.schema import Recipe
 
 
 def test_the_written_reference_is_the_current_one() -> None:

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from llama3.recipe.gates import GateRule, assign_rules, default_policy, matches
-from llama3.recipe.sections import Promote
+from herd.llama3.recipe.gates import GateRule, assign_rules, default_policy, matches
+from herd.llama3.recipe.sections import Promote
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.recipe.lint import lint
-from llama3.recipe.load import RecipeError, load_recipe
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
-from llama3.recipe.units import Span
-from llama3.studies.expand import load_study
+from herd.llama3.recipe.lint import lint
+from herd.llama3.recipe.load import RecipeError, load_recipe
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.units import Span
+from herd.llama3.studies.expand import load_study
 
 QUICKSTART = load_recipe(Path("recipes/quickstart.yaml"))
 PUBLISHED = load_recipe(Path("recipes/llama3-405b.yaml"))

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from llama3.recipe.gates import StageRate
-from llama3.recipe.lint import lint
-from llama3.recipe.load import RecipeError, parse_recipe, resolved
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
+from herd.llama3.recipe.gates import StageRate
+from herd.llama3.recipe.lint import lint
+from herd.llama3.recipe.load import RecipeError, parse_recipe, resolved
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
 
 MAIN = {"name": "main", "for": "1M", "seq_len": 512, "batch": "8Ki", "mix": "base"}
 CHAT = {"name": "chat", "kind": "sft", "for": "100Ki", "seq_len": 512, "mix": "base", "replay": "10%"}

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.recipe.gates import GateRule, StageRate
-from llama3.recipe.units import Bytes, Cadence, Duration, Share, Span, Tokens, tokens
+from herd.llama3.recipe.gates import GateRule, StageRate
+from herd.llama3.recipe.units import Bytes, Cadence, Duration, Share, Span, Tokens, tokens
 
 COUNTS = st.one_of(
     st.integers(1, 10**15),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.simulated_studies import PlantedEffects, outcomes
-from llama3.studies.verdicts import ablation_verdict
+from herd.llama3.studies.verdicts import ablation_verdict
 
 DOMAINS = dict.fromkeys(("general", "math", "code"), 64)
 CHANGES = {"ramp": ["stages=[...]"], "long-warmup": ["lr.warmup=80 steps"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.simulated_studies import PlantedEffects, false_findings, outcomes
-from llama3.studies.verdicts import annealing_verdict, source_effect
+from herd.llama3.studies.verdicts import annealing_verdict, source_effect
 
 DOMAINS = dict.fromkeys(("general", "math", "code", "multilingual"), 64)
 SOURCES = {"gsm": "gsm", "web": "more-web"}

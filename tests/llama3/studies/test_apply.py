@@ -10,13 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulated_studies import PlantedEffects, outcomes
-from llama3.recipe.data_schema import AnnealingVerdict, Source
-from llama3.recipe.load import parse_recipe, resolved
-from llama3.recipe.schema import Recipe
-from llama3.studies.apply import add_source, annealing_verdict_of, apply_annealing, apply_annealing_verdict, apply_study
-from llama3.studies.results import StudyVerdict
-from llama3.studies.study import NewSource
-from llama3.studies.verdicts import annealing_verdict
+from herd.llama3.recipe.data_schema import AnnealingVerdict, Source
+from herd.llama3.recipe.load import parse_recipe, resolved
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.studies.apply import (
+    add_source,
+    annealing_verdict_of,
+    apply_annealing,
+    apply_annealing_verdict,
+    apply_study,
+)
+from herd.llama3.studies.results import StudyVerdict
+from herd.llama3.studies.study import NewSource
+from herd.llama3.studies.verdicts import annealing_verdict
 
 QUICKSTART = Path("recipes/quickstart.yaml").read_text()
 DIGEST = "1a2b3c4d5e6f7a8b9c"

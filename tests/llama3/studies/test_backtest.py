@@ -11,7 +11,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from llama3.studies.forecast import RUNS, Backtest, EvaluatedPoint, TaskPoints, backtest, fit_forecast, forecast_verdict
+from herd.llama3.studies.forecast import (
+    RUNS,
+    Backtest,
+    EvaluatedPoint,
+    TaskPoints,
+    backtest,
+    fit_forecast,
+    forecast_verdict,
+)
 
 CHANCE, QUESTIONS = 0.25, 500
 LEVELS = 8

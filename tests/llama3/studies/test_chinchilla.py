@@ -11,9 +11,9 @@ import pytest
 from scipy import optimize
 
 from benchmarks.simulated_studies import BUDGETS, PlantedLaw, made_up
-from llama3.studies import chinchilla
-from llama3.studies.chinchilla import Chinchilla, fit_chinchilla
-from llama3.studies.isoflop import Trial
+from herd.llama3.studies import chinchilla
+from herd.llama3.studies.chinchilla import Chinchilla, fit_chinchilla
+from herd.llama3.studies.isoflop import Trial
 
 HOFFMANN = PlantedLaw(1.69, 406.4, 410.7, 0.34, 0.28)
 """As printed in arXiv 2203.15556, appendix D.3."""

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from benchmarks.simulated_studies import PlantedEffects, outcomes
-from llama3.evaluate.scores import Score
-from llama3.studies.effects import (
+from herd.llama3.evaluate.scores import Score
+from herd.llama3.studies.effects import (
     Array,
     Contrast,
     RepeatNoise,
@@ -26,7 +26,7 @@ from llama3.studies.effects import (
     two_sided_p,
     uncorrected_contrasts,
 )
-from llama3.studies.results import HELPS, HURTS, NOTHING, RunResult
+from herd.llama3.studies.results import HELPS, HURTS, NOTHING, RunResult
 
 DOMAINS = {"general": 48, "math": 32, "code": 64}
 TRUTH = PlantedEffects(DOMAINS, {"arithmetic": 100}, {"base": {}, "gsm": {"math": 0.02, "code": -0.01}})

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.recipe.base import DOMAINS, Domain
-from llama3.recipe.units import Share
-from llama3.studies.expand import PARTS, design_mixes, round_shares
-from llama3.studies.study import MixDesign
-from llama3.tokens.mix import apportion
+from herd.llama3.recipe.base import DOMAINS, Domain
+from herd.llama3.recipe.units import Share
+from herd.llama3.studies.expand import PARTS, design_mixes, round_shares
+from herd.llama3.studies.study import MixDesign
+from herd.llama3.tokens.mix import apportion
 
 BASE: dict[Domain, Fraction] = {
     "general": Fraction(1, 2), "math": Fraction(1, 4), "code": Fraction(17, 100), "multilingual": Fraction(2, 25),

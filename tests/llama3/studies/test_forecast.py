@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.studies.forecast import POINTS, RUNS, EvaluatedPoint, ForecastFit, fit_forecast
+from herd.llama3.studies.forecast import POINTS, RUNS, EvaluatedPoint, ForecastFit, fit_forecast
 
 CHANCE = 0.25
 SIZES = [10.0**power for power in np.linspace(18, 20.5, 6)]

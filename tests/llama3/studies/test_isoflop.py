@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.simulated_studies import BUDGETS, PlantedLaw, made_up, recovery
-from llama3.studies import chinchilla
-from llama3.studies.chinchilla import fit_chinchilla
-from llama3.studies.isoflop import IsoflopFit, NoLawError, Quadratic, Trial, fit_ladder
-from llama3.studies.verdicts import format_count, ladder_verdict, no_law_verdict
+from herd.llama3.studies import chinchilla
+from herd.llama3.studies.chinchilla import fit_chinchilla
+from herd.llama3.studies.isoflop import IsoflopFit, NoLawError, Quadratic, Trial, fit_ladder
+from herd.llama3.studies.verdicts import format_count, ladder_verdict, no_law_verdict
 
 CLUSTER = tuple(float(flops) for flops in np.geomspace(6e18, 1e22, 10))
 HOFFMANN = PlantedLaw(1.69, 406.4, 410.7, 0.34, 0.28)

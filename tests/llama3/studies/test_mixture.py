@@ -8,15 +8,15 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from llama3.evaluate.scores import Score
-from llama3.evaluate.statistics import normal
-from llama3.recipe.base import DOMAINS, Domain
-from llama3.recipe.units import Share
-from llama3.studies.expand import design_mixes
-from llama3.studies.mixture import MixTrial, Mixture, fit_mixture, mix_trials, pareto, propose
-from llama3.studies.results import NOTHING, RunResult, Samples
-from llama3.studies.study import MixDesign
-from llama3.studies.verdicts import mix_verdict, round_proposal
+from herd.llama3.evaluate.scores import Score
+from herd.llama3.evaluate.statistics import normal
+from herd.llama3.recipe.base import DOMAINS, Domain
+from herd.llama3.recipe.units import Share
+from herd.llama3.studies.expand import design_mixes
+from herd.llama3.studies.mixture import MixTrial, Mixture, fit_mixture, mix_trials, pareto, propose
+from herd.llama3.studies.results import NOTHING, RunResult, Samples
+from herd.llama3.studies.study import MixDesign
+from herd.llama3.studies.verdicts import mix_verdict, round_proposal
 
 BASE: dict[Domain, Fraction] = {
     "general": Fraction(1, 2), "math": Fraction(1, 4), "code": Fraction(17, 100), "multilingual": Fraction(2, 25),

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.studies import expand
-from llama3.studies.expand import FIGURE, TEXT, batch_tokens, peak_lr
-from llama3.studies.isoflop import Trial, fit_ladder
+from herd.llama3.studies import expand
+from herd.llama3.studies.expand import FIGURE, TEXT, batch_tokens, peak_lr
+from herd.llama3.studies.isoflop import Trial, fit_ladder
 
 
 def test_the_constants_of_figure_3_give_16_3_trillion_tokens() -> None:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.model.flops import parameter_count
-from llama3.recipe.sections import PRESETS, Model
-from llama3.studies.expand import nearest_shape, scale_shape, shape_changes
+from herd.llama3.model.flops import parameter_count
+from herd.llama3.recipe.sections import PRESETS, Model
+from herd.llama3.studies.expand import nearest_shape, scale_shape, shape_changes
 
 ROWS = 512
 SIZES = [

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llama3.recipe.load import RecipeError
-from llama3.studies.checks import check_study
-from llama3.studies.expand import ExpandedStudy, changed_fields, flops_per_ladder_token, load_study
-from llama3.studies.results import data_digest, distinct_stages, stage_flops
-from llama3.studies.study import ANNEAL, BASE, DEFAULT
+from herd.llama3.recipe.load import RecipeError
+from herd.llama3.studies.checks import check_study
+from herd.llama3.studies.expand import ExpandedStudy, changed_fields, flops_per_ladder_token, load_study
+from herd.llama3.studies.results import data_digest, distinct_stages, stage_flops
+from herd.llama3.studies.study import ANNEAL, BASE, DEFAULT
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "experiments"
 SHIPPED = sorted(path for path in RECIPES.rglob("*.yaml") if not path.name.startswith("base"))

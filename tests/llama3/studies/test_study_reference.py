@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from llama3.studies.study import study_reference
+from herd.llama3.studies.study import study_reference
 
 PAGE = Path("docs/reference")
 QUOTED = [("choose-a-size", "ladder-cpu"), ("choose-a-mix", "mix-cpu"), ("judge-a-data-set", "judge-cpu")]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from llama3.tokens.chat import TEMPLATE, encode_chat, encode_conversation
-from llama3.tokens.hf_tokenizer import hugging_face_config, hugging_face_json
-from llama3.tokens.tokenizer import Tokenizer, train_tokenizer, use_tokenizer
-from llama3.tokens.vocabulary import PATTERN
+from herd.llama3.tokens.chat import TEMPLATE, encode_chat, encode_conversation
+from herd.llama3.tokens.hf_tokenizer import hugging_face_config, hugging_face_json
+from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer, use_tokenizer
+from herd.llama3.tokens.vocabulary import PATTERN
 
 WORDS = (
     *(

@@ -14,18 +14,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.data.readers.files import SourceError
-from llama3.model.init import build_model
-from llama3.recipe.base import CONVERSATIONS, DOMAINS
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
-from llama3.recipe.sections import Model
-from llama3.tokens.chat import encode_conversation
-from llama3.tokens.conversations import HELD_OUT, ConversationStream, pack, prepare_conversations
-from llama3.tokens.kernels import IGNORED
-from llama3.tokens.stream import TokenStream
-from llama3.tokens.tokenizer import Tokenizer
-from llama3.train.data_loader import Batches
+from herd.llama3.data.readers.files import SourceError
+from herd.llama3.model.init import build_model
+from herd.llama3.recipe.base import CONVERSATIONS, DOMAINS
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.sections import Model
+from herd.llama3.tokens.chat import encode_conversation
+from herd.llama3.tokens.conversations import HELD_OUT, ConversationStream, pack, prepare_conversations
+from herd.llama3.tokens.kernels import IGNORED
+from herd.llama3.tokens.stream import TokenStream
+from herd.llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.train.data_loader import Batches
 from tests.llama3.tokens.token_samples import LENGTHS, recipe, stage, write_shards
 
 SEQ = 96

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.tokens.adversarial_strings import EVERYTHING, adversarial_strings
-from llama3.tokens.encoder import (
+from herd.llama3.tokens.adversarial_strings import EVERYTHING, adversarial_strings
+from herd.llama3.tokens.encoder import (
     LONGEST_SPACE,
     Encoder,
     GigatokenEncoder,
@@ -24,8 +24,8 @@ from llama3.tokens.encoder import (
     text_array,
     unassigned_pattern,
 )
-from llama3.tokens.tokenizer import Tokenizer, train_bpe
-from llama3.tokens.vocabulary import special_tokens
+from herd.llama3.tokens.tokenizer import Tokenizer, train_bpe
+from herd.llama3.tokens.vocabulary import special_tokens
 
 LEARNT = [
     "The quick brown fox jumps over the lazy dog's back; they've 12345 reasons, no? <|end_of_text|>\n\n  return x\n",
@@ -119,7 +119,7 @@ def test_without_the_library_tiktoken_encodes(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     assert isinstance(encoder_for(Tokenizer(BASE)), TiktokenEncoder)
-    monkeypatch.setattr("llama3.tokens.encoder.version", missing)
+    monkeypatch.setattr("herd.llama3.tokens.encoder.version", missing)
     assert isinstance(encoder_for(Tokenizer(BASE)), TiktokenEncoder)
 
 
@@ -133,7 +133,7 @@ def test_a_renewed_encoder_forgets_words_but_not_ids(monkeypatch: pytest.MonkeyP
     first, before = encoder._tokenizer, encoder.encode_batch(LEARNT)
     encoder.encode_batch(LEARNT)
     assert encoder._tokenizer is first
-    monkeypatch.setattr("llama3.tokens.encoder.RENEWED_AFTER", 10)
+    monkeypatch.setattr("herd.llama3.tokens.encoder.RENEWED_AFTER", 10)
     after = encoder.encode_batch(LEARNT)
     assert encoder._tokenizer is not first
     assert all(map(np.array_equal, before, after))

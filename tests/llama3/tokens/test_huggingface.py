@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from llama3.tokens.hf_tokenizer import byte_level_json, hugging_face_json
-from llama3.tokens.tokenizer import Tokenizer, parse_hugging_face, train_tokenizer, use_tokenizer
-from llama3.tokens.vocabulary import PATTERN, special_tokens
+from herd.llama3.tokens.hf_tokenizer import byte_level_json, hugging_face_json
+from herd.llama3.tokens.tokenizer import Tokenizer, parse_hugging_face, train_tokenizer, use_tokenizer
+from herd.llama3.tokens.vocabulary import PATTERN, special_tokens
 
 TEXTS = [
     "The lazy dog's back; 12345 reasons, they've got.\n\n  return x\n",

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from llama3.recipe.base import DOMAINS
-from llama3.recipe.schema import Recipe
-from llama3.tokens import inspect as module
-from llama3.tokens.inspect import Inspection, inspect
-from llama3.tokens.shards import tokenize
-from llama3.tokens.stream import TokenStream
-from llama3.tokens.tokenizer import train_tokenizer
+from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens import inspect as module
+from herd.llama3.tokens.inspect import Inspection, inspect
+from herd.llama3.tokens.shards import tokenize
+from herd.llama3.tokens.stream import TokenStream
+from herd.llama3.tokens.tokenizer import train_tokenizer
 from tests.llama3.tokens.token_samples import LENGTHS, recipe, stage, write_documents, write_shards
 
 pytestmark = pytest.mark.usefixtures("few")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.tokens.megatron import encode_index, open_pair, write_pair
+from herd.llama3.tokens.megatron import encode_index, open_pair, write_pair
 from tests.llama3.tokens.token_samples import recipe, stage, write_shards
 
 FORMATS = {8: ("H", 2), 4: ("i", 4)}

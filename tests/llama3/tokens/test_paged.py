@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.recipe.schema import Recipe
-from llama3.tokens import source_stream
-from llama3.tokens.inspect import inspect
-from llama3.tokens.source_stream import CopyRanges
-from llama3.tokens.stream import TokenStream
-from storage.digests import PAGE
-from storage.page_cache import lazy_folder_of
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens import source_stream
+from herd.llama3.tokens.inspect import inspect
+from herd.llama3.tokens.source_stream import CopyRanges
+from herd.llama3.tokens.stream import TokenStream
+from herd.storage.digests import PAGE
+from herd.storage.page_cache import lazy_folder_of
 from tests.dist import run
 from tests.llama3.tokens.token_samples import recipe, stage, synthetic_shards
 from tests.storage.lazy_samples import lazily

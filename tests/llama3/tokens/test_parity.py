@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from llama3.tokens.adversarial_strings import COUNT, adversarial_strings
-from llama3.tokens.encoder import Encoder, Flat, GigatokenEncoder, TiktokenEncoder, encoder_for, first_difference
-from llama3.tokens.tokenizer import Tokenizer, train_tokenizer, use_tokenizer
+from herd.llama3.tokens.adversarial_strings import COUNT, adversarial_strings
+from herd.llama3.tokens.encoder import Encoder, Flat, GigatokenEncoder, TiktokenEncoder, encoder_for, first_difference
+from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer, use_tokenizer
 
 TEXTS = [
     "The lazy dog's back; 12345 reasons, they've got.\n\n  return x\n",
@@ -162,7 +162,7 @@ def test_a_cache_that_cannot_be_written_costs_only_time(small: Tokenizer, cache:
 
 @pytest.mark.usefixtures("few")
 def test_the_sample_is_spread_over_the_texts_and_bounded(small: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llama3.tokens.encoder.SAMPLE_CHARACTERS", 1000)
+    monkeypatch.setattr("herd.llama3.tokens.encoder.SAMPLE_CHARACTERS", 1000)
     seen: list[list[str]] = []
 
     class Seeing(Counting):

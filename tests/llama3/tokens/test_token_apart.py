@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.recipe.load import resolved
-from llama3.recipe.schema import Recipe
-from llama3.tokens.mix import dataset_shares, mix_datasets
-from llama3.tokens.shards import tokenize
-from llama3.tokens.stream import TokenStream
-from llama3.tokens.tokenizer import Tokenizer, make_tokenizer
+from herd.llama3.recipe.load import resolved
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.mix import dataset_shares, mix_datasets
+from herd.llama3.tokens.shards import tokenize
+from herd.llama3.tokens.stream import TokenStream
+from herd.llama3.tokens.tokenizer import Tokenizer, make_tokenizer
 from tests.llama3.tokens.token_samples import recipe, stage, write_documents, write_shards
 
 pytestmark = pytest.mark.usefixtures("few")

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llama3.tokens.stream import TokenStream
-from llama3.train.data_loader import Batches, TokenBatch
+from herd.llama3.tokens.stream import TokenStream
+from herd.llama3.train.data_loader import Batches, TokenBatch
 from tests.llama3.tokens.token_samples import LENGTHS, recipe, stage, write_shards
 
 STAGES = [stage("a", 256, seq_len=8, batch=64), stage("b", 256, seq_len=32, batch=64, mix="anneal")]

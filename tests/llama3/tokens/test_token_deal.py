@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from llama3.tokens.interleave import LONGEST_BLOCK, MixtureInterleaver, interleave_evenly
-from llama3.tokens.mix import apportion, dataset_shares, mix_datasets
+from herd.llama3.tokens.interleave import LONGEST_BLOCK, MixtureInterleaver, interleave_evenly
+from herd.llama3.tokens.mix import apportion, dataset_shares, mix_datasets
 from tests.llama3.tokens.token_samples import BASE, recipe, stage
 
 PERCENT = (Fraction(1, 2), Fraction(1, 4), Fraction(17, 100), Fraction(2, 25))

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.recipe.load import digest
-from llama3.tokens.source_stream import shuffled_order
-from llama3.tokens.stream import TokenStream
+from herd.llama3.recipe.load import digest
+from herd.llama3.tokens.source_stream import shuffled_order
+from herd.llama3.tokens.stream import TokenStream
 from tests.llama3.tokens.token_samples import LENGTHS, recipe, stage, stream, write_shards
 
 LONG = [[3, 11, 2, 8, 7, 5] * 60] * 4

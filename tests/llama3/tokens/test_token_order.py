@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.tokens import source_stream
-from llama3.tokens.source_stream import EpochOrder, Permutation, chunk_edges, shuffled_order, splitmix64
+from herd.llama3.tokens import source_stream
+from herd.llama3.tokens.source_stream import EpochOrder, Permutation, chunk_edges, shuffled_order, splitmix64
 
 MASK = 2**64 - 1
 

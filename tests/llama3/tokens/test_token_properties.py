@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.recipe.base import DOMAINS
-from llama3.recipe.schedule import Schedule
-from llama3.tokens import source_stream
-from llama3.tokens.source_stream import EpochOrder, shuffled_order
-from llama3.tokens.stream import TokenStream
-from llama3.train.data_loader import Batches
+from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.tokens import source_stream
+from herd.llama3.tokens.source_stream import EpochOrder, shuffled_order
+from herd.llama3.tokens.stream import TokenStream
+from herd.llama3.train.data_loader import Batches
 from tests.llama3.tokens.token_samples import LENGTHS, recipe, stage, write_shards
 
 STAGES = [

@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from llama3.tokens.kernels import add_begin_end
-from llama3.tokens.megatron import open_pair
-from llama3.tokens.shards import SCHEMA, TokenJob, token_dtype, tokenize
-from llama3.tokens.tokenizer import Tokenizer, train_tokenizer
+from herd.llama3.tokens.kernels import add_begin_end
+from herd.llama3.tokens.megatron import open_pair
+from herd.llama3.tokens.shards import SCHEMA, TokenJob, token_dtype, tokenize
+from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.llama3.tokens.token_samples import recipe, stage, write_documents
 
 pytestmark = pytest.mark.usefixtures("few")

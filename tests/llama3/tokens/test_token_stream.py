@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.recipe.base import DOMAINS
-from llama3.tokens.source_stream import shuffled_order
-from llama3.tokens.stream import TokenStream
+from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.tokens.source_stream import shuffled_order
+from herd.llama3.tokens.stream import TokenStream
 from tests.llama3.tokens.token_samples import END, LENGTHS, recipe, stage, stream, write_shards
 
 STAGES = [

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tiktoken.load import load_tiktoken_bpe
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-from llama3.tokens.tokenizer import Tokenizer, make_tokenizer, train_tokenizer, use_tokenizer
-from llama3.tokens.vocabulary import PATTERN, special_tokens
+from herd.llama3.tokens.tokenizer import Tokenizer, make_tokenizer, train_tokenizer, use_tokenizer
+from herd.llama3.tokens.vocabulary import PATTERN, special_tokens
 from tests.llama3.tokens.token_samples import recipe, stage, write_documents
 
 TEXTS = [

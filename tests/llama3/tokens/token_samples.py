@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llama3.recipe.base import DOMAINS
-from llama3.recipe.schema import Recipe
-from llama3.tokens.mix import MixDataset, mix_datasets
-from llama3.tokens.shards import write_index, write_shard
-from llama3.tokens.stream import TokenStream
+from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.mix import MixDataset, mix_datasets
+from herd.llama3.tokens.shards import write_index, write_shard
+from herd.llama3.tokens.stream import TokenStream
 
 BASE = {"general": "50%", "math": "25%", "code": "17%", "multilingual": "8%"}
 ANNEAL = {"general": "30%", "math": "40%", "code": "22%", "multilingual": "8%"}

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama3.parallel.mesh import ParallelContext, full_tensor, init_distributed, to_local
-from llama3.recipe.sections import Keep, Model
-from llama3.train.checkpoint.manager import Checkpoints, SaveFailed
+from herd.llama3.parallel.mesh import ParallelContext, full_tensor, init_distributed, to_local
+from herd.llama3.recipe.sections import Keep, Model
+from herd.llama3.train.checkpoint.manager import Checkpoints, SaveFailed
 
 SHAPES = {"wide": (12, 6), "odd": (7, 3), "few": (2, 5), "vector": (9,), "half": (64, 16)}
 ALONE = ParallelContext(0, 1, torch.device("cpu"))

@@ -8,10 +8,10 @@ import subprocess
 import time
 from pathlib import Path
 
-from llama3.parallel.mesh import init_distributed
-from llama3.train import health, launch, main
-from llama3.train.health import Gpus
-from llama3.train.job import Attempt, AttemptResult
+from herd.llama3.parallel.mesh import init_distributed
+from herd.llama3.train import health, launch, main
+from herd.llama3.train.health import Gpus
+from herd.llama3.train.job import Attempt, AttemptResult
 
 SOURCE = Path(__file__).with_name("nvml.c")
 SOUND = {

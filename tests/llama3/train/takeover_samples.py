@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 from threading import Event
 
-from llama3.train.checkpoint.manifest import CheckpointManifest
-from llama3.train.checkpoint.storage import RemoteCheckpointStore
+from herd.llama3.train.checkpoint.manifest import CheckpointManifest
+from herd.llama3.train.checkpoint.storage import RemoteCheckpointStore
 from tests.llama3.train.test_bad_steps import poison
 from tests.llama3.train.train_samples import train, train_until_signal
 

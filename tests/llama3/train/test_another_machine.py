@@ -14,9 +14,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from llama3.recipe.schema import Recipe
-from llama3.train.journal import read_rewinds
-from storage.objects import list_children
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.train.journal import read_rewinds
+from herd.storage.objects import list_children
 from tests.dist import run
 from tests.llama3.train.takeover_samples import killed_there, train_there
 from tests.llama3.train.test_bad_steps import ROLLBACK
@@ -116,7 +116,7 @@ def test_a_machine_that_was_given_up_and_is_not_dead_ends(
 ) -> None:
     """Stopped in the middle, it wakes up when another has trained the stage to its end."""
     old, new = there(tmp_path, asked(), "old"), there(tmp_path, asked(), "new")
-    command = [sys.executable, "-m", "llama3.train.main", str(old)]
+    command = [sys.executable, "-m", "herd.llama3.train.main", str(old)]
     process = subprocess.Popen(command, env=os.environ | server, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
         while process.poll() is None and not _saved(old):

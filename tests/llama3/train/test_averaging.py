@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
-from llama3.recipe.sections import Average
-from llama3.train import metrics
-from llama3.train.averaging import FILE, Choice, average_positions
-from llama3.train.journal import read_journal
-from llama3.train.trainer import final_weights
-from llama3.train.validation import pack_rows
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.sections import Average
+from herd.llama3.train import metrics
+from herd.llama3.train.averaging import FILE, Choice, average_positions
+from herd.llama3.train.journal import read_journal
+from herd.llama3.train.trainer import final_weights
+from herd.llama3.train.validation import pack_rows
 from tests.dist import run
 from tests.llama3.train.test_held_out import SEQ, Bytes, documents
 from tests.llama3.train.train_samples import STEP, job, output, recipe, stages, train, train_until_signal, work
@@ -91,7 +91,7 @@ def test_a_killed_stage_averages_the_same(tmp_path: Path) -> None:
     work(path).mkdir()
     pack_rows(documents(), Bytes(), SEQ).write(work(path))
     with pytest.raises(RuntimeError, match="died"):
-        run(1, train_until_signal, path, signal.SIGKILL, "llama3.train.train_step:Engine.train_step", 4, False)
+        run(1, train_until_signal, path, signal.SIGKILL, "herd.llama3.train.train_step:Engine.train_step", 4, False)
     assert not (work(path) / "result").exists()
     assert run(1, train, path) == [0], output(path)
     assert all(torch.equal(value, model(whole)[name]) for name, value in model(path).items())

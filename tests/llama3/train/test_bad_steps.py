@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llama3.recipe.schema import Recipe
-from llama3.train.journal import SkippedRange, SkippedRanges, read_rewinds
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.train.journal import SkippedRange, SkippedRanges, read_rewinds
 from tests.dist import run
 from tests.llama3.train.train_samples import (
     STEP,
@@ -43,7 +43,7 @@ def asked(**changes: Any) -> Recipe:
 
 def poison(steps: list[int], factor: float) -> None:
     """From now on multiply a gradient by `factor` in those steps."""
-    engine: Any = importlib.import_module("llama3.train.train_step").Engine
+    engine: Any = importlib.import_module("herd.llama3.train.train_step").Engine
     train_step = engine.train_step
 
     def poisoned(self: Any, step: Any, *arguments: Any) -> Any:
@@ -113,7 +113,15 @@ def test_skips_are_decided_again_alike_after_a_restart(tmp_path: Path) -> None:
     plain, path = job(tmp_path, asked(**settings), name="plain"), job(tmp_path, asked(**settings))
     assert run(1, train_poisoned, plain, [10, 13], 1e6) == [0]
     with pytest.raises(RuntimeError, match="died"):
-        run(1, train_poisoned_until_signal, path, [10, 13], 1e6, "llama3.train.trainer:Trainer.commit_result", False)
+        run(
+            1,
+            train_poisoned_until_signal,
+            path,
+            [10, 13],
+            1e6,
+            "herd.llama3.train.trainer:Trainer.commit_result",
+            False,
+        )
     assert run(1, train_poisoned, path, [10, 13], 1e6) == [0]
     assert skipped(path) == skipped(plain) == [10, 13]
     assert weights(path) == weights(plain)
@@ -179,16 +187,16 @@ def test_tokens_recipe_and_skips_decide_the_result(rolled_back: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("target", "after"),
     [
-        ("llama3.train.journal:SkippedRanges.write", True),
+        ("herd.llama3.train.journal:SkippedRanges.write", True),
         *(
             pytest.param(*moment, marks=pytest.mark.slow)
             for moment in [
-                ("llama3.train.loss_spikes:write_incident", True),
-                ("llama3.train.journal:SkippedRanges.write", False),
-                ("llama3.train.checkpoint.manager:Checkpoints._forget_after", True),
-                ("llama3.train.metrics_log:Recorder.rewind", False),
-                ("llama3.train.callbacks:StepResult.passed_over", False),
-                ("llama3.train.trainer:Trainer.commit_result", False),
+                ("herd.llama3.train.loss_spikes:write_incident", True),
+                ("herd.llama3.train.journal:SkippedRanges.write", False),
+                ("herd.llama3.train.checkpoint.manager:Checkpoints._forget_after", True),
+                ("herd.llama3.train.metrics_log:Recorder.rewind", False),
+                ("herd.llama3.train.callbacks:StepResult.passed_over", False),
+                ("herd.llama3.train.trainer:Trainer.commit_result", False),
             ]
         ),
     ],
@@ -213,7 +221,7 @@ def losses_of(path: Path) -> dict[int, float]:
 
 def sick_rank(path: Path, steps: list[int]) -> int:
     """Train; the last rank's part of the gradient norm is not finite in those steps."""
-    engine: Any = importlib.import_module("llama3.train.train_step")
+    engine: Any = importlib.import_module("herd.llama3.train.train_step")
     number, real = -1, engine.squared_norm
 
     def sick(parameters: Any) -> Any:

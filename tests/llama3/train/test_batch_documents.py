@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
-from llama3.tokens.stream import TokenStream
-from llama3.train.callbacks import StepDecision, StepResult
-from llama3.train.data_loader import Step, steps_from
-from llama3.train.journal import SkippedRange
-from llama3.train.loss_spikes import incident_line, write_incident
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.stream import TokenStream
+from herd.llama3.train.callbacks import StepDecision, StepResult
+from herd.llama3.train.data_loader import Step, steps_from
+from herd.llama3.train.journal import SkippedRange
+from herd.llama3.train.loss_spikes import incident_line, write_incident
 from tests.llama3.train.train_samples import STEP, recipe, write_tokens
 
 

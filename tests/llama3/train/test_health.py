@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from llama3.train import metrics
-from llama3.train.health import HealthSample, HealthTail, HostCounters, judge_nodes
-from llama3.train.job import Attempt
+from herd.llama3.train import metrics
+from herd.llama3.train.health import HealthSample, HealthTail, HostCounters, judge_nodes
+from herd.llama3.train.job import Attempt
 from tests.dist import run
 from tests.llama3.train.health_samples import (
     attempt_that_dies,

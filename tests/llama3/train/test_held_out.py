@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate.held_out import ValidationDocument
-from llama3.evaluate.scoring import score_requests
-from llama3.evaluate.task import Request
-from llama3.model.files import load_model
-from llama3.model.loss import NO_TARGET
-from llama3.recipe.base import DOMAINS
-from llama3.recipe.schema import Recipe
-from llama3.train import metrics
-from llama3.train.journal import read_journal
-from llama3.train.validation import COLUMNS, ValidationRows, pack_rows, validation_interval
+from herd.llama3.evaluate.held_out import ValidationDocument
+from herd.llama3.evaluate.scoring import score_requests
+from herd.llama3.evaluate.task import Request
+from herd.llama3.model.files import load_model
+from herd.llama3.model.loss import NO_TARGET
+from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.train import metrics
+from herd.llama3.train.journal import read_journal
+from herd.llama3.train.validation import COLUMNS, ValidationRows, pack_rows, validation_interval
 from tests.dist import run
 from tests.llama3.train.train_samples import BEGIN, STEP, job, losses, output, recipe, stages, train, work
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.train import journal as module
-from llama3.train.journal import (
+from herd.llama3.train import journal as module
+from herd.llama3.train.journal import (
     Entry,
     Journal,
     Record,
@@ -25,7 +25,7 @@ from llama3.train.journal import (
     read_rewinds,
     to_parquet,
 )
-from llama3.train.metrics_log import Replay
+from herd.llama3.train.metrics_log import Replay
 from tests.storage.commit_samples import disk_calls
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llama3.recipe.schema import Recipe
+from herd.llama3.recipe.schema import Recipe
 from tests.dist import run
 from tests.llama3.train.train_samples import job, losses, output, recipe, stages, train, weights, work
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from storage.digests import PAGE
-from storage.page_cache import make_lazy
+from herd.storage.digests import PAGE
+from herd.storage.page_cache import make_lazy
 from tests.dist import run
 from tests.llama3.train.train_samples import job, losses, output, recipe, stages, train, weights, work
 from tests.storage.lazy_samples import described, lazily

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.model.init import build_model
-from llama3.model.linear import GRID, local_weight
-from llama3.recipe.sections import Model, Optimizer
-from llama3.train.state import adamw
-from llama3.train.train_step import scale, squared_norm
+from herd.llama3.model.init import build_model
+from herd.llama3.model.linear import GRID, local_weight
+from herd.llama3.recipe.sections import Model, Optimizer
+from herd.llama3.train.state import adamw
+from herd.llama3.train.train_step import scale, squared_norm
 from tests.dist import run
 from tests.llama3.parallel.layout_samples import norm_of_replicated_and_sharded
 

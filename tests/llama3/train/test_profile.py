@@ -14,10 +14,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from llama3.model.init import build_model
-from llama3.recipe.sections import Model
-from llama3.train.data_loader import Step
-from llama3.train.profiler import (
+from herd.llama3.model.init import build_model
+from herd.llama3.recipe.sections import Model
+from herd.llama3.train.data_loader import Step
+from herd.llama3.train.profiler import (
     HangStacks,
     Profile,
     Profiler,
@@ -107,7 +107,7 @@ def test_the_flight_recorder_is_asked_for_under_both_names(tmp_path: Path) -> No
 
 def reduced(work: Path) -> str:
     """Take a collective or two and leave the flight recorder behind."""
-    from llama3.parallel.mesh import init_distributed
+    from herd.llama3.parallel.mesh import init_distributed
 
     asked = Profile(flight=10)
     prepare(asked, work)

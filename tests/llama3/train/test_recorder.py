@@ -11,16 +11,24 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from llama3.model.flops import flops_per_token
-from llama3.parallel.mesh import ParallelContext
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.tokens.stream import TokenStream
-from llama3.train import metrics
-from llama3.train.callbacks import StepResult, StepTiming
-from llama3.train.data_loader import Step, steps_from
-from llama3.train.device import PEAKS, describe_device, peak_flops
-from llama3.train.journal import Journal, Rewind, SkippedRange, SkippedRanges, read_journal, read_rewinds, to_parquet
-from llama3.train.metrics_log import DataShares, Recorder
+from herd.llama3.model.flops import flops_per_token
+from herd.llama3.parallel.mesh import ParallelContext
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.tokens.stream import TokenStream
+from herd.llama3.train import metrics
+from herd.llama3.train.callbacks import StepResult, StepTiming
+from herd.llama3.train.data_loader import Step, steps_from
+from herd.llama3.train.device import PEAKS, describe_device, peak_flops
+from herd.llama3.train.journal import (
+    Journal,
+    Rewind,
+    SkippedRange,
+    SkippedRanges,
+    read_journal,
+    read_rewinds,
+    to_parquet,
+)
+from herd.llama3.train.metrics_log import DataShares, Recorder
 from tests.llama3.train.train_samples import ROWS, STEP, recipe, stages, write_tokens
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from llama3.recipe.schema import Recipe
-from storage.lease import folder_lease
+from herd.llama3.recipe.schema import Recipe
+from herd.storage.lease import folder_lease
 from tests.dist import run
 from tests.llama3.train.train_samples import (
     STEP,
@@ -78,16 +78,16 @@ def test_killed_in_a_step_gives_the_same_bits(undisturbed: Path, interrupted: Pa
     ("target", "calls", "after"),
     [
         ("torch.optim:AdamW.step", 2, True),  # before any checkpoint
-        ("llama3.train.checkpoint.manager:Checkpoints.begin", 2, False),
-        ("llama3.train.checkpoint.manager:Checkpoints.begin", 2, True),
-        ("llama3.train.checkpoint.manifest:write_atomic", 2, False),
-        ("llama3.train.checkpoint.manifest:write_atomic", 2, True),
-        ("llama3.train.checkpoint.manager:Checkpoints._prune", 2, False),  # committed, older ones not yet deleted
-        ("llama3.train.checkpoint.storage:sync_folder", 2, False),
+        ("herd.llama3.train.checkpoint.manager:Checkpoints.begin", 2, False),
+        ("herd.llama3.train.checkpoint.manager:Checkpoints.begin", 2, True),
+        ("herd.llama3.train.checkpoint.manifest:write_atomic", 2, False),
+        ("herd.llama3.train.checkpoint.manifest:write_atomic", 2, True),
+        ("herd.llama3.train.checkpoint.manager:Checkpoints._prune", 2, False),  # committed, older ones not yet deleted
+        ("herd.llama3.train.checkpoint.storage:sync_folder", 2, False),
         ("shutil:rmtree", 2, False),  # while an older one is deleted
-        ("llama3.train.trainer:save_model", 1, False),
-        ("llama3.train.trainer:to_parquet", 1, True),
-        ("llama3.train.trainer:sync_folder", 2, False),  # result is in its place
+        ("herd.llama3.train.trainer:save_model", 1, False),
+        ("herd.llama3.train.trainer:to_parquet", 1, True),
+        ("herd.llama3.train.trainer:sync_folder", 2, False),  # result is in its place
     ],
 )
 @pytest.mark.fault("F1", "F2")
@@ -107,12 +107,14 @@ def test_killed_process_from_outside(undisturbed: Path, tmp_path: Path) -> None:
     """The real command, killed at a moment nobody chose, twice; each restart says what it cost."""
     path = job(tmp_path, averaging())
     for seen in (2, 9):
-        process = subprocess.Popen([sys.executable, "-m", "llama3.train.main", str(path)], stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "herd.llama3.train.main", str(path)], stdout=subprocess.DEVNULL
+        )
         while process.poll() is None and len(records(path)) < seen:
             time.sleep(0.002)
         process.kill()
         process.wait()
-    done = subprocess.run([sys.executable, "-m", "llama3.train.main", str(path)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "herd.llama3.train.main", str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert_same(path, undisturbed)
     told = [record.metrics for record in records(path) if "recovery/restarts" in record.metrics]
@@ -233,7 +235,7 @@ def test_two_processes_resume_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.fault("F11")
 def test_sigterm_saves_and_leaves(undisturbed: Path, tmp_path: Path) -> None:
     path = job(tmp_path, averaging())
-    assert run(1, train_until_signal, path, signal.SIGTERM, "llama3.train.journal:Journal.add", 5, True) == [143]
+    assert run(1, train_until_signal, path, signal.SIGTERM, "herd.llama3.train.journal:Journal.add", 5, True) == [143]
     saved = {int(folder.name) for folder in (work(path) / "checkpoints").iterdir()}
     assert saved == {3 * STEP, 6 * STEP}  # the signal came after the last look of step 5: step 6 is whole
     assert records(path)[-1].position == 6 * STEP

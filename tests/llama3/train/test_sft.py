@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from llama3.model.files import load_model
-from llama3.parallel.comms import cp_positions
-from llama3.recipe.base import DOMAINS
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
-from llama3.tokens.conversations import ConversationStream, prepare_conversations
-from llama3.tokens.stream import TokenStream
-from llama3.tokens.tokenizer import Tokenizer
-from llama3.train.data_loader import Batches
+from herd.llama3.model.files import load_model
+from herd.llama3.parallel.comms import cp_positions
+from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.conversations import ConversationStream, prepare_conversations
+from herd.llama3.tokens.stream import TokenStream
+from herd.llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.train.data_loader import Batches
 from tests.dist import run
 from tests.llama3.train.train_samples import (
     STEP,

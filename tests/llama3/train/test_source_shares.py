@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from llama3.tokens.stream import TokenStream
-from llama3.train.metrics_log import DataShares
+from herd.llama3.tokens.stream import TokenStream
+from herd.llama3.train.metrics_log import DataShares
 from tests.llama3.tokens.token_samples import LENGTHS, recipe, stage, write_shards
 
 MIX = {"base": {"general": "50%", "math": "25%", "code": "17%", "multilingual": "8%"}}

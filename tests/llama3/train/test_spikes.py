@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.recipe.schedule import Schedule, StageSpan
-from llama3.recipe.sections import Spikes
-from llama3.train.callbacks import StepDecision, StepResult
-from llama3.train.data_loader import Step, steps_from
-from llama3.train.journal import Record, SkippedRange, SkippedRanges
-from llama3.train.loss_spikes import History, SpikeDetector, SpikeGuard, history
+from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.sections import Spikes
+from herd.llama3.train.callbacks import StepDecision, StepResult
+from herd.llama3.train.data_loader import Step, steps_from
+from herd.llama3.train.journal import Record, SkippedRange, SkippedRanges
+from herd.llama3.train.loss_spikes import History, SpikeDetector, SpikeGuard, history
 from tests.llama3.train.train_samples import STEP, recipe, stages
 
 CPU = torch.device("cpu")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from llama3.parallel.layout import Layout
-from llama3.parallel.mesh import ParallelContext
-from llama3.train.callbacks import StepResult
-from llama3.train.data_loader import Step
-from llama3.train.stragglers import Stopwatch, Stragglers
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.mesh import ParallelContext
+from herd.llama3.train.callbacks import StepResult
+from herd.llama3.train.data_loader import Step
+from herd.llama3.train.stragglers import Stopwatch, Stragglers
 from tests.dist import run
 from tests.llama3.parallel.layout_samples import build_parts
 
@@ -77,8 +77,8 @@ def ended(stragglers: Stragglers, number: int) -> dict[str, float]:
 
 def slow_rank(slow: int, layout: Layout) -> tuple[list[float], list[str], list[float]]:
     """Train a little on each rank, `slow` of which sleeps in its layers; return figures, lines and wall seconds."""
-    from llama3.parallel.mesh import init_distributed
-    from llama3.recipe.sections import Model
+    from herd.llama3.parallel.mesh import init_distributed
+    from herd.llama3.recipe.sections import Model
 
     config = Model(layers=2, dim=32, ffn=64, heads=4, kv_heads=2, max_seq_len=64)
     with init_distributed("cpu", 240, layout) as world:

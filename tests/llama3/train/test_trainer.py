@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llama3.model.files import load_model
-from llama3.recipe.schedule import Schedule
-from llama3.tokens.stream import TokenStream
-from llama3.train.averaging import average_positions
-from llama3.train.callbacks import Callback, StepResult
-from llama3.train.data_loader import Batches, Step
-from storage.artifact import ArtifactSpec, Store
+from herd.llama3.model.files import load_model
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.tokens.stream import TokenStream
+from herd.llama3.train.averaging import average_positions
+from herd.llama3.train.callbacks import Callback, StepResult
+from herd.llama3.train.data_loader import Batches, Step
+from herd.storage.artifact import ArtifactSpec, Store
 from tests.dist import run
 from tests.llama3.train.train_samples import (
     ROWS,
@@ -140,7 +140,7 @@ class Calls(Callback):
 
 
 def train_with_calls(path: Path) -> list[tuple[str, int]]:
-    from llama3.train.trainer import Trainer
+    from herd.llama3.train.trainer import Trainer
 
     kept, setup = Calls(), Trainer.__init__
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from safetensors import deserialize
 
-from llama3.recipe.base import DOMAINS
-from llama3.recipe.load import load_recipe, to_yaml
-from llama3.recipe.schema import Recipe
-from llama3.tokens.mix import mix_datasets
-from llama3.tokens.shards import write_index, write_shard
-from llama3.train.job import TrainJob
-from llama3.train.journal import Record, read_journal
+from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.recipe.load import load_recipe, to_yaml
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.mix import mix_datasets
+from herd.llama3.tokens.shards import write_index, write_shard
+from herd.llama3.train.job import TrainJob
+from herd.llama3.train.journal import Record, read_journal
 from tests.llama3.tokens.token_samples import documents
 
 ROWS, BEGIN, END = 512, 256, 257
@@ -94,7 +94,7 @@ def job(folder: Path, asked: Recipe | None = None, stage: str = "main", name: st
 
 def train(path: Path) -> int:
     """Run the trainer in this process, made for it; return the exit status. What it prints goes to a file."""
-    from llama3.train.main import main
+    from herd.llama3.train.main import main
 
     log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
@@ -106,8 +106,8 @@ def initial_digest(path: Path) -> str:
     """Return a digest of the weights that all processes together start with."""
     import torch
 
-    from llama3.parallel.mesh import full_tensor, init_distributed
-    from llama3.train.state import Precision, TrainState
+    from herd.llama3.parallel.mesh import full_tensor, init_distributed
+    from herd.llama3.train.state import Precision, TrainState
 
     asked = load_recipe(TrainJob.model_validate_json(path.read_text()).recipe)
     with init_distributed("cpu", 30) as world:

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli.main import app
-from llama3.recipe.load import RecipeError
-from llama3.train.health import HealthSample
-from llama3.train.job import AttemptResult
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.errors import TrainingFailed
-from tasks.launch import hosts as ledger
-from tasks.launch.hosts import FOLDER, Hosts, accused
-from tasks.launch.local import Agents, LocalLauncher
-from tasks.runs.preflight import check_place
+from herd.flows.cli.main import app
+from herd.llama3.recipe.load import RecipeError
+from herd.llama3.train.health import HealthSample
+from herd.llama3.train.job import AttemptResult
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.errors import TrainingFailed
+from herd.tasks.launch import hosts as ledger
+from herd.tasks.launch.hosts import FOLDER, Hosts, accused
+from herd.tasks.launch.local import Agents, LocalLauncher
+from herd.tasks.runs.preflight import check_place
 from tests.tasks.standing_root import tiny
 
 XID = "GPU 3: Xid 79, the GPU fell off the bus"

@@ -21,11 +21,11 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from llama3.train import launch
-from llama3.train.job import AttemptResult
-from tasks.cluster import Cluster
-from tasks.launch.base import orphans
-from tasks.launch.kubernetes import KubernetesLauncher, ended, job_name, manifest, manifest_text, ready_nodes
+from herd.llama3.train import launch
+from herd.llama3.train.job import AttemptResult
+from herd.tasks.cluster import Cluster
+from herd.tasks.launch.base import orphans
+from herd.tasks.launch.kubernetes import KubernetesLauncher, ended, job_name, manifest, manifest_text, ready_nodes
 
 JOB, LOGS = Path("/herd/work/main-1a2b/job.json"), Path("/herd/runs/tiny-1/logs/main/attempt 2")
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
@@ -59,7 +59,7 @@ def agent(pod: dict[str, Any], **variables: str) -> Any:
     message = subprocess.run(
         [shell, option, line.replace("exec ", 'printf "%s\\0" ', 1)], env=variables, capture_output=True, text=True
     ).stdout.split("\0")
-    assert message[:3] == ["python", "-m", "llama3.train.launch"]
+    assert message[:3] == ["python", "-m", "herd.llama3.train.launch"]
     with (
         patch.object(launch, "run_attempt", return_value=AttemptResult(status=0)) as run,
         patch.object(launch, "preload"),

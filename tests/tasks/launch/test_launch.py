@@ -21,15 +21,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.restart import measure_restart
-from llama3.recipe.schedule import Schedule
-from llama3.train.job import GRACE_S, OUT_OF_MEMORY, AttemptResult, StopEstimate, first_failure
-from llama3.train.journal import read_attempts
-from llama3.train.main import REFUSED
-from storage.processes import memory_kills
-from tasks.cluster import Cluster, load_cluster
-from tasks.errors import TrainingFailed
-from tasks.launch.base import LAUNCHERS, fitting, launch_key, launcher_of
-from tasks.launch.local import Agents, LocalLauncher, rank_process, slow_precision
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.train.job import GRACE_S, OUT_OF_MEMORY, AttemptResult, StopEstimate, first_failure
+from herd.llama3.train.journal import read_attempts
+from herd.llama3.train.main import REFUSED
+from herd.storage.processes import memory_kills
+from herd.tasks.cluster import Cluster, load_cluster
+from herd.tasks.errors import TrainingFailed
+from herd.tasks.launch.base import LAUNCHERS, fitting, launch_key, launcher_of
+from herd.tasks.launch.local import Agents, LocalLauncher, rank_process, slow_precision
 from tests.agents import ForkedAgents
 from tests.llama3.train.train_samples import STEP, job, losses, recipe, records, stages, weights, work
 
@@ -247,8 +247,8 @@ def test_no_rank_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     supervisor = textwrap.dedent(f"""
         import time
         from pathlib import Path
-        from tasks.cluster import Cluster
-        from tasks.launch.local import Agents, LocalLauncher
+        from herd.tasks.cluster import Cluster
+        from herd.tasks.launch.local import Agents, LocalLauncher
         launcher = LocalLauncher(Cluster(processes=2), Agents(Path("/dev/null")))
         launcher.start(Path({str(path)!r}), 2, Path({str(tmp_path / "logs")!r}) / "1")
         time.sleep(600)

@@ -14,25 +14,25 @@ import psutil
 import pytest
 import yaml
 
-from llama3.parallel.layout import Layout
-from llama3.recipe.schedule import Schedule
-from llama3.train.health import HealthTail
-from llama3.train.job import AttemptResult, read_outcomes
-from llama3.train.journal import read_attempts
-from storage.artifact import Store
-from storage.processes import IMPORT_FOLDER
-from storage.root import Root
-from tasks.cluster import Cluster, EvaluationCluster, load_cluster
-from tasks.console import TerminalConsole
-from tasks.doctor import diagnose_nodes
-from tasks.errors import SchedulerRefused
-from tasks.launch.base import Launch, fitting, orphans
-from tasks.launch.hosts import Hosts
-from tasks.launch.slurm import SlurmLaunch, SlurmLauncher, slurm_script
-from tasks.runs.records import Runs
-from tasks.stages.evaluate import run_evaluation
-from tasks.stages.train import StageAttempts
-from tasks.step import Context
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.train.health import HealthTail
+from herd.llama3.train.job import AttemptResult, read_outcomes
+from herd.llama3.train.journal import read_attempts
+from herd.storage.artifact import Store
+from herd.storage.processes import IMPORT_FOLDER
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster, EvaluationCluster, load_cluster
+from herd.tasks.console import TerminalConsole
+from herd.tasks.doctor import diagnose_nodes
+from herd.tasks.errors import SchedulerRefused
+from herd.tasks.launch.base import Launch, fitting, orphans
+from herd.tasks.launch.hosts import Hosts
+from herd.tasks.launch.slurm import SlurmLaunch, SlurmLauncher, slurm_script
+from herd.tasks.runs.records import Runs
+from herd.tasks.stages.evaluate import run_evaluation
+from herd.tasks.stages.train import StageAttempts
+from herd.tasks.step import Context
 from tests.agents import shared_agents
 from tests.dist import run
 from tests.flows.test_tutorials import blocks

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.models.lookup import parse_span
+from herd.tasks.models.lookup import parse_span
 
 
 def test_spans_are_read_as_people_write_them() -> None:

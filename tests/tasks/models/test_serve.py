@@ -23,15 +23,15 @@ import torch
 import uvicorn
 from typer.testing import CliRunner
 
-from flows.cli.main import app as cli
-from llama3.evaluate.engine import BatchEngine, Generation
-from llama3.evaluate.generate import IncrementalDecoder, ModelRunner, generate
-from llama3.model.files import save_model
-from llama3.recipe.sections import Model
-from llama3.tokens.chat import encode_chat
-from storage.processes import free_port
-from storage.root import Root
-from tasks.models.serve import BODY_BYTES, Served, bind, create_app, render_page
+from herd.flows.cli.main import app as cli
+from herd.llama3.evaluate.engine import BatchEngine, Generation
+from herd.llama3.evaluate.generate import IncrementalDecoder, ModelRunner, generate
+from herd.llama3.model.files import save_model
+from herd.llama3.recipe.sections import Model
+from herd.llama3.tokens.chat import encode_chat
+from herd.storage.processes import free_port
+from herd.storage.root import Root
+from herd.tasks.models.serve import BODY_BYTES, Served, bind, create_app, render_page
 from tests.llama3.evaluate.test_answer import TOKENIZER, made
 from tests.llama3.evaluate.test_engine import await_idle
 from tests.llama3.evaluate.test_generate import favour

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import sync_playwright
 
-from llama3.evaluate.engine import BatchEngine
-from llama3.evaluate.generate import generate
-from storage.root import Root
-from tasks.models.serve import Served, render_page
+from herd.llama3.evaluate.engine import BatchEngine
+from herd.llama3.evaluate.generate import generate
+from herd.storage.root import Root
+from herd.tasks.models.serve import Served, render_page
 from tests.llama3.evaluate.test_answer import TOKENIZER, made
 from tests.llama3.evaluate.test_engine import await_idle
 from tests.tasks.models.test_serve import SPEC, serving

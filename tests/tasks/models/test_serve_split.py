@@ -14,13 +14,13 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli.main import app as cli
-from llama3.evaluate.generate import generate
-from llama3.model.files import save_model
-from llama3.parallel.layout import Layout
-from llama3.recipe.sections import Model
-from storage.processes import free_port
-from tasks.models.lookup import check_layout, choose_layout
+from herd.flows.cli.main import app as cli
+from herd.llama3.evaluate.generate import generate
+from herd.llama3.model.files import save_model
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.recipe.sections import Model
+from herd.storage.processes import free_port
+from herd.tasks.models.lookup import check_layout, choose_layout
 from tests.dist import Forked
 from tests.llama3.evaluate.test_answer import TOKENIZER, made
 from tests.tasks.models.test_serve import SPEC
@@ -41,7 +41,7 @@ def serving(folder: Path, root: Path) -> Iterator[tuple[Forked, httpx.Client, li
     """Yield the command, a client and the ranks."""
     address = f"http://127.0.0.1:{free_port()}/"
     words = ["serve", str(folder), "--tp", "2", "--port", address.rpartition(":")[2][:-1], "--root", str(root)]
-    process = Forked("flows.cli.main", *words, environment=dict(os.environ))
+    process = Forked("herd.flows.cli.main", *words, environment=dict(os.environ))
     try:
         line = process.stdout.readline()
         assert line == f"{folder} is served at {address} and {address}v1 by 2 processes; Ctrl-C stops it\n"
@@ -110,7 +110,7 @@ def test_a_split_model_generates_the_text_of_one_process(tmp_path: Path) -> None
     assert result.exit_code == 0, result.output
     assert result.stdout_bytes.decode() == f"The{generate(model, TOKENIZER, 'The', 40, 0.8)}\n"
     assert result.stderr.endswith(", 4 processes\n")
-    assert not [each for each in psutil.Process().children() if "llama3.evaluate.distributed" in each.cmdline()]
+    assert not [each for each in psutil.Process().children() if "herd.llama3.evaluate.distributed" in each.cmdline()]
 
 
 @pytest.mark.parametrize("command", ["serve", "generate"])

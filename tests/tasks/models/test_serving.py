@@ -25,13 +25,13 @@ import pytest
 import torch
 from mlflow.exceptions import MlflowException
 
-from flows.local_server import await_answer
-from llama3.evaluate.gate import CheckUnfinished
-from llama3.evaluate.generate import generate
-from llama3.export.convert import convert
-from llama3.model.files import load_model
-from storage.processes import die_with_parent, free_port
-from tasks.models.export import MODEL, SERVED, TRIES, smoke_test, write_served
+from herd.flows.local_server import await_answer
+from herd.llama3.evaluate.gate import CheckUnfinished
+from herd.llama3.evaluate.generate import generate
+from herd.llama3.export.convert import convert
+from herd.llama3.model.files import load_model
+from herd.storage.processes import die_with_parent, free_port
+from herd.tasks.models.export import MODEL, SERVED, TRIES, smoke_test, write_served
 from tests.llama3.export.export_samples import herd, shape, tokenizer
 
 CODER = tokenizer()
@@ -108,7 +108,7 @@ def killer(times: int) -> Iterator[list[int]]:
         while not over.is_set() and len(killed) < times:
             for process in psutil.Process().children():
                 with suppress(psutil.Error):
-                    if "tasks.models.export" in process.cmdline() and process.pid not in killed:
+                    if "herd.tasks.models.export" in process.cmdline() and process.pid not in killed:
                         killed.append(process.pid)
                         process.kill()
             time.sleep(0.01)

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console as RichConsole
 
-from llama3.planner.device_curves import ELEMENTWISE, GEMM, Calibration
-from storage.artifact import Artifact
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.console import TerminalConsole
-from tasks.plan.calibrate import (
+from herd.llama3.planner.device_curves import ELEMENTWISE, GEMM, Calibration
+from herd.storage.artifact import Artifact
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.console import TerminalConsole
+from herd.tasks.plan.calibrate import (
     FILE,
     calibration_lines,
     calibration_table,
@@ -29,13 +29,13 @@ from tasks.plan.calibrate import (
     show_calibration,
     store_calibration,
 )
-from tasks.tracking.mlflow import MLflowTracker
+from herd.tasks.tracking.mlflow import MLflowTracker
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Root, Calibration, Artifact, str]:
     """A root with a measurement of this machine, and what was said of it."""
-    from llama3.planner.calibrate import REACH
+    from herd.llama3.planner.calibrate import REACH
 
     root, text = Root.parse(tmp_path_factory.mktemp("measured")), StringIO()
     small = replace(REACH["cpu"], rows=128, sides=(32, 64), widths=(64, 128))
@@ -147,5 +147,5 @@ def test_what_is_stored_is_json_that_others_read(tmp_path: Path, found: Calibrat
 
 
 def test_a_plan_reads_curves_without_mlflow_and_torch() -> None:
-    code = "import sys, tasks.plan.calibrate; assert not {'torch', 'mlflow'} & set(sys.modules)"
+    code = "import sys, herd.tasks.plan.calibrate; assert not {'torch', 'mlflow'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

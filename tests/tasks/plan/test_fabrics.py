@@ -6,10 +6,10 @@ import pytest
 import yaml
 from rich.console import Console
 
-from llama3.train import metrics
-from storage.root import Root
-from tasks.plan.cluster import ClusterProjection, compare_fabrics, fabrics_table, part_metrics
-from tasks.tracking.mlflow import MLflowTracker
+from herd.llama3.train import metrics
+from herd.storage.root import Root
+from herd.tasks.plan.cluster import ClusterProjection, compare_fabrics, fabrics_table, part_metrics
+from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.llama3.planner.plan_samples import CLUSTER, recipe
 
 

@@ -15,21 +15,21 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner, Result
 
-from flows.cli.main import app
-from llama3.data.collect import collect
-from llama3.data.readers.conversations import conversation_files, read_conversations
-from llama3.data.readers.sources import fingerprint, survey
-from llama3.evaluate.suite import check_suite, find_suite, render_task, suite_inputs
-from llama3.recipe.load import RecipeError, load_recipe
-from llama3.recipe.schema import Recipe
-from llama3.recipe.units import tokens
-from storage.digests import digest_folder
-from storage.fetch import FetchRefused
-from storage.filesystem import FETCHED, source_state
-from storage.root import Root
-from tasks.models.start import with_local_models
-from tasks.plan.recipe import fetch_files, make_plan, prepare_fetch, summary_lines, tokens_needed
-from tasks.runs.integrity import verify
+from herd.flows.cli.main import app
+from herd.llama3.data.collect import collect
+from herd.llama3.data.readers.conversations import conversation_files, read_conversations
+from herd.llama3.data.readers.sources import fingerprint, survey
+from herd.llama3.evaluate.suite import check_suite, find_suite, render_task, suite_inputs
+from herd.llama3.recipe.load import RecipeError, load_recipe
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.units import tokens
+from herd.storage.digests import digest_folder
+from herd.storage.fetch import FetchRefused
+from herd.storage.filesystem import FETCHED, source_state
+from herd.storage.root import Root
+from herd.tasks.models.start import with_local_models
+from herd.tasks.plan.recipe import fetch_files, make_plan, prepare_fetch, summary_lines, tokens_needed
+from herd.tasks.runs.integrity import verify
 from tests.storage.hub import Hub, stand_in_hub
 
 TINY = "tests/e2e/tiny.yaml"

@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from llama3.data.readers.conversations import ConversationSurvey
-from llama3.data.readers.sources import DomainSurvey
-from llama3.evaluate import suite
-from llama3.parallel.layout import Layout
-from llama3.recipe.base import DOMAINS
-from llama3.recipe.load import RecipeError, load_recipe
-from llama3.recipe.schedule import Schedule
-from llama3.tokens.tokenizer import Tokenizer
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.plan.recipe import (
+from herd.llama3.data.readers.conversations import ConversationSurvey
+from herd.llama3.data.readers.sources import DomainSurvey
+from herd.llama3.evaluate import suite
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.recipe.load import RecipeError, load_recipe
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.tokens.tokenizer import Tokenizer
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.plan.recipe import (
     conversation_shortage,
     data_shortage,
     make_plan,
@@ -26,7 +26,7 @@ from tasks.plan.recipe import (
     summary_lines,
     tokens_needed,
 )
-from tasks.runs.preflight import check_place, preflight
+from herd.tasks.runs.preflight import check_place, preflight
 
 PUBLISHED = load_recipe(Path("recipes/llama3-405b.yaml"))
 QUICKSTART = Path("recipes/quickstart.yaml")

@@ -9,14 +9,14 @@ import pytest
 import yaml
 from rich.console import Console
 
-from llama3.parallel.layout import Layout
-from llama3.planner.budget import Prices
-from llama3.planner.goodput import BYTECHECKPOINT
-from llama3.planner.hardware import load_server
-from llama3.planner.uptime import RECOVERY, uptime
-from llama3.recipe.load import load_recipe
-from tasks.cluster import Cluster, EvaluationCluster, load_cluster
-from tasks.plan.cluster import (
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.planner.budget import Prices
+from herd.llama3.planner.goodput import BYTECHECKPOINT
+from herd.llama3.planner.hardware import load_server
+from herd.llama3.planner.uptime import RECOVERY, uptime
+from herd.llama3.recipe.load import load_recipe
+from herd.tasks.cluster import Cluster, EvaluationCluster, load_cluster
+from herd.tasks.plan.cluster import (
     checkpoint_interval_s,
     estimate_uptime_and_budget,
     headroom_warnings,
@@ -28,9 +28,9 @@ from tasks.plan.cluster import (
     sent_bytes,
     storage_use,
 )
-from tasks.plan.options import stage_placements
-from tasks.plan.predict import EvaluationCost, evaluation_cost, memory_faults
-from tasks.plan.recipe import make_plan
+from herd.tasks.plan.options import stage_placements
+from herd.tasks.plan.predict import EvaluationCost, evaluation_cost, memory_faults
+from herd.tasks.plan.recipe import make_plan
 from tests.llama3.planner.plan_samples import cluster_file, fabric, recipe
 from tests.tasks.plan_room import planned
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.parallel.layout import Layout
-from llama3.planner.device_curves import prior_curves
-from llama3.planner.projection import StagePlacement
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.plan.options import check_stage_names, device_curves, open_cluster, parse_gpus, stage_placements
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.planner.device_curves import prior_curves
+from herd.llama3.planner.projection import StagePlacement
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.plan.options import check_stage_names, device_curves, open_cluster, parse_gpus, stage_placements
 from tests.llama3.planner.plan_samples import cluster_file, fabric, recipe
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from llama3.parallel.memory import memory
-from llama3.planner.layout_search import memory_parts
-from tasks.plan import plots
-from tasks.plan.page import cost_points, render_plan_page, write_page
+from herd.llama3.parallel.memory import memory
+from herd.llama3.planner.layout_search import memory_parts
+from herd.tasks.plan import plots
+from herd.tasks.plan.page import cost_points, render_plan_page, write_page
 from tests.tasks.plan_room import planned
 
 INSIDE = ("#", "data:")

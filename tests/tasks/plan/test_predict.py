@@ -8,19 +8,19 @@ import psutil
 import pytest
 import torch
 
-from llama3.parallel.layout import Layout
-from llama3.planner.device_curves import Curves
-from llama3.planner.layout_search import RESERVE
-from llama3.planner.projection import project
-from llama3.recipe.schedule import Schedule
-from llama3.train import metrics
-from llama3.train.device import device_name
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.plan import predict as module
-from tasks.plan.calibrate import load_calibration, store_calibration
-from tasks.plan.options import device_curves, stage_placements
-from tasks.plan.predict import (
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.planner.device_curves import Curves
+from herd.llama3.planner.layout_search import RESERVE
+from herd.llama3.planner.projection import project
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.train import metrics
+from herd.llama3.train.device import device_name
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.plan import predict as module
+from herd.tasks.plan.calibrate import load_calibration, store_calibration
+from herd.tasks.plan.options import device_curves, stage_placements
+from herd.tasks.plan.predict import (
     DeviceMemory,
     device_memory,
     memory_faults,

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from llama3.planner.topology import fabric_names, load_fabric
-from llama3.recipe.load import load_recipe
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.plan.presets import ALIASES, THIS, cluster_of, fabric_of
+from herd.llama3.planner.topology import fabric_names, load_fabric
+from herd.llama3.recipe.load import load_recipe
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.plan.presets import ALIASES, THIS, cluster_of, fabric_of
 from tests.llama3.train.train_samples import recipe
 
 H100, RTX = "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from llama3.planner.reliability import llama3_failures
-from llama3.recipe.load import load_recipe
-from llama3.recipe.schedule import Schedule
-from tasks.plan.fault_test import (
+from herd.llama3.planner.reliability import llama3_failures
+from herd.llama3.recipe.load import load_recipe
+from herd.llama3.recipe.schedule import Schedule
+from herd.tasks.plan.fault_test import (
     FLEET,
     FaultRunResult,
     FaultTestSettings,

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-import tasks.promotion.approval
-from storage.lease import lease
-from storage.processes import free_port
-from storage.root import Root
-from tasks.promotion.approval import decide, question
-from tasks.promotion.log import CHALLENGER, PENDING_APPROVAL, PROMOTED, REJECTED, Promotion, PromotionLog, read_log
-from tasks.promotion.promote import decided_before
-from tasks.runs.records import OPEN, Runs
-from tasks.runs.recovery import show_aliases
-from tasks.tracking.mlflow import MLflowTracker
+import herd.tasks.promotion.approval
+from herd.storage.lease import lease
+from herd.storage.processes import free_port
+from herd.storage.root import Root
+from herd.tasks.promotion.approval import decide, question
+from herd.tasks.promotion.log import CHALLENGER, PENDING_APPROVAL, PROMOTED, REJECTED, Promotion, PromotionLog, read_log
+from herd.tasks.promotion.promote import decided_before
+from herd.tasks.runs.records import OPEN, Runs
+from herd.tasks.runs.recovery import show_aliases
+from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.tasks.mlflow_server import use
 from tests.tasks.promotion_samples import FAMILY, add, judged_record
 from tests.tasks.tracked_run import TrackedRun, models
@@ -58,7 +58,7 @@ def test_a_crash_before_it_is_shown_is_made_good_by_the_next_command(
 ) -> None:
     waiting(root)
     with monkeypatch.context() as patch:
-        patch.setattr(tasks.promotion.approval, "apply", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(herd.tasks.promotion.approval, "apply", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             decide(root, "tiny-1", True, "Ada")
     assert read_log(root, FAMILY)[-1].kind == PROMOTED

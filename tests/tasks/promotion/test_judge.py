@@ -10,17 +10,25 @@ import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from llama3.evaluate.gate import Evidence
-from llama3.model.files import WEIGHTS
-from llama3.parallel.layout import Layout
-from llama3.tokens.tokenizer import train_tokenizer
-from storage.artifact import Artifact
-from storage.processes import free_port
-from tasks.promotion import gate, promote
-from tasks.promotion.gate import CHAMPION, ChampionModel, Override, decide, measure_candidate, measure_champion, vet
-from tasks.promotion.log import PENDING_APPROVAL, PROMOTED, REJECTED, Log, Promotion, PromotionLog
-from tasks.promotion.promote import append_decision
-from tasks.stages.evaluate import evaluate_model
+from herd.llama3.evaluate.gate import Evidence
+from herd.llama3.model.files import WEIGHTS
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.tokens.tokenizer import train_tokenizer
+from herd.storage.artifact import Artifact
+from herd.storage.processes import free_port
+from herd.tasks.promotion import gate, promote
+from herd.tasks.promotion.gate import (
+    CHAMPION,
+    ChampionModel,
+    Override,
+    decide,
+    measure_candidate,
+    measure_champion,
+    vet,
+)
+from herd.tasks.promotion.log import PENDING_APPROVAL, PROMOTED, REJECTED, Log, Promotion, PromotionLog
+from herd.tasks.promotion.promote import append_decision
+from herd.tasks.stages.evaluate import evaluate_model
 from tests.llama3.export.export_samples import TEXTS
 from tests.tasks.mlflow_server import use
 from tests.tasks.promotion_room import PromotionRoom

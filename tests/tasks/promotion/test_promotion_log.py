@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from storage.root import Root
-from storage.signing import SIGNING
-from tasks.promotion.log import (
+from herd.storage.root import Root
+from herd.storage.signing import SIGNING
+from herd.tasks.promotion.log import (
     CHAMPION,
     FOLDER,
     PROMOTED,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.evaluate.gate import Check, Evidence
-from tasks.promotion.log import (
+from herd.llama3.evaluate.gate import Check, Evidence
+from herd.tasks.promotion.log import (
     ALIASES,
     APPROVAL,
     CANDIDATE,

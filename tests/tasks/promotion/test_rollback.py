@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from flows.cli.main import app
-from storage.artifact import Artifact
-from storage.object_artifact import open_store
-from storage.processes import free_port
-from storage.root import Root
-from tasks.models.lookup import label_of_alias
-from tasks.promotion import rollback
-from tasks.promotion.log import (
+from herd.flows.cli.main import app
+from herd.storage.artifact import Artifact
+from herd.storage.object_artifact import open_store
+from herd.storage.processes import free_port
+from herd.storage.root import Root
+from herd.tasks.models.lookup import label_of_alias
+from herd.tasks.promotion import rollback
+from herd.tasks.promotion.log import (
     CHAMPION,
     PREVIOUS,
     REJECTED,
@@ -30,10 +30,10 @@ from tasks.promotion.log import (
     decided,
     read_log,
 )
-from tasks.promotion.rollback import RollbackRequest, roll_back
-from tasks.runs.recovery import reconcile, show_aliases
-from tasks.tracking.mlflow import MLflowTracker
-from tasks.tracking.registry import Registry
+from herd.tasks.promotion.rollback import RollbackRequest, roll_back
+from herd.tasks.runs.recovery import reconcile, show_aliases
+from herd.tasks.tracking.mlflow import MLflowTracker
+from herd.tasks.tracking.registry import Registry
 from tests.tasks.mlflow_server import use
 from tests.tasks.promotion_samples import FAMILY, add, append_to, champions, judged_record
 from tests.tasks.tracked_run import models, two_runs

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import yaml
 
-from llama3.data.annotate import annotate
-from llama3.data.collect import collect
-from llama3.data.curate import curate
-from llama3.data.mapreduce import run_serial
-from llama3.recipe.load import parse_recipe
-from llama3.recipe.schema import Recipe
-from storage.artifact import Artifact, ArtifactSpec, Store
-from tasks.report.data import data_page
-from tasks.report.run import render_data
+from herd.llama3.data.annotate import annotate
+from herd.llama3.data.collect import collect
+from herd.llama3.data.curate import curate
+from herd.llama3.data.mapreduce import run_serial
+from herd.llama3.recipe.load import parse_recipe
+from herd.llama3.recipe.schema import Recipe
+from herd.storage.artifact import Artifact, ArtifactSpec, Store
+from herd.tasks.report.data import data_page
+from herd.tasks.report.run import render_data
 
 
 def a_recipe(folder: Path, checkout: Path) -> Recipe:

@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llama3.evaluate.scores import Score, gold_key, write_scores
-from llama3.evaluate.statistics import normal, proportion
-from llama3.model.files import CONFIG
-from llama3.model.flops import flops_per_token, trained_flops
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
-from storage.artifact import Artifact, ArtifactSpec
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.report.html import render
-from tasks.report.run import FILTERS, FURTHER, evaluated_checkpoints, forecast_section
-from tasks.runs.records import Runs, StepRecord
+from herd.llama3.evaluate.scores import Score, gold_key, write_scores
+from herd.llama3.evaluate.statistics import normal, proportion
+from herd.llama3.model.files import CONFIG
+from herd.llama3.model.flops import flops_per_token, trained_flops
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.storage.artifact import Artifact, ArtifactSpec
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.report.html import render
+from herd.tasks.report.run import FILTERS, FURTHER, evaluated_checkpoints, forecast_section
+from herd.tasks.runs.records import Runs, StepRecord
 from tests.llama3.train.train_samples import ROWS, recipe
 
 KEY = "eval/animals"

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import sync_playwright
 
-from llama3.recipe.schedule import Schedule
-from llama3.train import metrics
-from llama3.train.journal import Journal, Record
-from storage.lease import lease
-from storage.root import Root
-from tasks.report import live
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.train import metrics
+from herd.llama3.train.journal import Journal, Record
+from herd.storage.lease import lease
+from herd.storage.root import Root
+from herd.tasks.report import live
 from tests.tasks.standing_root import begun, tiny, train
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

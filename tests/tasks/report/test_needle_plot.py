@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from llama3.evaluate.scores import Score
-from llama3.evaluate.statistics import proportion
-from tasks.report.plots import needle_heatmap
+from herd.llama3.evaluate.scores import Score
+from herd.llama3.evaluate.statistics import proportion
+from herd.tasks.report.plots import needle_heatmap
 
 
 def test_every_cell_of_the_grid_is_drawn_and_a_missing_one_is_left_blank() -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from flows.cli.main import app
+from herd.flows.cli.main import app
 
 PROSE = "The lighthouse keeper counted ships at dusk and wrote number {n} into a book of blue paper. "
 

@@ -10,16 +10,16 @@ from random import Random
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli.main import app
-from llama3.train.checkpoint.manager import Checkpoints
-from storage.object_artifact import open_store
-from storage.objects import get_bytes, put_bytes
-from storage.root import Root
-from storage.signing import SIGNING
-from tasks.runs.gc import plan_gc
-from tasks.runs.integrity import verify
-from tasks.runs.records import DamagedRecord, Runs, now
-from tasks.study.records import RECORD, Studies, StudyRecord
+from herd.flows.cli.main import app
+from herd.llama3.train.checkpoint.manager import Checkpoints
+from herd.storage.object_artifact import open_store
+from herd.storage.objects import get_bytes, put_bytes
+from herd.storage.root import Root
+from herd.storage.signing import SIGNING
+from herd.tasks.runs.gc import plan_gc
+from herd.tasks.runs.integrity import verify
+from herd.tasks.runs.records import DamagedRecord, Runs, now
+from herd.tasks.study.records import RECORD, Studies, StudyRecord
 from tests.llama3.train.checkpoint_samples import ALONE, State
 from tests.storage.test_signing import key
 from tests.tasks.promotion_samples import add

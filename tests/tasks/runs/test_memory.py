@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from storage import processes as memory
-from storage.processes import PeakMemory, peak_memory
+from herd.storage import processes as memory
+from herd.storage.processes import PeakMemory, peak_memory
 
 MIB = 2**20
 HOARD = "import sys, time; held = b'x' * ({} << 20); print('there', flush=True); time.sleep(60)"

@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from herd import __version__
-from storage.root import Root
-from storage.secrets import names_secret, scrub
-from tasks.cluster import Cluster, load_cluster
-from tasks.runs import provenance
-from tasks.runs.provenance import (
+from herd.storage.root import Root
+from herd.storage.secrets import names_secret, scrub
+from herd.tasks.cluster import Cluster, load_cluster
+from herd.tasks.runs import provenance
+from herd.tasks.runs.provenance import (
     Provenance,
     cluster_yaml,
     code_changes,

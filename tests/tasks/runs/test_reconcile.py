@@ -14,15 +14,15 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import AwaitingRetry, Cancelled, Cancelling, Completed, Crashed, Failed, Pending, Running, Suspended
 from prefect.states import State as PrefectState
 
-from flows.crash_recovery import end_flow_run
-from llama3.recipe.load import load_recipe
-from storage.lease import lease
-from storage.root import Root
-from tasks.runs import recovery
-from tasks.runs.records import OPEN, RunRecord, Runs, mark_open, now
-from tasks.runs.recovery import Reconciled, reconcile, reconcile_record
-from tasks.study.records import Studies, StudyRecord
-from tasks.tracking.mlflow import MLflowTracker
+from herd.flows.crash_recovery import end_flow_run
+from herd.llama3.recipe.load import load_recipe
+from herd.storage.lease import lease
+from herd.storage.root import Root
+from herd.tasks.runs import recovery
+from herd.tasks.runs.records import OPEN, RunRecord, Runs, mark_open, now
+from herd.tasks.runs.recovery import Reconciled, reconcile, reconcile_record
+from herd.tasks.study.records import Studies, StudyRecord
+from herd.tasks.tracking.mlflow import MLflowTracker
 
 RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
 

@@ -18,19 +18,30 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import AwaitingRetry, Completed, Failed, Running, State
 from rich.console import Console as RichConsole
 
-from flows.maintenance import clean_up
-from llama3.evaluate.gate import Decision
-from storage.artifact import Artifact, ArtifactSpec
-from storage.filesystem import write_atomic
-from storage.lease import lease
-from storage.object_artifact import open_store
-from storage.objects import list_objects, put_bytes
-from storage.root import Root
-from tasks.console import TerminalConsole
-from tasks.promotion.log import PENDING_APPROVAL, Promotion, PromotionLog, aliased_labels, last_promotion
-from tasks.runs.gc import COPY, TAG, GcItem, GcPlan, delete_items, delete_rows, gc_rows, plan_gc, plan_rows, with_inputs
-from tasks.runs.records import RunRecord, Runs, StepRecord
-from tasks.study.records import Studies, StudyRecord
+from herd.flows.maintenance import clean_up
+from herd.llama3.evaluate.gate import Decision
+from herd.storage.artifact import Artifact, ArtifactSpec
+from herd.storage.filesystem import write_atomic
+from herd.storage.lease import lease
+from herd.storage.object_artifact import open_store
+from herd.storage.objects import list_objects, put_bytes
+from herd.storage.root import Root
+from herd.tasks.console import TerminalConsole
+from herd.tasks.promotion.log import PENDING_APPROVAL, Promotion, PromotionLog, aliased_labels, last_promotion
+from herd.tasks.runs.gc import (
+    COPY,
+    TAG,
+    GcItem,
+    GcPlan,
+    delete_items,
+    delete_rows,
+    gc_rows,
+    plan_gc,
+    plan_rows,
+    with_inputs,
+)
+from herd.tasks.runs.records import RunRecord, Runs, StepRecord
+from herd.tasks.study.records import Studies, StudyRecord
 from tests.tasks.standing_root import commit
 
 LATER = 20 * 86400.0

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from llama3.recipe.load import load_recipe
-from storage.root import Root
-from tasks.models.lookup import model_folder
-from tasks.runs.records import Runs
+from herd.llama3.recipe.load import load_recipe
+from herd.storage.root import Root
+from herd.tasks.models.lookup import model_folder
+from herd.tasks.runs.records import Runs
 from tests.dist import forkserver
 
 QUICKSTART = Path("recipes/quickstart.yaml")

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console as RichConsole
 
-from storage.lease import lease
-from storage.root import Root
-from tasks.console import TerminalConsole
-from tasks.promotion.log import PENDING_APPROVAL
-from tasks.runs.progress import run_progress
-from tasks.runs.records import Runs
-from tasks.runs.status import status_tables
-from tasks.stages.alerts import Alert, emit_alert
+from herd.storage.lease import lease
+from herd.storage.root import Root
+from herd.tasks.console import TerminalConsole
+from herd.tasks.promotion.log import PENDING_APPROVAL
+from herd.tasks.runs.progress import run_progress
+from herd.tasks.runs.records import Runs
+from herd.tasks.runs.status import status_tables
+from herd.tasks.stages.alerts import Alert, emit_alert
 from tests.tasks.standing_root import begun, log_attempt, tiny, train
 
 

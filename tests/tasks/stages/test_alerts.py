@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console as RichConsole
 
-from llama3.recipe.sections import Spikes
-from llama3.train import metrics
-from llama3.train.journal import Record, Rewind
-from storage.root import Root
-from tasks.console import TerminalConsole
-from tasks.stages.alerts import CALM_STEPS, FILE, STALL_S, START_S, Alerts, alert_gate_failed, read_alerts
+from herd.llama3.recipe.sections import Spikes
+from herd.llama3.train import metrics
+from herd.llama3.train.journal import Record, Rewind
+from herd.storage.root import Root
+from herd.tasks.console import TerminalConsole
+from herd.tasks.stages.alerts import CALM_STEPS, FILE, STALL_S, START_S, Alerts, alert_gate_failed, read_alerts
 
 
 class Watched:
@@ -119,7 +119,7 @@ def test_a_disk_that_fills_is_told_of_once(watched: Watched, monkeypatch: pytest
         file.truncate(10**9)  # three of them are more than the least that should be free
     free = iter([3.5e9, 2.9e9, 2.8e9, 3.5e9, 2.9e9, 9e9, 2.9e9])
     usage = lambda path: type("Usage", (), {"free": next(free)})  # noqa: E731
-    monkeypatch.setattr("tasks.stages.alerts.shutil.disk_usage", usage)
+    monkeypatch.setattr("herd.tasks.stages.alerts.shutil.disk_usage", usage)
     counts = []
     for _ in range(7):
         watched.now += 31

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from llama3.parallel.layout import Layout
-from llama3.recipe.schema import Recipe
-from tasks.cluster import Cluster, EvaluationCluster
-from tasks.launch.local import rank_process
-from tasks.stages.evaluate import run_evaluation
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.recipe.schema import Recipe
+from herd.tasks.cluster import Cluster, EvaluationCluster
+from herd.tasks.launch.local import rank_process
+from herd.tasks.stages.evaluate import run_evaluation
 from tests.agents import shared_agents
 from tests.llama3.evaluate.suite_samples import make
 

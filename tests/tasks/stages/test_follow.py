@@ -11,30 +11,30 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from flows.run_lifecycle import _close
-from llama3.recipe.schedule import Schedule
-from llama3.train import job as jobs
-from llama3.train import metrics
-from llama3.train.health import HealthSample
-from llama3.train.job import AttemptResult
-from llama3.train.journal import HEALTH, Journal, Record, device_hours, read_attempts, read_journal, to_parquet
-from storage.artifact import Store
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.console import TerminalConsole
-from tasks.errors import TrainingFailed
-from tasks.launch import base as launch_base
-from tasks.launch.hosts import Hosts
-from tasks.launch.local import Agents, LocalLauncher, rank_process
-from tasks.runs.records import Runs
-from tasks.stages.alerts import Alerts, read_alerts
-from tasks.stages.follow import HUNG, JournalTailer
-from tasks.stages.train import StageAttempts, _resumes
-from tasks.step import Context
-from tasks.tracking.factory import mlflow_of
-from tasks.tracking.mlflow import MLflowTracker
-from tasks.tracking.prometheus import Gauges, folder_faults
-from tasks.tracking.steps import read_series
+from herd.flows.run_lifecycle import _close
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.train import job as jobs
+from herd.llama3.train import metrics
+from herd.llama3.train.health import HealthSample
+from herd.llama3.train.job import AttemptResult
+from herd.llama3.train.journal import HEALTH, Journal, Record, device_hours, read_attempts, read_journal, to_parquet
+from herd.storage.artifact import Store
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.console import TerminalConsole
+from herd.tasks.errors import TrainingFailed
+from herd.tasks.launch import base as launch_base
+from herd.tasks.launch.hosts import Hosts
+from herd.tasks.launch.local import Agents, LocalLauncher, rank_process
+from herd.tasks.runs.records import Runs
+from herd.tasks.stages.alerts import Alerts, read_alerts
+from herd.tasks.stages.follow import HUNG, JournalTailer
+from herd.tasks.stages.train import StageAttempts, _resumes
+from herd.tasks.step import Context
+from herd.tasks.tracking.factory import mlflow_of
+from herd.tasks.tracking.mlflow import MLflowTracker
+from herd.tasks.tracking.prometheus import Gauges, folder_faults
+from herd.tasks.tracking.steps import read_series
 from tests.agents import ForkedAgents
 from tests.llama3.train.train_samples import STEP, job, recipe, records, stages, work
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from llama3.model.files import open_model
-from llama3.recipe.schedule import Schedule
-from llama3.train import metrics
-from llama3.train.journal import Record
-from storage.objects import get_bytes, put_bytes
-from tasks.stages import evaluate
-from tasks.stages.evaluate import CheckpointOffers, CheckpointQueue, evaluate_checkpoint, evaluate_waiting
+from herd.llama3.model.files import open_model
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.train import metrics
+from herd.llama3.train.journal import Record
+from herd.storage.objects import get_bytes, put_bytes
+from herd.tasks.stages import evaluate
+from herd.tasks.stages.evaluate import CheckpointOffers, CheckpointQueue, evaluate_checkpoint, evaluate_waiting
 from tests.dist import run
 from tests.llama3.evaluate.rank_samples import write_checkpoint
 from tests.storage.s3 import BUCKET, environment, moto_server, pointed_at

@@ -11,23 +11,23 @@ import pytest
 import torch
 from rich.console import Console as RichConsole
 
-from llama3.evaluate.gate import Decision
-from llama3.model.files import save_model
-from llama3.model.init import build_model
-from llama3.recipe.frozen import check_frozen_fields
-from llama3.recipe.load import load_recipe
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
-from llama3.tokens.tokenizer import train_tokenizer
-from storage.artifact import Artifact, ArtifactSpec, Store
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.console import TerminalConsole
-from tasks.errors import GateFailed
-from tasks.runs.records import Runs
-from tasks.stages.evaluate import check_long_context_gates
-from tasks.step import Context
-from tasks.tracking.mlflow import MLflowTracker
+from herd.llama3.evaluate.gate import Decision
+from herd.llama3.model.files import save_model
+from herd.llama3.model.init import build_model
+from herd.llama3.recipe.frozen import check_frozen_fields
+from herd.llama3.recipe.load import load_recipe
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.tokenizer import train_tokenizer
+from herd.storage.artifact import Artifact, ArtifactSpec, Store
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.console import TerminalConsole
+from herd.tasks.errors import GateFailed
+from herd.tasks.runs.records import Runs
+from herd.tasks.stages.evaluate import check_long_context_gates
+from herd.tasks.step import Context
+from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.agents import shared_agents
 
 TEXTS = [

@@ -7,26 +7,26 @@ from typing import Any
 
 import pytest
 
-from llama3.recipe.load import RecipeError, parse_recipe, resolved
-from llama3.recipe.schedule import Schedule
-from llama3.recipe.schema import Recipe
-from llama3.tokens.tokenizer import Tokenizer
-from storage.artifact import Artifact, ArtifactSpec
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.console import TerminalConsole
-from tasks.models.start import init_from_faults
-from tasks.pipeline_steps import next_step, step_names
-from tasks.plan.recipe import make_plan, stage_rows, summary_lines
-from tasks.report.card import make_card
-from tasks.runs.preflight import check_place
-from tasks.runs.progress import run_work_dir_name
-from tasks.runs.records import Runs, StepRecord
-from tasks.stages.init_weights import init_weights
-from tasks.stages.train import train_stage
-from tasks.step import Context
-from tasks.tracking.mlflow import MLflowTracker
+from herd.llama3.recipe.load import RecipeError, parse_recipe, resolved
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.tokenizer import Tokenizer
+from herd.storage.artifact import Artifact, ArtifactSpec
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.console import TerminalConsole
+from herd.tasks.models.start import init_from_faults
+from herd.tasks.pipeline_steps import next_step, step_names
+from herd.tasks.plan.recipe import make_plan, stage_rows, summary_lines
+from herd.tasks.report.card import make_card
+from herd.tasks.runs.preflight import check_place
+from herd.tasks.runs.progress import run_work_dir_name
+from herd.tasks.runs.records import Runs, StepRecord
+from herd.tasks.stages.init_weights import init_weights
+from herd.tasks.stages.train import train_stage
+from herd.tasks.step import Context
+from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.agents import shared_agents
 from tests.llama3.train.train_samples import ROWS, STEP, recipe, write_tokens
 

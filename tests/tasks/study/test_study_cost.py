@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from llama3.model.files import save_model
-from llama3.model.flops import trained_flops
-from llama3.recipe.schedule import Schedule
-from llama3.studies.expand import VariantRun, load_study
-from llama3.studies.results import distinct_stages
-from storage.artifact import ArtifactSpec
-from storage.lease import LeaseHeld, lease
-from storage.object_artifact import open_store
-from storage.root import Root
-from tasks.runs.records import RunRecord, Runs, StepRecord
-from tasks.study.plan import spent
-from tasks.study.records import Studies, StudyRecord
-from tasks.study.report import rewrite
+from herd.llama3.model.files import save_model
+from herd.llama3.model.flops import trained_flops
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.studies.expand import VariantRun, load_study
+from herd.llama3.studies.results import distinct_stages
+from herd.storage.artifact import ArtifactSpec
+from herd.storage.lease import LeaseHeld, lease
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root
+from herd.tasks.runs.records import RunRecord, Runs, StepRecord
+from herd.tasks.study.plan import spent
+from herd.tasks.study.records import Studies, StudyRecord
+from herd.tasks.study.report import rewrite
 
 STUDY = load_study(Path("recipes/experiments/judge-cpu.yaml"))
 ROWS, SECONDS = 640, 90.0

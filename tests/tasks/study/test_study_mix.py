@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import simulated_studies
-from llama3.studies.expand import ExpandedStudy, load_study
-from llama3.studies.results import HURTS, RunResult
-from tasks.study.analysis import mix_analysis
+from herd.llama3.studies.expand import ExpandedStudy, load_study
+from herd.llama3.studies.results import HURTS, RunResult
+from herd.tasks.study.analysis import mix_analysis
 
 BASE = Path("recipes/experiments/base-cpu.yaml").absolute()
 DOCUMENTS = dict.fromkeys(("general", "math", "code", "multilingual"), 48)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from llama3.studies.forecast import Interval
-from tasks.study.plots import BLEND, against_shares, left_out, split
+from herd.llama3.studies.forecast import Interval
+from herd.tasks.study.plots import BLEND, against_shares, left_out, split
 from tests.tasks.study_samples import DOMAINS, mixes
 
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.studies.forecast import backtest
-from llama3.studies.results import StudyVerdict
-from tasks.study.analysis import backtest_table
-from tasks.study.page import (
+from herd.llama3.studies.forecast import backtest
+from herd.llama3.studies.results import StudyVerdict
+from herd.tasks.study.analysis import backtest_table
+from herd.tasks.study.page import (
     RUNS,
     StudyView,
     ViewTable,

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from llama3.studies.expand import ExpandedStudy, VariantRun, load_study
-from llama3.studies.results import distinct_stages
-from llama3.studies.study import Variant
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.runs.records import RunRecord, Runs, StepRecord, StudyPart
-from tasks.study.plan import HEADERS, check_hours, plan_lines, plan_rows, plan_study
-from tasks.study.records import Studies, runs_of
+from herd.llama3.studies.expand import ExpandedStudy, VariantRun, load_study
+from herd.llama3.studies.results import distinct_stages
+from herd.llama3.studies.study import Variant
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.runs.records import RunRecord, Runs, StepRecord, StudyPart
+from herd.tasks.study.plan import HEADERS, check_hours, plan_lines, plan_rows, plan_study
+from herd.tasks.study.records import Studies, runs_of
 
 STUDIES = Path("recipes/experiments")
 

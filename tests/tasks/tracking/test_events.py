@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tasks.tracking.events import resource_id
+from herd.tasks.tracking.events import resource_id
 
 ALONE = """
 import time
-from tasks.tracking.events import emit
+from herd.tasks.tracking.events import emit
 began = time.monotonic()
 emit("herd.alert.disk", "herd.run.tiny-1", "tiny-1", {"run": "tiny-1"})
 emit("herd.alert.disk", "herd.run.tiny-1", "tiny-1", {"run": object()})

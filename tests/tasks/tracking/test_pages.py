@@ -14,12 +14,12 @@ import httpx
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.local_server import await_answer, child, prefect_command
-from llama3.train import metrics
-from llama3.train.journal import Record
-from storage.processes import free_port
-from tasks.format import format_duration
-from tasks.tracking.prefect_artifacts import Outbox, StagePage, artifact_key
+from herd.flows.local_server import await_answer, child, prefect_command
+from herd.llama3.train import metrics
+from herd.llama3.train.journal import Record
+from herd.storage.processes import free_port
+from herd.tasks.format import format_duration
+from herd.tasks.tracking.prefect_artifacts import Outbox, StagePage, artifact_key
 from tests.tasks.page_flow import RUN, pages_of_run, shown
 
 

@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 from mlflow.exceptions import MlflowException
 
-from llama3.recipe.schedule import Schedule
-from llama3.train import metrics
-from llama3.train.journal import Journal, Record
-from storage.processes import free_port
-from storage.root import Root
-from tasks.console import TerminalConsole
-from tasks.promotion.log import PromotionLog, version_description
-from tasks.report.card import describe_model
-from tasks.runs.gc import TRASH, GcItem, GcPlan, delete_rows, plan_gc, plan_rows
-from tasks.runs.records import Runs, StepRecord
-from tasks.stages.follow import JournalTailer
-from tasks.tracking.backfill import backfill_run, catch_up, watch_outages
-from tasks.tracking.mlflow import MLflowTracker
-from tasks.tracking.registry import Registry
-from tasks.tracking.steps import Thinning
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.train import metrics
+from herd.llama3.train.journal import Journal, Record
+from herd.storage.processes import free_port
+from herd.storage.root import Root
+from herd.tasks.console import TerminalConsole
+from herd.tasks.promotion.log import PromotionLog, version_description
+from herd.tasks.report.card import describe_model
+from herd.tasks.runs.gc import TRASH, GcItem, GcPlan, delete_rows, plan_gc, plan_rows
+from herd.tasks.runs.records import Runs, StepRecord
+from herd.tasks.stages.follow import JournalTailer
+from herd.tasks.tracking.backfill import backfill_run, catch_up, watch_outages
+from herd.tasks.tracking.mlflow import MLflowTracker
+from herd.tasks.tracking.registry import Registry
+from herd.tasks.tracking.steps import Thinning
 from tests.tasks.mlflow_server import empty_database, use
 from tests.tasks.tracked_run import TrackedRun, models, records, seen, two_runs
 

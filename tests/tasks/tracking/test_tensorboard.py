@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from llama3.recipe.load import RecipeError, load_recipe
-from llama3.recipe.sections import Tracking
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.runs.preflight import check_place
-from tasks.tracking.factory import mlflow_of, open_tracker
-from tasks.tracking.tracker import MetricPoint, Tracker
+from herd.llama3.recipe.load import RecipeError, load_recipe
+from herd.llama3.recipe.sections import Tracking
+from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
+from herd.tasks.runs.preflight import check_place
+from herd.tasks.tracking.factory import mlflow_of, open_tracker
+from herd.tasks.tracking.tracker import MetricPoint, Tracker
 
 TINY = Path("tests/e2e/tiny.yaml")
 TAGS = {"herd.run": "tiny-1", "kind": "checkpoint", "stage": "main", "artifact.key": "abc"}
@@ -116,7 +116,7 @@ class TestEventFiles:
 
 
 def test_a_missing_package_is_an_error_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasks.tracking.factory.find_spec", lambda name: None)
+    monkeypatch.setattr("herd.tasks.tracking.factory.find_spec", lambda name: None)
     recipe = load_recipe(TINY, ["tracking.tensorboard=true"])
     with pytest.raises(RecipeError) as refused:
         check_place(recipe, Cluster(), Root.parse(tmp_path))

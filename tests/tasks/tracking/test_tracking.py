@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from llama3.recipe.load import load_recipe
-from storage.filesystem import cache_folder
-from storage.root import Root
-from tasks.runs.records import Runs
-from tasks.tracking.mlflow import MLflowTracker
-from tasks.tracking.mlflow_store import prepare_database
-from tasks.tracking.tracker import MetricPoint
+from herd.llama3.recipe.load import load_recipe
+from herd.storage.filesystem import cache_folder
+from herd.storage.root import Root
+from herd.tasks.runs.records import Runs
+from herd.tasks.tracking.mlflow import MLflowTracker
+from herd.tasks.tracking.mlflow_store import prepare_database
+from herd.tasks.tracking.tracker import MetricPoint
 from tests.dist import forkserver
 
 
@@ -110,7 +110,7 @@ def killed(folder: Path, number: int, plain: bool) -> None:
 def test_killed_while_the_database_is_first_made_the_next_process_records(
     tmp_path: Path, number: int, plain: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.tracking.mlflow_store.STEADY_S", 0.3)
+    monkeypatch.setattr("herd.tasks.tracking.mlflow_store.STEADY_S", 0.3)
     killed(tmp_path, number, plain)
     assert not (tmp_path / "cache").exists()
     again = MLflowTracker(Root.parse(tmp_path), "family")
@@ -123,7 +123,7 @@ def test_killed_while_the_database_is_first_made_the_next_process_records(
 def test_a_damaged_database_is_set_aside_and_earlier_runs_are_sent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.tracking.mlflow_store.STEADY_S", 0.3)
+    monkeypatch.setattr("herd.tasks.tracking.mlflow_store.STEADY_S", 0.3)
     root = Root.parse(tmp_path)
     record = Runs(root).begin(load_recipe(Path("tests/e2e/tiny.yaml")), "c0de")
     record.state = "finished"

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama3.data.decontam.decontaminate import Decontaminate, Overlap, overlap
-from llama3.data.decontam.ngrams import check_benchmarks
-from llama3.data.mapreduce import CurationJob, run_serial
-from llama3.data.text.words import split_words
-from llama3.recipe.data_schema import Benchmark, Curate
+from herd.llama3.data.decontam.decontaminate import Decontaminate, Overlap, overlap
+from herd.llama3.data.decontam.ngrams import check_benchmarks
+from herd.llama3.data.mapreduce import CurationJob, run_serial
+from herd.llama3.data.text.words import split_words
+from herd.llama3.recipe.data_schema import Benchmark, Curate
 from tests.llama3.data.shard_samples import dropped_rows, ids, make_job, without
 
 Lines = list[dict[str, Any]]

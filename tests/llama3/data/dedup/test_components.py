@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.data.dedup.minhash import large_star, small_star
+from herd.llama3.data.dedup.minhash import large_star, small_star
 
 NODES = st.integers(0, 12).map(lambda place: place * 10_000_000_019)
 

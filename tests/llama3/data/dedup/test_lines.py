@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama3.data.dedup.lines import LineDedup, StrippedTexts, bad_lines, line_hashes, strip_lines
-from llama3.data.mapreduce import CurationJob, run_serial
-from llama3.data.text.words import split_words
-from llama3.recipe.data_schema import Curate, Lines
+from herd.llama3.data.dedup.lines import LineDedup, StrippedTexts, bad_lines, line_hashes, strip_lines
+from herd.llama3.data.mapreduce import CurationJob, run_serial
+from herd.llama3.data.text.words import split_words
+from herd.llama3.recipe.data_schema import Curate, Lines
 from tests.llama3.data.shard_samples import make_job, without
 
 BLANKS = "".join(map(chr, range(0x21)))

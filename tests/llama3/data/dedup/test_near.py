@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from llama3.data.dedup.minhash import CLUSTERS, ROUNDS, MinHash, round_shuffles
-from llama3.data.mapreduce import CurationJob, run_serial
-from llama3.data.text.words import split_words
-from llama3.recipe.data_schema import Curate, Dedup
+from herd.llama3.data.dedup.minhash import CLUSTERS, ROUNDS, MinHash, round_shuffles
+from herd.llama3.data.mapreduce import CurationJob, run_serial
+from herd.llama3.data.text.words import split_words
+from herd.llama3.recipe.data_schema import Curate, Dedup
 from tests.llama3.data.shard_samples import attributes, drops, make_job, without
 
 Document = dict[str, Any]

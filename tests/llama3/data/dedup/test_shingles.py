@@ -8,10 +8,10 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.data.kernels.arrow import list_buffers
-from llama3.data.kernels.shingles import band_hashes, jaccard_pairs, mix_hashes, shingle_sets
-from llama3.data.text.words import split_words
-from llama3.recipe.data_schema import Dedup
+from herd.llama3.data.kernels.arrow import list_buffers
+from herd.llama3.data.kernels.shingles import band_hashes, jaccard_pairs, mix_hashes, shingle_sets
+from herd.llama3.data.text.words import split_words
+from herd.llama3.recipe.data_schema import Dedup
 
 VOCABULARY = [f"w{i}" for i in range(3000)]
 TEXTS = st.lists(st.text("ab B,.\né中文ภ 日1_Я🙂", max_size=40), max_size=6)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llama3.data.demo.installed import (
+from herd.llama3.data.demo.installed import (
     InstalledFile,
     arguments,
     catalog_documents,
@@ -28,7 +28,7 @@ from llama3.data.demo.installed import (
     spread,
     unescape,
 )
-from llama3.recipe.base import DOMAINS
+from herd.llama3.recipe.base import DOMAINS
 
 MAN = r"""'\" t
 .\" a comment

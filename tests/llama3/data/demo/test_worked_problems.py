@@ -11,8 +11,8 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.data.demo.math_problems import Draws
-from llama3.data.demo.word_problems import KINDS, LANGUAGES, document, problem, questions, translated_document
+from herd.llama3.data.demo.math_problems import Draws
+from herd.llama3.data.demo.word_problems import KINDS, LANGUAGES, document, problem, questions, translated_document
 
 SEEDS = st.integers(0, 2**40)
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]

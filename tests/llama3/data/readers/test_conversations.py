@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from llama3.data.readers.conversations import read_conversations, survey_conversations
-from llama3.data.readers.files import SourceError
-from llama3.recipe.data_schema import ConversationSource
+from herd.llama3.data.readers.conversations import read_conversations, survey_conversations
+from herd.llama3.data.readers.files import SourceError
+from herd.llama3.recipe.data_schema import ConversationSource
 
 USER, ANSWER = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llama3.data.collect import collect
-from llama3.data.readers.files import SourceError
-from llama3.data.readers.sources import (
+from herd.llama3.data.collect import collect
+from herd.llama3.data.readers.files import SourceError
+from herd.llama3.data.readers.sources import (
     check_sources,
     estimate_text,
     fingerprint,
@@ -22,9 +22,9 @@ from llama3.data.readers.sources import (
     source_names,
     survey,
 )
-from llama3.recipe.data_schema import Source
-from llama3.recipe.schema import Recipe
-from llama3.recipe.units import Bytes
+from herd.llama3.recipe.data_schema import Source
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.units import Bytes
 
 Make = Callable[..., Recipe]
 Write = Callable[..., str]
@@ -166,7 +166,7 @@ def test_a_survey_counts_text_and_says_what_it_left_out(
     assert (counted.domain, counted.documents, counted.bytes, counted.complete) == ("general", 10, 2000, True)
     [remote] = survey(make_recipe({"general": [{"uri": path}, {"uri": "s3://nowhere/x.jsonl"}]}))
     assert (remote.documents, remote.complete) == (10, False)
-    monkeypatch.setattr("llama3.data.readers.sources.SURVEYED", 500)
+    monkeypatch.setattr("herd.llama3.data.readers.sources.SURVEYED", 500)
     [cut] = survey(make_recipe({"general": [{"uri": path}]}))
     assert (cut.documents, cut.complete) == (3, False)
 
@@ -194,7 +194,7 @@ def test_what_is_installed_is_counted_once_until_it_changes(
     assert survey(recipe)[0].documents == 7
     kept.write_text("{torn")
     assert survey(recipe) == counted
-    monkeypatch.setattr("llama3.data.readers.sources.installed_state", lambda: "one more package")
+    monkeypatch.setattr("herd.llama3.data.readers.sources.installed_state", lambda: "one more package")
     assert survey(recipe) == counted
     assert len([*kept.parent.iterdir()]) == 2
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.data.readers.files import Fault
-from llama3.data.text import extract
-from llama3.data.text.extract import exceeds_limits, html_text, plain_text, strip_markdown
+from herd.llama3.data.readers.files import Fault
+from herd.llama3.data.text import extract
+from herd.llama3.data.text.extract import exceeds_limits, html_text, plain_text, strip_markdown
 
 PAGE = """<!DOCTYPE html><html><head><title>T</title><style>p {color: red}</style></head><body>
 <nav><ul><li><a href="/">Home of the site</a></li><li><a href="/x">Another menu entry</a></li></ul></nav>

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from llama3.data.text.language import detect_language, primary_subtag
-from llama3.data.text.words import split_words
+from herd.llama3.data.text.language import detect_language, primary_subtag
+from herd.llama3.data.text.words import split_words
 
 
 def test_languages_are_told_and_tags_reduced() -> None:

@@ -9,9 +9,9 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.data.kernels.arrow import text_buffers
-from llama3.data.kernels.text import GARBLED, UNCOMPOSED, scan
-from llama3.data.text.normalize import SIGNS, fix_mojibake, normalize, normalize_texts
+from herd.llama3.data.kernels.arrow import text_buffers
+from herd.llama3.data.kernels.text import GARBLED, UNCOMPOSED, scan
+from herd.llama3.data.text.normalize import SIGNS, fix_mojibake, normalize, normalize_texts
 
 TRICKY = st.text(
     "a \t\n\r\x00\x0b\x0c\x1f\x7f\x85\x9f\xa0\u0301\u2028\u2029\ufeff\uffff\ufffeé漢か\u3099가ᄀ\u1161😀", max_size=40

@@ -4,7 +4,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.data.text.pii import redact, redact_text
+from herd.llama3.data.text.pii import redact, redact_text
 
 
 def test_mail_addresses_become_one_that_nobody_has() -> None:

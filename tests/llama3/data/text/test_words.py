@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.data.kernels.words import find_words, word_hash
-from llama3.data.text.words import ALONE, JOINED, split_words
+from herd.llama3.data.kernels.words import find_words, word_hash
+from herd.llama3.data.text.words import ALONE, JOINED, split_words
 
 EDGES = [
     chr(point)

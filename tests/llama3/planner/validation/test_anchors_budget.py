@@ -6,10 +6,10 @@ from time import process_time
 
 import pytest
 
-from llama3.parallel.layout import TABLE_4
-from llama3.planner.validation.anchor import Anchor
-from llama3.planner.validation.network import congestion_anchors
-from llama3.planner.validation.run import (
+from herd.llama3.parallel.layout import TABLE_4
+from herd.llama3.planner.validation.anchor import Anchor
+from herd.llama3.planner.validation.network import congestion_anchors
+from herd.llama3.planner.validation.run import (
     SCHEDULE,
     budget_anchors,
     gpu_hours,

@@ -4,9 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from llama3.planner.device_curves import GemmCurve
-from llama3.planner.validation import step
-from llama3.planner.validation.step import A100_PEAK, FITTED, RUNS, megatron_anchors, megatron_fitted, megatron_seconds
+from herd.llama3.planner.device_curves import GemmCurve
+from herd.llama3.planner.validation import step
+from herd.llama3.planner.validation.step import (
+    A100_PEAK,
+    FITTED,
+    RUNS,
+    megatron_anchors,
+    megatron_fitted,
+    megatron_seconds,
+)
 
 
 def test_six_rows_hold_their_mean_does_and_a_flat_curve_misses() -> None:

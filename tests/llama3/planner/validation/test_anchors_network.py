@@ -5,10 +5,10 @@ from time import process_time
 
 import pytest
 
-from llama3.planner.routing import ring_share
-from llama3.planner.validation import network
-from llama3.planner.validation.anchor import Anchor
-from llama3.planner.validation.network import network_anchors
+from herd.llama3.planner.routing import ring_share
+from herd.llama3.planner.validation import network
+from herd.llama3.planner.validation.anchor import Anchor
+from herd.llama3.planner.validation.network import network_anchors
 
 
 @pytest.fixture(scope="module")

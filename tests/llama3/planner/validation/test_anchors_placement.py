@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from llama3.parallel.layout import TABLE_4
-from llama3.planner.validation.network import job, placement_anchors, recommendations
+from herd.llama3.parallel.layout import TABLE_4
+from herd.llama3.planner.validation.network import job, placement_anchors, recommendations
 
 
 def test_a18_holds_and_its_ablations_miss() -> None:

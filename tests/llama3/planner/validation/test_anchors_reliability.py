@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from llama3.planner.validation.anchor import Anchor
-from llama3.planner.validation.run import reliability_anchors
+from herd.llama3.planner.validation.anchor import Anchor
+from herd.llama3.planner.validation.run import reliability_anchors
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 
-from llama3.parallel.layout import TABLE_4
-from llama3.planner.published import fitted_h100_curves
-from llama3.planner.validation import step
-from llama3.planner.validation.anchor import Anchor
-from llama3.planner.validation.step import table4_anchors
+from herd.llama3.parallel.layout import TABLE_4
+from herd.llama3.planner.published import fitted_h100_curves
+from herd.llama3.planner.validation import step
+from herd.llama3.planner.validation.anchor import Anchor
+from herd.llama3.planner.validation.step import table4_anchors
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_what_was_fitted_and_what_assumed_is_said(rows: list[Anchor]) -> None:
 
 def test_a_model_without_its_bubble_is_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows test the model: with bubbles gone, row 2 comes out as fast as row 1."""
-    monkeypatch.setattr("llama3.planner.step_time.pipeline_idle", lambda *_: 0.0)
+    monkeypatch.setattr("herd.llama3.planner.step_time.pipeline_idle", lambda *_: 0.0)
     fitted_h100_curves.cache_clear()
     try:
         first = table4_anchors()[0]

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from llama3.parallel.layout import Layout
-from llama3.parallel.memory import Load
-from llama3.planner.published import fitted_h100_curves, step_model, table4_query
-from llama3.planner.step_time import StepModel, StepTime
-from llama3.planner.validation import step
-from llama3.planner.validation.anchor import Anchor
-from llama3.planner.validation.step import OUT_OF_REACH, TERMS, term_anchors
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.memory import Load
+from herd.llama3.planner.published import fitted_h100_curves, step_model, table4_query
+from herd.llama3.planner.step_time import StepModel, StepTime
+from herd.llama3.planner.validation import step
+from herd.llama3.planner.validation.anchor import Anchor
+from herd.llama3.planner.validation.step import OUT_OF_REACH, TERMS, term_anchors
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.planner.validation import run as module
-from llama3.planner.validation.anchor import Anchor, within
-from llama3.planner.validation.run import ANCHORS, verify
-from llama3.planner.validation.step import megascale_anchors, megatron_anchors, table4_anchors
+from herd.llama3.planner.validation import run as module
+from herd.llama3.planner.validation.anchor import Anchor, within
+from herd.llama3.planner.validation.run import ANCHORS, verify
+from herd.llama3.planner.validation.step import megascale_anchors, megatron_anchors, table4_anchors
 
 QUICK = (megascale_anchors, table4_anchors, megatron_anchors)
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from llama3.train.checkpoint.dcp import WritePlanner, save_state
-from llama3.train.checkpoint.manager import SaveFailed, Snapshot
-from llama3.train.checkpoint.manifest import CheckpointManifest
+from herd.llama3.train.checkpoint.dcp import WritePlanner, save_state
+from herd.llama3.train.checkpoint.manager import SaveFailed, Snapshot
+from herd.llama3.train.checkpoint.manifest import CheckpointManifest
 from tests.dist import run
 from tests.llama3.train.checkpoint_samples import (
     ALONE,
@@ -163,11 +163,11 @@ def test_no_space_left_on_the_device(small_disk: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "calls", "after", "left"),
     [
-        ("llama3.train.checkpoint.dcp:write_file", 2, False, 5),  # calls of the second save
-        ("llama3.train.checkpoint.dcp:write_file", 4, True, 5),
-        ("llama3.train.checkpoint.manifest:write_atomic", 1, False, 5),
-        ("llama3.train.checkpoint.manifest:write_atomic", 1, True, 5),
-        ("llama3.train.checkpoint.storage:sync_folder", 1, False, 6),  # renamed: committed
+        ("herd.llama3.train.checkpoint.dcp:write_file", 2, False, 5),  # calls of the second save
+        ("herd.llama3.train.checkpoint.dcp:write_file", 4, True, 5),
+        ("herd.llama3.train.checkpoint.manifest:write_atomic", 1, False, 5),
+        ("herd.llama3.train.checkpoint.manifest:write_atomic", 1, True, 5),
+        ("herd.llama3.train.checkpoint.storage:sync_folder", 1, False, 6),  # renamed: committed
         ("shutil:rmtree", 3, False, 6),  # while an older one is deleted
     ],
 )
@@ -182,7 +182,7 @@ def test_killed_while_saving(target: str, calls: int, after: bool, left: int, tm
 
 def test_one_of_two_is_killed_while_saving(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
-        run(2, die_while_saving, tmp_path, "llama3.train.checkpoint.dcp:write_file", 2, True, 1)
+        run(2, die_while_saving, tmp_path, "herd.llama3.train.checkpoint.dcp:write_file", 2, True, 1)
     for position, _, arrays in run(2, resume, tmp_path):
         assert position == 5
         assert_holds(arrays, 5)

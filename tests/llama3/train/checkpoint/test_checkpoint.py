@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama3.recipe.sections import Keep, Optimizer
-from llama3.recipe.units import Cadence, Tokens
-from llama3.train.state import adamw
-from llama3.train.train_step import scale, squared_norm
-from llama3.train.trainer import SaveSchedule
+from herd.llama3.recipe.sections import Keep, Optimizer
+from herd.llama3.recipe.units import Cadence, Tokens
+from herd.llama3.train.state import adamw
+from herd.llama3.train.train_step import scale, squared_norm
+from herd.llama3.train.trainer import SaveSchedule
 
 
 def keep(last: int, every: int | None = None) -> Keep:

@@ -14,13 +14,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from llama3.recipe.sections import Keep, Model
-from llama3.recipe.units import Tokens
-from llama3.train.checkpoint.dcp import save_state
-from llama3.train.checkpoint.manager import Checkpoints, NoGoodCheckpoint, load_state
-from llama3.train.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint, verify_files
-from llama3.train.checkpoint.storage import Pins
-from storage.digests import digest_file
+from herd.llama3.recipe.sections import Keep, Model
+from herd.llama3.recipe.units import Tokens
+from herd.llama3.train.checkpoint.dcp import save_state
+from herd.llama3.train.checkpoint.manager import Checkpoints, NoGoodCheckpoint, load_state
+from herd.llama3.train.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint, verify_files
+from herd.llama3.train.checkpoint.storage import Pins
+from herd.storage.digests import digest_file
 from tests.dist import run
 from tests.llama3.train.checkpoint_samples import ALONE, State, assert_holds, opened, resume, save_in_the_background
 

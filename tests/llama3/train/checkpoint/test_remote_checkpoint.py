@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-import llama3.train.checkpoint.storage as remote
-from llama3.train.checkpoint.manager import Checkpoints, SaveFailed
-from storage.filesystem import filesystem_of
-from storage.processes import free_port
+import herd.llama3.train.checkpoint.storage as remote
+from herd.llama3.train.checkpoint.manager import Checkpoints, SaveFailed
+from herd.storage.filesystem import filesystem_of
+from herd.storage.processes import free_port
 from tests.dist import run
 from tests.llama3.train.checkpoint_samples import State, assert_holds, opened, resume_with, save_with
 
@@ -33,7 +33,7 @@ def server() -> Iterator[dict[str, str]]:
     with pytest.MonkeyPatch.context() as environment:
         for name, value in names.items():
             environment.setenv(name, value)
-        environment.setattr("storage.filesystem._filesystem", _uncached(f"http://127.0.0.1:{port}"))
+        environment.setattr("herd.storage.filesystem._filesystem", _uncached(f"http://127.0.0.1:{port}"))
         filesystem_of(f"s3://{BUCKET}").mkdir(BUCKET)
         yield names
     running.stop()

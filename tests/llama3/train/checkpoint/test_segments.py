@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import llama3.train.checkpoint.storage as checkpoint_storage
-from llama3.train.checkpoint.manifest import DamagedCheckpoint, JournalChunk
-from llama3.train.checkpoint.storage import JournalUpload
-from llama3.train.journal import Journal, Record, Rewind, SkippedRange, SkippedRanges, discard_after, read_journal
-from storage.digests import digest_bytes
+import herd.llama3.train.checkpoint.storage as checkpoint_storage
+from herd.llama3.train.checkpoint.manifest import DamagedCheckpoint, JournalChunk
+from herd.llama3.train.checkpoint.storage import JournalUpload
+from herd.llama3.train.journal import Journal, Record, Rewind, SkippedRange, SkippedRanges, discard_after, read_journal
+from herd.storage.digests import digest_bytes
 
 
 class Machine:
