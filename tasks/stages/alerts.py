@@ -20,13 +20,14 @@ from rich.markup import escape
 from herd.llama3.recipe.sections import Spikes
 from herd.llama3.recipe.units import tokens
 from herd.llama3.train import metrics
+from herd.llama3.train.job import Cause
 from herd.llama3.train.journal import Record, Rewind
 from herd.storage.root import Root
 from herd.tasks.console import Console
 from herd.tasks.format import format_bytes, format_duration
 from herd.tasks.tracking.events import emit, resource_id
 
-Kind = Literal["loss-spike", "no-progress", "straggler", "disk", "gate", "bad-node"]
+Kind = Literal["loss-spike", "no-progress", "straggler", "disk", "gate", "bad-node", "attempt"]
 
 CALM_STEPS = 50
 """Good steps after which a spike is over."""
@@ -131,6 +132,14 @@ class Alerts:
             self._raise("no-progress", f"no step for {format_duration(seconds)}, {since}")
         self._disk()
 
+    def attempt_failed(self, cause: Cause, message: str) -> None:
+        """Alert that an attempt ended of `cause`, with the first line of its message, which the console has already."""
+        line = "".join(message.splitlines()[:1])
+        text = f"{cause}: {line or 'the trainer ended'}"
+        emit_alert(self.root, None, Alert(
+            time=time.time(), kind="attempt", run=self.run, stage=self.stage, text=text, position=self.position
+        ))  # fmt: skip
+
     def restarted(self) -> None:
         """The trainer was started again: the limit for the first step applies."""
         self._step_s = 0.0
@@ -176,9 +185,10 @@ def alert_gate_failed(root: Root, console: Console, run: str, stage: str, text: 
     emit_alert(root, console, Alert(time=time.time(), kind="gate", run=run, stage=stage, text=text, position=position))
 
 
-def emit_alert(root: Root, console: Console, alert: Alert) -> None:
+def emit_alert(root: Root, console: Console | None, alert: Alert) -> None:
     """Print an alert, append it to the run's file, and send it as an event."""
-    console.log(f"  [yellow]alert {alert.kind}: {escape(alert.text)}[/]")
+    if console:
+        console.log(f"  [yellow]alert {alert.kind}: {escape(alert.text)}[/]")
     line = alert.model_dump_json().encode() + b"\n"
     with suppress(Exception):  # a full disk is itself an alert
         if root.is_local:

@@ -98,7 +98,7 @@ def run_evaluation(
         mistakes = [line for line in outcome.message.splitlines() if line.startswith(MISTAKE)]
         if outcome.status == REFUSED and mistakes:
             raise ValueError(mistakes[-1].removeprefix(MISTAKE))
-        if os.strerror(errno.ENOSPC) in outcome.message:
+        if outcome.cause == "disk full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(work))
         if attempt == cluster.attempts:
             raise EvaluationFailed(f"an evaluator ended with status {outcome.status}:\n{outcome.message}")

@@ -222,6 +222,9 @@ def _train(context: Context, span: StageSpan, job: Path, runs: list[str], offers
             outcome = follower.follow(launch, span.start, SILENCE * timeout_s, context.cluster.startup_s)
             if outcome.status == 0:
                 return
+            if outcome.status != TERMINATED:
+                alerts.attempt_failed(outcome.cause, outcome.message)
+                context.tracker.set_tags(runs[-1], {"cause": outcome.cause})
             attempts.ended(outcome, progress=follower.position > before)
 
 
@@ -263,7 +266,7 @@ class StageAttempts:
 
     def ended(self, outcome: AttemptResult, progress: bool) -> None:
         """Count an attempt that did not finish the stage. Raises TrainingFailed to give up, OSError for a full disk."""
-        if os.strerror(errno.ENOSPC) in outcome.message:
+        if outcome.cause == "disk full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
         excluded = self._record_death(outcome)
         self.fruitless = 0 if progress or excluded else self.fruitless + 1  # the next one runs elsewhere

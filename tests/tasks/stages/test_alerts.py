@@ -181,3 +181,14 @@ def test_a_straggler_is_told_of_at_the_third_slow_measurement(watched: Watched) 
     assert watched.kinds == []
     watched.step(1, slow=1.3, median=1.0)
     assert watched.kinds == ["straggler"]
+
+
+def test_a_failed_attempt_is_an_alert_that_begins_with_its_cause(watched: Watched) -> None:
+    watched.step(3)
+    watched.alerts.attempt_failed("out of memory", "rank 1 was killed by SIGKILL\nmore")
+    watched.alerts.attempt_failed("hang", "")
+    assert [(alert.kind, alert.text, alert.position) for alert in read_alerts(watched.root, "tiny-1")] == [
+        ("attempt", "out of memory: rank 1 was killed by SIGKILL", 3000),
+        ("attempt", "hang: the trainer ended", 3000),
+    ]
+    assert watched.printed.getvalue() == ""
