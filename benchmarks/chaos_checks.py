@@ -1,20 +1,26 @@
-"""What must hold after chaos: bytes of an undisturbed run, and states that are true everywhere a minute later."""
+"""What must hold after chaos: bytes of an undisturbed run, and states that are true everywhere a minute later.
+
+`python -m benchmarks.chaos_checks FILE...` prints the tables of the files of several seeds.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 from uuid import UUID
 
 import psutil
 
 from benchmarks.chaos import FAULTS, Lane, World
-from benchmarks.rows import Row, measured
+from benchmarks.rows import CHAOS_TARGETS, Row, measured, number
 from herd.llama3.train.metrics import LOST_TOKENS
 from herd.storage.root import Root
 from herd.tasks.promotion.log import CHAMPION, PromotionLog, current_label
@@ -198,4 +204,26 @@ def chaos_rows(world: World, reference: Undisturbed, broken: list[str], true_aft
     for kind in FAULTS:
         times = sorted(t for i in world.injections if i.kind == kind for t in i.recovered.values())
         note = f"{happened[kind]} times" + (f", longest {times[-1]:.0f} s" if times else "")
-        yield Row(f"recovery/{kind}", median(times) if times else None, "s", "", None, note)
+        detail = {"count": happened[kind], "seconds": [round(seconds, 1) for seconds in times]}
+        yield Row(f"recovery/{kind}", median(times) if times else None, "s", "", None, note, detail)
+
+
+def page(reports: list[dict[str, Any]]) -> str:
+    """Return the tables of several seeds as markdown: totals by seed, and the recovery times of all."""
+    rows = [{row["name"]: row for row in report["rows"]} for report in reports]
+    lines = ["| | " + " | ".join(f"seed {n}" for n in range(1, len(rows) + 1)) + " |", "|---" * (len(rows) + 1) + "|"]
+    for name, target in CHAOS_TARGETS.items():
+        values = " | ".join(f"{number(seed[name]['value'])} ({seed[name]['note']})".replace(" ()", "") for seed in rows)
+        lines.append(f"| {name.removeprefix('chaos/')}, {target.unit} | {values} |")
+    lines += ["", "| fault | times | median, s | longest, s |", "|---|---|---|---|"]
+    for name in (name for name in rows[0] if name.startswith("recovery/")):
+        details = [seed[name]["detail"] for seed in rows]
+        seconds = sorted(value for detail in details for value in detail["seconds"])
+        figures = f"{median(seconds):.0f} | {seconds[-1]:.0f}" if seconds else "– | –"
+        count = sum(detail["count"] for detail in details)
+        lines.append(f"| {name.removeprefix('recovery/')} | {count} | {figures} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page([json.loads(Path(file).read_text()) for file in sys.argv[1:]]), end="")

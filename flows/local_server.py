@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import base64
+import logging
 import os
 import re
 import secrets
@@ -226,6 +227,8 @@ def quiet_prefect() -> None:
     # with 5, the default, each call takes a minute once the server is gone
     os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "2")
     os.environ.setdefault("DO_NOT_TRACK", "1")
+    for name in ("websockets", "EventsWorker"):  # a server that dies would print a traceback of theirs
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def is_temporary() -> bool:

@@ -8,8 +8,6 @@ herd.flows.cli.main status` does.
 from __future__ import annotations
 
 import atexit
-import fcntl
-import json
 import multiprocessing
 import os
 import runpy
@@ -19,17 +17,15 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from multiprocessing import forkserver as server
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from herd.storage.processes import die_with_parent, free_port
-from tests.servers import RUN
 
 PRELOADED = [
     "torch._dynamo",
@@ -95,7 +91,7 @@ def _collect(pipes: list[Connection]) -> list[Any]:
         for pipe in ready:
             rank = pipes.index(pipe)  # type: ignore[arg-type]
             try:
-                failure, values[rank] = pipe.recv()  # type: ignore[union-attr]
+                failure, values[rank] = pipe.recv()  # type: ignore[union-attr, call-arg]
             except EOFError:
                 failure = "died"
             if failure:
@@ -108,30 +104,7 @@ def forkserver() -> ForkServerContext:
     """Return what forks from the one server that Python has: whoever asks first decides what it has imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    if RUN in os.environ:
-        with (Path(os.environ[RUN]) / "forkserver.json").open("a+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            _share_server(file)
     return context
-
-
-def _share_server(file: IO[str]) -> None:
-    """Use the server that another worker of the test run started and named in `file`, or start ours and name it there.
-
-    It lives as long as anybody holds the other end of its pipe, so the workers may end in any order.
-    """
-    ours: Any = server._forkserver  # type: ignore[attr-defined]
-    file.seek(0)
-    if text := file.read():
-        address, pid, descriptor = json.loads(text.splitlines()[-1])
-        with suppress(OSError):  # that worker has ended
-            ours._forkserver_alive_fd = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_WRONLY | os.O_CLOEXEC)
-            ours._forkserver_address, ours.ensure_running = address, lambda: None
-            return
-    ours.ensure_running()
-    address = str(Path(file.name).with_name(f"forkserver-{os.getpid()}"))
-    os.link(ours._forkserver_address, address)  # its own name is deleted when this worker ends
-    file.write(json.dumps([address, os.getpid(), ours._forkserver_alive_fd]) + "\n")
 
 
 class Forked:

@@ -75,7 +75,7 @@ def plan_recipe(
             cluster = fabric_of(cluster)
             fabric, here = open_cluster(cluster, sparse)
         if fabric is None:
-            options = {"--gpus": gpus, "--html": html, "--write": write, "--hosts": hosts}
+            options = {"--gpus": gpus, "--html": html, "--write": write, "--hosts": hosts, "--json": json_ and cluster}
             if given := [name for name, value in options.items() if value]:
                 raise ValueError(
                     f"cluster: {', '.join(given)} need known devices and network; give a preset such as roce-24k "

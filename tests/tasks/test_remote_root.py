@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -78,7 +79,8 @@ def test_the_doctor_measures_a_store_and_leaves_nothing(
     found = {finding.check: finding for finding in doctor.check_root(root)}
     assert list(found) == ["root", "clock", "disk"]
     assert found["root"].what.startswith(f"{root.uri}: writes ")
-    assert (found["clock"].state, found["clock"].what) == ("ok", "0 s from that of the store")
+    assert found["clock"].state == "ok"
+    assert re.fullmatch("[0-5] s from that of the store", found["clock"].what)
     assert root.names() == []
     monkeypatch.setattr(doctor.time, "time", lambda: 1e9)  # of a machine in 2001, whose requests a store refuses
     assert {finding.check: finding for finding in doctor.check_root(root)}["clock"].state == "fail"

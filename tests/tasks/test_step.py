@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from herd import __version__
 from herd.llama3.recipe.load import load_recipe
 from herd.storage.artifact import ArtifactSpec
 from herd.storage.lease import LeaseHeld, LeaseLost, lease
@@ -19,19 +17,11 @@ from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
 from herd.tasks.runs.records import Runs
-from herd.tasks.step import Context, WorkInProgress, code_version, ensure_artifact, ensure_in_scratch, tracked_step
+from herd.tasks.step import Context, WorkInProgress, ensure_artifact, ensure_in_scratch, tracked_step
 from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.storage.commit_samples import started
 
 RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
-
-
-def test_an_installed_herd_records_its_version_and_not_the_repository_around_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
-    monkeypatch.setattr("herd.tasks.step.IMPORT_FOLDER", tmp_path)
-    assert code_version.__wrapped__() == f"v{__version__}"
 
 
 class Heard:

@@ -36,7 +36,7 @@ def model(config: Model, rows: int, dtype: torch.dtype = torch.float32) -> Trans
     return made
 
 
-def herd(
+def herd_folder(
     folder: Path, config: Model, dtype: torch.dtype = torch.float32, coder: Tokenizer | None = None, rows: int = 83
 ) -> Transformer:
     """Write a model, with a tokenizer if there is one, as our folder and return it."""

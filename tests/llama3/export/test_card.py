@@ -17,7 +17,7 @@ from herd.llama3.evaluate.statistics import Estimate
 from herd.llama3.export.card import Card, MixLine, SourceRow, StageLine, Training, render, truncate, write_card
 from herd.llama3.export.convert import convert
 from herd.llama3.recipe.sections import Model
-from tests.llama3.export.export_samples import herd, shape, tokenizer
+from tests.llama3.export.export_samples import herd_folder, shape, tokenizer
 
 SCORE = Score("eval/arc", 0.4, 0.02, 0.361, 0.44, 600, 0.25, "accuracy", "higher", "ab12" * 16, 5, 2)
 ODD = Score.from_estimate(
@@ -103,7 +103,7 @@ def test_long_tables_are_summed_up() -> None:
 
 
 def test_the_digest_of_every_file_is_written(tmp_path: Path) -> None:
-    herd(tmp_path / "ours", shape(), coder=tokenizer())
+    herd_folder(tmp_path / "ours", shape(), coder=tokenizer())
     convert(tmp_path / "ours", "herd", tmp_path / "hf", "hf", add=lambda folder: write_card(folder, CARD))
     lines = (tmp_path / "hf" / "SHA256SUMS").read_text().splitlines()
     sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
@@ -119,7 +119,7 @@ def test_the_digest_of_every_file_is_written(tmp_path: Path) -> None:
 
 
 def test_no_folder_appears_without_its_card(tmp_path: Path) -> None:
-    herd(tmp_path / "ours", shape())
+    herd_folder(tmp_path / "ours", shape())
 
     def fail(folder: Path) -> None:
         raise OSError("disk full")

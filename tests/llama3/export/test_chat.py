@@ -12,7 +12,7 @@ import torch
 from herd.llama3.export.convert import convert
 from herd.llama3.model.transformer import Transformer
 from herd.llama3.tokens.chat import TEMPLATE, TEMPLATE_FILE, encode_chat
-from tests.llama3.export.export_samples import herd, shape, tokenizer
+from tests.llama3.export.export_samples import herd_folder, shape, tokenizer
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Wie heißt das? été, 一二三\n"}]
 
@@ -20,7 +20,7 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Transformer]:
     folder = tmp_path_factory.mktemp("tuned")
-    model = herd(folder, shape(max_seq_len=512), coder=tokenizer())
+    model = herd_folder(folder, shape(max_seq_len=512), coder=tokenizer())
     (folder / TEMPLATE_FILE).write_text(TEMPLATE)
     return folder, model
 
@@ -56,7 +56,7 @@ def test_the_template_stays_with_the_model(tuned: tuple[Path, Any], tmp_path: Pa
 
 
 def test_a_base_model_has_none(tmp_path: Path) -> None:
-    herd(tmp_path / "base", shape(max_seq_len=64), coder=tokenizer())
+    herd_folder(tmp_path / "base", shape(max_seq_len=64), coder=tokenizer())
     convert(tmp_path / "base", "herd", tmp_path / "hf", "hf")
     assert not (tmp_path / "hf" / TEMPLATE_FILE).exists()
     settings = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())

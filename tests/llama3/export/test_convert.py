@@ -12,7 +12,7 @@ from herd.llama3.export.convert import convert, open_source
 from herd.llama3.model.files import load_model, open_model
 from herd.llama3.model.param_table import PARAMS, param_table
 from herd.llama3.tokens.tokenizer import Tokenizer, use_tokenizer
-from tests.llama3.export.export_samples import SCALED, herd, same, shape, state, tokenizer
+from tests.llama3.export.export_samples import SCALED, herd_folder, same, shape, state, tokenizer
 
 CODER = tokenizer()
 
@@ -20,7 +20,7 @@ CODER = tokenizer()
 @pytest.mark.parametrize("more", [{}, {**SCALED, "tied_embeddings": True}])
 def test_once_around_keeps_every_byte(tmp_path: Path, more: dict[str, Any]) -> None:
     config = shape(**more)
-    herd(tmp_path / "a", config, torch.bfloat16, CODER)
+    herd_folder(tmp_path / "a", config, torch.bfloat16, CODER)
     for source, form, target, to in (
         ("a", "herd", "b", "hf"),
         ("b", "hf", "c", "meta"),
@@ -39,7 +39,7 @@ def test_once_around_keeps_every_byte(tmp_path: Path, more: dict[str, Any]) -> N
 
 
 def test_numbers_are_rounded_when_asked(tmp_path: Path) -> None:
-    made = herd(tmp_path / "a", shape())
+    made = herd_folder(tmp_path / "a", shape())
     for form in ("herd", "hf", "meta", "meta-safetensors"):
         convert(tmp_path / "a", "herd", tmp_path / form, form, "bf16")  # type: ignore[arg-type]
         found = state(open_source(tmp_path / form, form.split("-")[0]))  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def test_numbers_are_rounded_when_asked(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_of_a_failed_conversion(tmp_path: Path) -> None:
-    herd(tmp_path / "a", shape(rope_scaling={"original": 4096}))
+    herd_folder(tmp_path / "a", shape(rope_scaling={"original": 4096}))
     with pytest.raises(ValueError, match="export the model as hf"):
         convert(tmp_path / "a", "herd", tmp_path / "b", "meta")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
@@ -59,7 +59,7 @@ def test_nothing_is_left_of_a_failed_conversion(tmp_path: Path) -> None:
 def test_a_parameter_without_a_name_in_the_format_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any
 ) -> None:
-    herd(tmp_path / "a", shape(), coder=CODER)
+    herd_folder(tmp_path / "a", shape(), coder=CODER)
     rows = tuple(row._replace(**{form: ""}) if row.name == "ffn.up" else row for row in PARAMS)
     monkeypatch.setattr("herd.llama3.model.param_table.PARAMS", rows)
     param_table.cache_clear()
@@ -74,7 +74,7 @@ def test_a_parameter_without_a_name_in_the_format_is_refused(
 
 
 def test_an_existing_target_is_kept(tmp_path: Path) -> None:
-    herd(tmp_path / "a", shape())
+    herd_folder(tmp_path / "a", shape())
     with pytest.raises(ValueError, match="a: exists already; name a new folder"):
         convert(tmp_path / "a", "herd", tmp_path / "a", "hf")
     load_model(tmp_path / "a")
@@ -84,7 +84,7 @@ def test_an_existing_target_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_wrong_tokenizer_is_refused(tmp_path: Path) -> None:
-    herd(tmp_path / "a", shape())
+    herd_folder(tmp_path / "a", shape())
     CODER.save(tmp_path / "a")
     with pytest.raises(ValueError, match=rf"tokenizer.model: has {CODER.rows} ids, the model 83 embedding rows"):
         convert(tmp_path / "a", "herd", tmp_path / "b", "hf")
@@ -98,6 +98,6 @@ def test_a_source_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_is_loaded_from_where_it_went(tmp_path: Path) -> None:
-    herd(tmp_path / "a", shape(), coder=CODER)
+    herd_folder(tmp_path / "a", shape(), coder=CODER)
     convert(tmp_path / "a", "herd", tmp_path / "b", "herd")
     assert Tokenizer.load(tmp_path / "b").digest == CODER.digest

@@ -14,7 +14,7 @@ from herd.llama3.export.gguf import FILE, frequency_divisors
 from herd.llama3.model.param_table import param_table
 from herd.llama3.model.rope import frequencies
 from herd.llama3.recipe.sections import Model
-from tests.llama3.export.export_samples import difference, herd, shape, tokenizer, tokens
+from tests.llama3.export.export_samples import difference, herd_folder, shape, tokenizer, tokens
 
 CODER = tokenizer()
 CASES: dict[str, dict[str, Any]] = {
@@ -42,7 +42,7 @@ def read(folder: Path) -> Any:
 @pytest.mark.parametrize("case", CASES)
 def test_transformers_gives_our_logits(transformers: Any, tmp_path: Path, case: str) -> None:
     """It does not read `rope_freqs.weight`, so the division is made here, as llama.cpp makes it at each position."""
-    made = herd(tmp_path / "ours", shape(**CASES[case]), coder=CODER)
+    made = herd_folder(tmp_path / "ours", shape(**CASES[case]), coder=CODER)
     convert(tmp_path / "ours", "herd", tmp_path / "gguf", "gguf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "gguf", gguf_file=FILE, dtype=torch.float32)
     tokens_BS = tokens(made.rows, 2, 512)
@@ -62,7 +62,7 @@ def test_numbers_are_stored_as_asked_and_norms_as_fp32(
 ) -> None:
     from gguf import dequantize
 
-    made = herd(tmp_path / "ours", shape(), coder=CODER)
+    made = herd_folder(tmp_path / "ours", shape(), coder=CODER)
     convert(tmp_path / "ours", "herd", tmp_path / "gguf", "gguf", dtype)
     found = {tensor.name: tensor for tensor in read(tmp_path / "gguf").tensors}
     state = dict(made.state_dict())
@@ -79,7 +79,7 @@ def test_numbers_are_stored_as_asked_and_norms_as_fp32(
 
 
 def test_the_file_says_what_llama_cpp_asks_for(transformers: Any, tmp_path: Path) -> None:
-    made = herd(tmp_path / "ours", shape(), torch.bfloat16, coder=CODER)
+    made = herd_folder(tmp_path / "ours", shape(), torch.bfloat16, coder=CODER)
     convert(tmp_path / "ours", "herd", tmp_path / "gguf", "gguf")
     fields = {name: field.contents() for name, field in read(tmp_path / "gguf").fields.items()}
     expected = {
@@ -108,7 +108,7 @@ def test_the_file_says_what_llama_cpp_asks_for(transformers: Any, tmp_path: Path
 
 def test_the_tokenizer_inside_gives_our_ids(transformers: Any, tmp_path: Path) -> None:
     """llama.cpp looks up whole words first for `llama-bpe`; transformers' reader does not, which differs for few."""
-    herd(tmp_path / "ours", shape(), coder=CODER)
+    herd_folder(tmp_path / "ours", shape(), coder=CODER)
     convert(tmp_path / "ours", "herd", tmp_path / "gguf", "gguf")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "gguf", gguf_file=FILE)
     for text in ("the lazy fox, 2345 times à la mer\n\n  一二 they've", " été", "x = y + 1\n"):
@@ -135,7 +135,7 @@ def test_divisors_are_llama_cpps(factor: int) -> None:
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    herd(tmp_path / "ours", shape())
+    herd_folder(tmp_path / "ours", shape())
     with pytest.raises(ValueError, match="format gguf: the file holds the tokenizer, but the model has none"):
         convert(tmp_path / "ours", "herd", tmp_path / "out", "gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]

@@ -14,7 +14,7 @@ import herd.llama3.model.files
 from herd.llama3.export.hf import HuggingFaceModel, read_hugging_face_config, write_hugging_face
 from herd.llama3.model.files import StoredModel, open_model, save_model
 from herd.llama3.recipe.sections import Model
-from tests.llama3.export.export_samples import SCALED, difference, herd, same, shape, state, tokenizer, tokens
+from tests.llama3.export.export_samples import SCALED, difference, herd_folder, same, shape, state, tokenizer, tokens
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -63,7 +63,7 @@ def transformers() -> Any:
 
 
 def stored(folder: Path, config: Model) -> StoredModel:
-    herd(folder / "source", config)
+    herd_folder(folder / "source", config)
     return open_model(folder / "source")
 
 
@@ -73,7 +73,7 @@ def test_transformers_loads_what_we_write(
     transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, limit: int
 ) -> None:
     monkeypatch.setattr(herd.llama3.model.files, "SHARD_BYTES", limit)
-    made = herd(tmp_path / "ours", shape(**CASES[case]))
+    made = herd_folder(tmp_path / "ours", shape(**CASES[case]))
     write_hugging_face(tmp_path / "hf", open_model(tmp_path / "ours"))
     assert (tmp_path / "hf" / "model.safetensors.index.json").exists() == (limit == 30_000)
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
@@ -87,7 +87,7 @@ def test_transformers_loads_what_we_write(
 @pytest.mark.parametrize("cut", ["1GB", "30KB"])
 @pytest.mark.parametrize("case", CASES)
 def test_we_load_what_transformers_writes(transformers: Any, tmp_path: Path, case: str, cut: str) -> None:
-    made = herd(tmp_path / "ours", shape(**CASES[case]))
+    made = herd_folder(tmp_path / "ours", shape(**CASES[case]))
     write_hugging_face(tmp_path / "hf", open_model(tmp_path / "ours"))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     loaded.save_pretrained(tmp_path / "theirs", max_shard_size=cut)
@@ -111,7 +111,7 @@ def test_from_theirs_to_ours_and_back_keeps_every_byte(transformers: Any, tmp_pa
 
 def test_the_tokenizer_goes_with_it(transformers: Any, tmp_path: Path) -> None:
     coder = tokenizer()
-    herd(tmp_path / "ours", shape(), coder=coder)
+    herd_folder(tmp_path / "ours", shape(), coder=coder)
     write_hugging_face(tmp_path / "hf", open_model(tmp_path / "ours"), coder)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     text = "the lazy fox, 2345 times à la mer\n\n  一二"

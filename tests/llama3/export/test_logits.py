@@ -17,7 +17,7 @@ from herd.llama3.export.checks import logits_difference
 from herd.llama3.export.convert import Format, convert
 from herd.llama3.export.meta import to_half_rope, to_interleaved_rope
 from herd.llama3.model.files import load_model, save_model
-from tests.llama3.export.export_samples import SCALED, difference, herd, shape, tokenizer, tokens
+from tests.llama3.export.export_samples import SCALED, difference, herd_folder, shape, tokenizer, tokens
 
 BOUND = 1e-5
 CASES: dict[str, tuple[dict[str, Any], int]] = {
@@ -45,7 +45,7 @@ def test_transformers_gives_our_logits(
 ) -> None:
     monkeypatch.setattr(herd.llama3.model.files, "SHARD_BYTES", limit)
     more, length = CASES[case]
-    made = herd(tmp_path / "ours", shape(**more))
+    made = herd_folder(tmp_path / "ours", shape(**more))
     convert(tmp_path / "ours", "herd", tmp_path / "hf", "hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     tokens_1S = tokens(made.rows, 1, length)
@@ -56,7 +56,7 @@ def test_transformers_gives_our_logits(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["hf", "meta"])
 def test_a_whole_export_has_no_difference_at_all(tmp_path: Path, form: Format, dtype: torch.dtype) -> None:
-    herd(tmp_path / "ours", shape(**SCALED), dtype)
+    herd_folder(tmp_path / "ours", shape(**SCALED), dtype)
     convert(tmp_path / "ours", "herd", tmp_path / "out", form)
     assert logits_difference(tmp_path / "out", form, tmp_path / "ours", "herd") == 0
 
@@ -108,7 +108,7 @@ FAULTS: dict[str, tuple[Format, Callable[[Path], None]]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_changes_the_logits(transformers: Any, tmp_path: Path, fault: str) -> None:
     form, spoil = FAULTS[fault]
-    made = herd(tmp_path / "ours", shape(**SCALED))
+    made = herd_folder(tmp_path / "ours", shape(**SCALED))
     with torch.no_grad():
         made.embedding.weight.mul_(0.02)  # of the size of fresh weights: epsilon then counts
     save_model(tmp_path / "ours", made.config, made.rows, made.state_dict())
@@ -124,15 +124,15 @@ def test_every_fault_changes_the_logits(transformers: Any, tmp_path: Path, fault
 
 
 def test_other_vocabularies_are_not_compared(tmp_path: Path) -> None:
-    herd(tmp_path / "one", shape(), rows=83)
-    herd(tmp_path / "other", shape(), rows=84)
+    herd_folder(tmp_path / "one", shape(), rows=83)
+    herd_folder(tmp_path / "other", shape(), rows=84)
     with pytest.raises(ValueError, match=r"one has 83 embedding rows, .*other 84"):
         logits_difference(tmp_path / "one", "herd", tmp_path / "other", "herd")
 
 
 def test_the_command_of_the_card_writes_our_text(transformers: Any, tmp_path: Path) -> None:
     coder = tokenizer()
-    made = herd(tmp_path / "ours", shape(), coder=coder)
+    made = herd_folder(tmp_path / "ours", shape(), coder=coder)
     with torch.no_grad():
         made.output.weight[coder.rows - 256 :] = 0  # we never write special tokens; no trained model wants to
     save_model(tmp_path / "ours", made.config, made.rows, made.state_dict())

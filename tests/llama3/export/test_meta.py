@@ -17,7 +17,7 @@ import herd.llama3.model.files
 from herd.llama3.export.meta import MetaModel, read_params, to_half_rope, to_interleaved_rope, write_meta
 from herd.llama3.model.files import open_model
 from herd.llama3.recipe.sections import Model
-from tests.llama3.export.export_samples import SCALED, difference, herd, same, shape, state, tokens
+from tests.llama3.export.export_samples import SCALED, difference, herd_folder, same, shape, state, tokens
 
 SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2}
 
@@ -79,7 +79,7 @@ def metas_logits(w: dict[str, Tensor], params: dict[str, Any], tokens_S: Tensor)
     "more", [{}, {"tied_embeddings": True}, SCALED, {**SCALED, "rope_scaling": {"factor": 32}, "tied_embeddings": True}]
 )
 def test_metas_computation_gives_our_logits(tmp_path: Path, more: dict[str, Any], pickled: bool) -> None:
-    made = herd(tmp_path / "ours", shape(dim=128, **SMALL, **more), torch.float64)
+    made = herd_folder(tmp_path / "ours", shape(dim=128, **SMALL, **more), torch.float64)
     write_meta(tmp_path / "meta", open_model(tmp_path / "ours"), pickled=pickled)
     file = tmp_path / "meta" / ("consolidated.00.pth" if pickled else "consolidated.safetensors")
     w = torch.load(file, weights_only=True) if pickled else load_file(file)
@@ -121,7 +121,7 @@ def cut(folder: Path, ranks: int, kv_heads: int, state: dict[str, Tensor]) -> No
 @pytest.fixture
 def meta(tmp_path: Path) -> Path:
     """A folder of Meta's, 8 heads of which 2 hold keys, 80 rows; ours is beside it."""
-    herd(tmp_path / "ours", shape(), rows=80)
+    herd_folder(tmp_path / "ours", shape(), rows=80)
     write_meta(tmp_path / "meta", open_model(tmp_path / "ours"))
     return tmp_path / "meta"
 
@@ -143,7 +143,7 @@ def test_copies_of_a_head_that_differ_are_refused(meta: Path) -> None:
 
 def test_safetensors_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(herd.llama3.model.files, "SHARD_BYTES", 30_000)
-    made = herd(tmp_path / "ours", shape())
+    made = herd_folder(tmp_path / "ours", shape())
     write_meta(tmp_path / "meta", open_model(tmp_path / "ours"), pickled=False)
     assert (tmp_path / "meta" / "consolidated.safetensors.index.json").is_file()
     assert same(state(MetaModel(tmp_path / "meta")), dict(made.state_dict()))

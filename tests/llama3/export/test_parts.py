@@ -14,7 +14,7 @@ from herd.llama3.export.convert import convert, open_source
 from herd.llama3.export.meta import MetaModel, check_parts, cut_part, write_meta
 from herd.llama3.model.files import open_model, save_model
 from herd.llama3.model.param_table import layer_params
-from tests.llama3.export.export_samples import herd, same, shape, state, tokenizer
+from tests.llama3.export.export_samples import herd_folder, same, shape, state, tokenizer
 
 CODER = tokenizer()
 EIGHT: dict[str, Any] = {"heads": 8, "kv_heads": 2}
@@ -31,7 +31,7 @@ def digests(tensors: dict[str, Tensor]) -> dict[str, str]:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
 def test_a_model_cut_for_ranks_is_the_same_model(tmp_path: Path, parts: int, tied: bool, dtype: torch.dtype) -> None:
-    made = herd(tmp_path / "ours", shape(**EIGHT, tied_embeddings=tied), dtype, rows=80)
+    made = herd_folder(tmp_path / "ours", shape(**EIGHT, tied_embeddings=tied), dtype, rows=80)
     write_meta(tmp_path / "meta", open_model(tmp_path / "ours"), parts=parts)
     files = [f"consolidated.{rank:02}.pth" for rank in range(parts)]
     assert sorted(path.name for path in (tmp_path / "meta").iterdir()) == [*files, "params.json"]
@@ -41,7 +41,7 @@ def test_a_model_cut_for_ranks_is_the_same_model(tmp_path: Path, parts: int, tie
 
 
 def test_ranks_hold_what_metas_ranks_hold(tmp_path: Path) -> None:
-    herd(tmp_path / "ours", shape(**EIGHT), rows=80)
+    herd_folder(tmp_path / "ours", shape(**EIGHT), rows=80)
     write_meta(tmp_path / "one", open_model(tmp_path / "ours"))
     write_meta(tmp_path / "four", open_model(tmp_path / "ours"), parts=4)
     whole = torch.load(tmp_path / "one" / "consolidated.00.pth", weights_only=True)
@@ -64,7 +64,7 @@ def test_ranks_hold_what_metas_ranks_hold(tmp_path: Path) -> None:
 
 def test_around_all_formats_and_all_cuts(tmp_path: Path) -> None:
     """Trainer -> Meta -> Hugging Face -> Meta -> trainer."""
-    herd(tmp_path / "trainer", shape(**EIGHT), torch.bfloat16, CODER)
+    herd_folder(tmp_path / "trainer", shape(**EIGHT), torch.bfloat16, CODER)
     before = digests(state(open_model(tmp_path / "trainer")))
     convert(tmp_path / "trainer", "herd", tmp_path / "a", "meta", parts=2)
     convert(tmp_path / "a", "meta", tmp_path / "b", "hf")
@@ -94,7 +94,7 @@ def test_a_cut_that_does_not_fit_is_refused(more: dict[str, Any], rows: int, par
 
 
 def test_only_metas_pickles_are_cut(tmp_path: Path) -> None:
-    herd(tmp_path / "ours", shape(), rows=80)
+    herd_folder(tmp_path / "ours", shape(), rows=80)
     for form in ("hf", "meta-safetensors", "herd"):
         with pytest.raises(ValueError, match=r"parts 2: only Meta's .pth files are cut by rank"):
             convert(tmp_path / "ours", "herd", tmp_path / "out", form, parts=2)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def test_only_metas_pickles_are_cut(tmp_path: Path) -> None:
 
 def test_a_part_owns_its_memory(tmp_path: Path) -> None:
     """Else torch.save would write the whole file that the part is a view of."""
-    herd(tmp_path / "ours", shape(**EIGHT), rows=80)
+    herd_folder(tmp_path / "ours", shape(**EIGHT), rows=80)
     source = open_model(tmp_path / "ours")
     write_meta(tmp_path / "meta", source, parts=8)
     largest = max(path.stat().st_size for path in (tmp_path / "meta").glob("*.pth"))
@@ -114,10 +114,10 @@ def test_a_part_owns_its_memory(tmp_path: Path) -> None:
 
 
 def test_numbers_too_large_for_fp16_are_refused(tmp_path: Path) -> None:
-    herd(tmp_path / "small", shape())
+    herd_folder(tmp_path / "small", shape())
     convert(tmp_path / "small", "herd", tmp_path / "half", "hf", "fp16")
     assert state(open_source(tmp_path / "half", "hf"))["norm.weight"].dtype == torch.float16
-    made = herd(tmp_path / "large", shape(), torch.bfloat16)
+    made = herd_folder(tmp_path / "large", shape(), torch.bfloat16)
     with torch.no_grad():
         made.norm.weight[3] = 70_000
     save_model(tmp_path / "large", made.config, made.rows, made.state_dict())

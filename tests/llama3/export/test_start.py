@@ -14,7 +14,7 @@ import herd.llama3.model.files
 from herd.llama3.export.convert import convert, import_weights
 from herd.llama3.model.files import open_model, read_config
 from herd.llama3.recipe.sections import InitFrom
-from tests.llama3.export.export_samples import SCALED, herd, same, shape, state, tokenizer
+from tests.llama3.export.export_samples import SCALED, herd_folder, same, shape, state, tokenizer
 
 CODER = tokenizer()
 
@@ -25,7 +25,7 @@ def start(origin: object, form: str = "hf") -> InitFrom:
 
 @pytest.mark.parametrize("form", ["herd", "hf", "meta"])
 def test_training_starts_from_any_format(tmp_path: Path, form: Any) -> None:
-    made = herd(tmp_path / "a", shape(), torch.bfloat16, CODER)
+    made = herd_folder(tmp_path / "a", shape(), torch.bfloat16, CODER)
     convert(tmp_path / "a", "herd", tmp_path / "b", form)
     asked = shape(max_seq_len=512)
     assert import_weights(start(tmp_path / "b", form), tmp_path / "model", asked, CODER.rows) == asked
@@ -41,7 +41,7 @@ def test_weights_under_a_uri_are_copied_and_the_copy_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
     monkeypatch.setattr(herd.llama3.model.files, "SHARD_BYTES", limit)
-    made = herd(tmp_path / "a", shape())
+    made = herd_folder(tmp_path / "a", shape())
     convert(tmp_path / "a", "herd", tmp_path / "b", "hf")
     (tmp_path / "b" / "original").mkdir()  # published folders hold Meta's files as well
     (tmp_path / "b" / "original" / "consolidated.00.pth").write_bytes(b"never read")
@@ -65,7 +65,7 @@ def test_weights_under_a_uri_are_copied_and_the_copy_deleted(
     ],
 )
 def test_another_shape_is_refused(tmp_path: Path, asked: dict[str, Any], message: str) -> None:
-    herd(tmp_path / "a", shape(**SCALED))
+    herd_folder(tmp_path / "a", shape(**SCALED))
     convert(tmp_path / "a", "herd", tmp_path / "b", "hf")
     with pytest.raises(ValueError, match=message):
         import_weights(start(tmp_path / "b"), tmp_path / "model", shape(**{**SCALED, **asked}))
@@ -73,6 +73,6 @@ def test_another_shape_is_refused(tmp_path: Path, asked: dict[str, Any], message
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    herd(tmp_path / "a", shape())
+    herd_folder(tmp_path / "a", shape())
     with pytest.raises(ValueError, match=r"init_from.path: .*a has 83 embedding rows, the recipe's tokenizer 512"):
         import_weights(start(tmp_path / "a", "herd"), tmp_path / "model", rows=512)

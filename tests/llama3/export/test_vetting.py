@@ -23,7 +23,7 @@ from herd.llama3.export import checks, hf, meta
 from herd.llama3.export.checks import EXPORT, RELOAD, TOKENIZER, check_model, check_tokenizer, checked, is_machine_error
 from herd.llama3.model.files import CONFIG, WEIGHTS
 from herd.llama3.tokens.tokenizer import train_tokenizer
-from tests.llama3.export.export_samples import SCALED, TEXTS, herd, shape, tokenizer
+from tests.llama3.export.export_samples import SCALED, TEXTS, herd_folder, shape, tokenizer
 
 
 def vetted(folder: Path) -> dict[str, Check]:
@@ -33,7 +33,7 @@ def vetted(folder: Path) -> dict[str, Check]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A model with a scaled rotary embedding, whose absence the logits must show."""
-    herd(tmp_path / "model", shape(**SCALED), coder=tokenizer())
+    herd_folder(tmp_path / "model", shape(**SCALED), coder=tokenizer())
     return tmp_path / "model"
 
 
@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_whole_model_passes_and_leaves_nothing_behind(
     tmp_path: Path, more: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    herd(tmp_path / "model", shape(**more), dtype=dtype, coder=tokenizer())
+    herd_folder(tmp_path / "model", shape(**more), dtype=dtype, coder=tokenizer())
     found = vetted(tmp_path / "model")
     assert {metric: check.passed for metric, check in found.items()} == {RELOAD: True, EXPORT: True}
     assert "Hugging Face equal, logits" in found[EXPORT].reason

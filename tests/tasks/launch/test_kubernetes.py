@@ -156,7 +156,7 @@ def test_what_every_pod_needs(kind: str, gpus: bool) -> None:
         assert QUANTITY.fullmatch(limits["memory"])
         *given, host = container["env"]
         assert host == {"name": "HERD_HOST", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
-        variables = {entry["name"]: entry["value"] for entry in given}
+        variables = {entry["name"]: entry.get("value") for entry in given}
         assert variables["NCCL_SOCKET_IFNAME"] == "eth0"
         assert all(isinstance(value, str) for value in variables.values())  # a number is refused by the API
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
@@ -217,8 +217,8 @@ def test_an_overlay_is_merged_as_kubectl_merges_one() -> None:
     assert read["metadata"]["annotations"] == {**before["metadata"]["annotations"], "team": "llm"}
     ((_, was),), ((_, pod),) = pods(before), pods(read)
     container, sidecar = pod["spec"]["containers"]
-    known = {entry["name"]: entry["value"] for entry in was["spec"]["containers"][0]["env"]}
-    assert {entry["name"]: entry["value"] for entry in container["env"]} == {
+    known = {entry["name"]: entry.get("value") for entry in was["spec"]["containers"][0]["env"]}
+    assert {entry["name"]: entry.get("value") for entry in container["env"]} == {
         **known, "NCCL_DEBUG": "INFO", "NCCL_ALGO": "Ring"
     }  # fmt: skip
     assert [mount["mountPath"] for mount in container["volumeMounts"]] == ["/herd", "/scratch"]

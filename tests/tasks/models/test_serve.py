@@ -426,7 +426,7 @@ def test_herd_serve_serves_until_ctrl_c(folder: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, words)
     client.join()
     assert (result.exit_code, result.output) == (
-        0, f"{folder} is served at {address} and {address}v1; Ctrl-C stops it\n",
+        0, f"loading the model\n{folder} is served at {address} and {address}v1; Ctrl-C stops it\n",
     )  # fmt: skip
     assert answers[0]["choices"][0]["text"] == generate(made(SPEC), TOKENIZER, "The", 16)
     assert answers[1].startswith("<!doctype html>")

@@ -32,7 +32,7 @@ from herd.llama3.export.convert import convert
 from herd.llama3.model.files import load_model
 from herd.storage.processes import die_with_parent, free_port
 from herd.tasks.models.export import MODEL, SERVED, TRIES, smoke_test, write_served
-from tests.llama3.export.export_samples import herd, shape, tokenizer
+from tests.llama3.export.export_samples import herd_folder, shape, tokenizer
 
 CODER = tokenizer()
 
@@ -40,7 +40,7 @@ CODER = tokenizer()
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "model"
-    herd(folder, shape(), coder=CODER)
+    herd_folder(folder, shape(), coder=CODER)
     return folder
 
 
@@ -187,7 +187,7 @@ def ask(uri: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
 def test_a_server_serves_refuses_and_after_a_rollback_serves_the_earlier_model(tmp_path: Path, model: Path) -> None:
     """An alias is exported and served; to roll back, the alias is given back, exported, and served again (P4, P5)."""
     later = tmp_path / "later"
-    herd(later, shape(layers=1), torch.float32, CODER)
+    herd_folder(later, shape(layers=1), torch.float32, CODER)
     params = {"max_tokens": 8, "temperature": 0.0}
     body = {"dataframe_records": [{"prompt": "the quick"}], "params": params}
     texts = [generate(load_model(folder), CODER, "the quick", 8) for folder in (model, later)]

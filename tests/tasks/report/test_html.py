@@ -34,7 +34,7 @@ def page(names: list[str], rows: int = 40) -> str:
     table = [("train/loss" if row else "loss", [f"{row * 1000:,}" for _ in names]) for row in range(rows)]
     charts = chart("nats", [Curve(names[0], FALLING, COLOURS["math"]), Curve("each", FALLING[::2], "#b8860b")], STAGES)
     figures = [("Loss", "It should fall.", charts), ("Bars", "None.", SVG)]
-    return render("comparison.html", names=names, tables=[("Results", table), ("Same", [])], figures=figures)
+    return render("comparison.html", names=names, tables=[("Results", table), ("Same", [])], figures=figures, line="")
 
 
 def test_a_chart_has_every_value_or_a_thinned_series_with_its_last() -> None:
@@ -64,7 +64,7 @@ def test_the_frame_lists_headings_explains_words_and_escapes_names() -> None:
     assert all(f'id="{anchor}"' in text for anchor in contents)
     assert text.count("<dt>loss</dt>") == 1
     assert text.count("uPlot=function") == 1
-    plain = render("comparison.html", names=["tiny-1"], tables=[("Results", [])], figures=[])
+    plain = render("comparison.html", names=["tiny-1"], tables=[("Results", [])], figures=[], line="")
     assert "uPlot=function" not in plain, "50 kB that nothing on the page needs"
 
 

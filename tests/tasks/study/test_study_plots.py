@@ -9,6 +9,7 @@ import pytest
 
 from herd.llama3.studies.isoflop import NoLawError, fit_ladder
 from herd.llama3.studies.results import NOTHING, Finding
+from herd.tasks.report.html import PAGE
 from herd.tasks.study.plots import TINTS, forest, isoflop, ladder_figures, law
 from tests.tasks.study_samples import findings, ladder, trials
 
@@ -53,7 +54,7 @@ def test_the_ladder_shows_every_budget_and_every_run() -> None:
 def test_a_minimum_at_the_edge_is_hollow_and_does_not_enter_the_law() -> None:
     made = ladder(shift=0.9)
     assert [one.used for one in made.parabolas] == [False, True, True, True, True]
-    hollow, filled = (svg.count("fill: #ffffff; stroke: #440154") for svg in map(_drawn, (made, ladder())))
+    hollow, filled = (svg.count(f"fill: {PAGE}; stroke: #440154") for svg in map(_drawn, (made, ladder())))
     assert (hollow > 0, filled) == (True, 0)
 
 
