@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from herd.llama3.recipe.load import load_recipe, to_yaml
-from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.load import load_recipe as load_recipe
+from herd.llama3.recipe.load import to_yaml
+from herd.llama3.recipe.schema import Recipe as Recipe
 from herd.storage.processes import fix_import_path
 from herd.storage.root import DEFAULT_ROOT, Root
 from herd.storage.secrets import move_logins
@@ -28,19 +29,6 @@ if TYPE_CHECKING:
     from herd.tasks.plan.recipe import RunPlan
     from herd.tasks.runs.records import RunRecord
 
-__all__ = [
-    "LoadedModel",
-    "Recipe",
-    "Run",
-    "evaluate",
-    "generate",
-    "load_model",
-    "load_recipe",
-    "open_run",
-    "plan",
-    "plan_on_cluster",
-    "run",
-]
 Place = str | Path | None
 
 

@@ -13,7 +13,6 @@ import os
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 import time
 import uuid
@@ -31,7 +30,7 @@ from herd.storage.processes import processors
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
 from herd.tasks.format import FittedTable, format_bytes
-from herd.tasks.launch.local import visible_gpus
+from herd.tasks.launch.local import query_gpu, visible_gpus
 
 State = Literal["ok", "warn", "fail"]
 COLORS: dict[State, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -104,7 +103,7 @@ def check_gpus(gpus: int, cluster: Cluster) -> Iterator[CheckResult]:
         return
     if not torch.cuda.is_available():
         todo = "update the NVIDIA driver, or install a torch for an older CUDA"
-        what = f"{driver_version()}; torch {version} (CUDA {build}) cannot use the {gpus} GPUs"
+        what = f"{query_gpu('driver_version') or 'unknown'}; torch {version} (CUDA {build}) cannot use the {gpus} GPUs"
         yield CheckResult("driver", "fail", what, todo)
         return
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
@@ -116,7 +115,7 @@ def check_gpus(gpus: int, cluster: Cluster) -> Iterator[CheckResult]:
         )
     else:
         yield CheckResult("gpu", "ok", f"{len(names)} x {names[0]}, torch {version}, CUDA {build}")
-    yield CheckResult("driver", "ok", driver_version())
+    yield CheckResult("driver", "ok", query_gpu("driver_version") or "unknown")
     if cluster.launcher == "local" and cluster.processes > len(names):
         yield CheckResult("gpu", "warn", f"cluster.processes is {cluster.processes}", "one process per GPU trains")
     if torch.distributed.is_nccl_available():
@@ -128,13 +127,6 @@ def check_gpus(gpus: int, cluster: Cluster) -> Iterator[CheckResult]:
     if free < 0.9 * total:
         what = f"{format_bytes(free)} of {format_bytes(total)} are free on the first GPU"
         yield CheckResult("gpu", "warn", what, "end the other processes on it (nvidia-smi)")
-
-
-def driver_version() -> str:
-    """Return the version of the NVIDIA driver, as nvidia-smi says."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
-    return lines[0].strip() if lines else "unknown"
 
 
 def check_limits() -> Iterator[CheckResult]:

@@ -260,10 +260,13 @@ def visible_gpus() -> int:
 
 def gpu_name() -> str:
     """Return the name of the first GPU here as its driver has it; "" if there is none."""
-    if not visible_gpus():
-        return ""
-    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    return next(iter(subprocess.run(asked, capture_output=True, text=True).stdout.splitlines()), "").strip()
+    return query_gpu("name") if visible_gpus() else ""
+
+
+def query_gpu(field: str) -> str:
+    """Return what nvidia-smi says of the first GPU here: its `name`, `driver_version`, ...; "" if it says nothing."""
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
+    return next(iter(subprocess.run(command, capture_output=True, text=True).stdout.splitlines()), "").strip()
 
 
 def slow_precision(recipe: Recipe, cluster: Cluster) -> list[str]:
