@@ -24,7 +24,7 @@ from benchmarks.split_evaluation import SIZES as SPLIT_SIZES
 from benchmarks.split_evaluation import SplitSession, evaluation_row, stage_row, wall_row
 from herd.llama3.export.convert import convert
 from herd.llama3.model.files import save_model
-from herd.llama3.model.init import build_model
+from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.sections import Model
 from herd.llama3.tokens.tokenizer import train_tokenizer
 

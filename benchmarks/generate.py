@@ -25,7 +25,7 @@ from benchmarks.rows import GENERATE_TARGETS, Row, measured, rows_of
 from benchmarks.train_rounds import Rounds, Side, take_rounds
 from herd.llama3.export.convert import convert
 from herd.llama3.model.files import save_model
-from herd.llama3.model.init import build_model
+from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.sections import Model
 
 SizeName = Literal["tiny", "small"]

@@ -33,7 +33,7 @@ from benchmarks.study_overhead import run_environment
 from benchmarks.train_rounds import Rounds
 from herd.llama3.data.demo.word_problems import questions
 from herd.llama3.model.files import save_model
-from herd.llama3.model.init import build_model
+from herd.llama3.model.transformer import build_model
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.recipe.load import load_recipe, to_yaml
 from herd.llama3.recipe.schema import Recipe

@@ -29,9 +29,8 @@ from benchmarks.rows import Row, measured
 from benchmarks.train_session import TrainSession
 from herd.llama3.model.attention import AttentionMask, attend, attention_mask, can_attend
 from herd.llama3.model.flops import flops_per_token
-from herd.llama3.model.init import empty_model
 from herd.llama3.model.linear import check_device, use_float8
-from herd.llama3.model.transformer import Transformer
+from herd.llama3.model.transformer import Transformer, empty_model
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.mesh import init_distributed
 from herd.llama3.recipe.base import DOMAINS, SPECIAL_TOKENS

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from benchmarks.measure import NotMeasured
 from benchmarks.train_rounds import Rounds, Side, take_rounds
 from benchmarks.train_side import TARGETS, TOKENS
-from herd.llama3.model.init import build_model
+from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.sections import Model
 from herd.llama3.train.state import fast_fp32
 

@@ -35,8 +35,7 @@ from herd.tasks.stages.data import (
     tokenize_documents,
 )
 from herd.tasks.stages.evaluate import check_long_context_gates, evaluate_model
-from herd.tasks.stages.init_weights import init_weights
-from herd.tasks.stages.train import train_stage
+from herd.tasks.stages.train import init_weights, train_stage
 from herd.tasks.step import Context
 
 T = TypeVar("T")

@@ -55,7 +55,7 @@ from herd.tasks.step import Context
 from herd.tasks.tracking import prefect_artifacts
 from herd.tasks.tracking.backfill import catch_up, watch_outages
 from herd.tasks.tracking.events import run_ended
-from herd.tasks.tracking.factory import mlflow_of, open_tracker
+from herd.tasks.tracking.mlflow import mlflow_of, open_tracker
 from herd.tasks.tracking.mlflow_store import report_page
 from herd.tasks.tracking.prefect_artifacts import run_done
 from herd.tasks.tracking.prometheus import remove_gauges

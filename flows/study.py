@@ -54,7 +54,7 @@ from herd.tasks.study.plan import check_hours, plan_lines, plan_study, plan_tabl
 from herd.tasks.study.records import FOLDER, Studies, StudyRecord, runs_of
 from herd.tasks.study.report import conclude, plan_markdown
 from herd.tasks.tracking import prefect_artifacts
-from herd.tasks.tracking.factory import mlflow_of, open_tracker
+from herd.tasks.tracking.mlflow import mlflow_of, open_tracker
 from herd.tasks.tracking.tracker import Tracker
 
 

@@ -21,9 +21,9 @@ from herd.llama3.export.convert import Format, Target, convert, open_source
 from herd.llama3.export.meta import meta_settings
 from herd.llama3.model.files import WeightReader, open_model
 from herd.llama3.model.flops import parameter_count
-from herd.llama3.model.init import empty_model
 from herd.llama3.model.linear import use_reproducible_matmul
 from herd.llama3.model.param_table import param_table
+from herd.llama3.model.transformer import empty_model
 from herd.llama3.tokens.tokenizer import Tokenizer
 
 COMPARED_POSITIONS = 512

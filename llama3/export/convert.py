@@ -19,8 +19,7 @@ from herd.llama3.export.gguf import write_gguf
 from herd.llama3.export.hf import HuggingFaceModel, write_hugging_face
 from herd.llama3.export.meta import MetaModel, check_parts, write_meta
 from herd.llama3.model.files import CONFIG, StoredModel, WeightReader, parameters, save_model
-from herd.llama3.model.init import empty_model
-from herd.llama3.model.transformer import Transformer
+from herd.llama3.model.transformer import Transformer, empty_model
 from herd.llama3.recipe.sections import InitFrom, Model
 from herd.llama3.tokens.chat import TEMPLATE_FILE
 from herd.llama3.tokens.tokenizer import MODEL_FILE, Tokenizer, use_tokenizer

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from herd.llama3.export.meta import meta_vocab_rows, sync_file
+from herd.llama3.model.attention import frequencies
 from herd.llama3.model.files import WeightReader, parameters
 from herd.llama3.model.param_table import param_table
-from herd.llama3.model.rope import frequencies
 from herd.llama3.recipe.sections import Model
 from herd.llama3.tokens.chat import END_OF_TURN, special_id
 from herd.llama3.tokens.hf_tokenizer import byte_level_json

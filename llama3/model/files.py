@@ -198,7 +198,7 @@ def load_model(folder: Path, dtype: torch.dtype | None = None, device: torch.dev
 
     Raises ValueError if the files do not describe one model.
     """
-    from herd.llama3.model.init import empty_model
+    from herd.llama3.model.transformer import empty_model
 
     stored = open_model(folder)
     model = empty_model(stored.config, stored.rows)

@@ -1,14 +1,15 @@
-"""Llama 3's published runs as inputs of the models: Table 4 of arXiv 2407.21783, and the one constant fitted to it.
+"""Llama 3's published runs: Table 4 of arXiv 2407.21783, the constant fitted to it, and how rows compare.
 
 The step-time model has one free constant on Hopper, the efficiency of an infinite matrix product. It is fitted on the
 first row of Table 4 and absorbs all that is not modeled: launch gaps, clocks under load, overlap. The two other rows
-are predictions.
+are predictions. Most anchors come with ablations: the same model without one of its parts, which must miss.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
+from typing import Any
 
 from scipy.optimize import brentq
 
@@ -21,6 +22,56 @@ from herd.llama3.planner.layout_search import Candidate, LayoutQuery, evaluate_l
 from herd.llama3.planner.step_time import StepModel
 from herd.llama3.planner.topology import Fabric, load_fabric
 from herd.llama3.recipe.sections import Model
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A prediction, the published figure, and the verdict."""
+
+    number: str
+    """A1 .. A26."""
+    what: str
+    """The quantity, in words."""
+    predicted: float
+    published: float | None
+    """None where only a bound is published, which is in the target."""
+    unit: str
+    target: str
+    """Condition for `ok` as text: `+-3 %`, `>= 30 %`, `must miss`."""
+    ok: bool
+    note: str = ""
+    """Fitted or assumed inputs, and the source of the published figure."""
+    ablation: bool = False
+    """The model without one of its parts: `ok` means that it misses, as it must."""
+    known: bool = False
+    """Whether the row is known to be wrong (see the note and limits.md); such a row does not fail the command."""
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the prediction; None where there is no figure to compare it with."""
+        return self.predicted / self.published - 1 if self.published else None
+
+    @property
+    def verdict(self) -> str:
+        """The verdict as text for the table."""
+        if self.ablation:
+            return "misses" if self.ok else "NOT CAUGHT" if self.known else "DOES NOT MISS"
+        return "ok" if self.ok else "known miss" if self.known else "OUTSIDE"
+
+    @property
+    def wrong(self) -> bool:
+        """Whether `herd plan validate` fails: wrong without being known, or right although listed as a known miss."""
+        return self.ok == self.known
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return every field with error and verdict."""
+        return {**asdict(self), "error": self.error, "verdict": self.verdict}
+
+
+def within(predicted: float, published: float, tolerance: float) -> bool:
+    """Return whether the relative error of `predicted` is at most `tolerance` (a fraction)."""
+    return abs(predicted / published - 1) <= tolerance
+
 
 TABLE_4_BATCH = 2**24
 """Tokens of a step: 32 sequences of 8,192 on 64 replicas (Table 4; the paper's 16M)."""

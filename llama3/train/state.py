@@ -13,10 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from herd.llama3.model.init import empty_model, initial_value
 from herd.llama3.model.linear import check_device, use_float8
 from herd.llama3.model.param_table import param_row
-from herd.llama3.model.transformer import Transformer
+from herd.llama3.model.transformer import Transformer, empty_model, initial_value
 from herd.llama3.parallel.mesh import ParallelContext, to_local
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.sections import Optimizer

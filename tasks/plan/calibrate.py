@@ -20,7 +20,7 @@ from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.console import Console
 from herd.tasks.runs.provenance import code_version
-from herd.tasks.tracking.factory import open_tracker
+from herd.tasks.tracking.mlflow import open_tracker
 from herd.tasks.tracking.tracker import MetricPoint
 
 KIND, FILE, VERSION = "calibration", "calibration.json", 1

@@ -49,7 +49,7 @@ from herd.tasks.runs.records import Runs, now
 from herd.tasks.stages.follow import JournalTailer
 from herd.tasks.stages.train import SILENCE, StageAttempts
 from herd.tasks.step import Context
-from herd.tasks.tracking.factory import mlflow_of, open_tracker
+from herd.tasks.tracking.mlflow import mlflow_of, open_tracker
 from herd.tasks.tracking.tracker import MetricPoint
 
 # A script of failures for a training run on this machine: which rank is killed or stopped, and when.

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.colors import ListedColormap
+from matplotlib.ticker import FuncFormatter, LogLocator
 
-from herd.llama3.parallel.memory import RankCoords, memory
+from herd.llama3.parallel.memory import RankCoords, RankMemory, memory
+from herd.llama3.parallel.pipeline_schedule import Times, action_end_times, actions
 from herd.llama3.planner.goodput import effective_time
-from herd.llama3.planner.layout_search import RESERVE, LayoutQuery, search_layouts
-from herd.llama3.planner.projection import fabric_step_model, segment_query
+from herd.llama3.planner.layout_search import RESERVE, LayoutQuery, memory_parts, search_layouts
+from herd.llama3.planner.placement import AxisTraffic, Placement
+from herd.llama3.planner.projection import ProjectedSegment, fabric_step_model, segment_query
+from herd.llama3.planner.step_time import PipelineTiming
+from herd.llama3.planner.topology import Fabric
 from herd.storage.filesystem import write_atomic
-from herd.tasks.plan import plots
 from herd.tasks.plan.cluster import ClusterPlan, budget_lines, fabric_lines, job_uptime, placement_lines, uptime_lines
 from herd.tasks.plan.recipe import stage_rows
 from herd.tasks.plan.tables import (
@@ -26,7 +32,8 @@ from herd.tasks.plan.tables import (
     format_pipeline,
     rejection_reasons,
 )
-from herd.tasks.report.html import render
+from herd.tasks.report.html import FAINT, INK, render
+from herd.tasks.report.plots import as_svg
 
 LAYOUTS = 12
 """On the page; the rest is in --json."""
@@ -76,7 +83,7 @@ def plan_figures(planned: ClusterPlan) -> list[tuple[str, str, str]]:
     needs = memory(projection.recipe.model, projection.rows, best.layout, best.world, best.load)
     whole = fabric.accelerator.memory_gb * 1e9
     reliability = planned.uptimes[best.world]
-    cadence = plots.cadence(
+    cadence = _cadence_plot(
         lambda seconds: effective_time(reliability.mtti_s, reliability.restart_s, seconds, reliability.costs),
         reliability.cadence.interval_s,
         reliability.interval_s,
@@ -85,28 +92,28 @@ def plan_figures(planned: ClusterPlan) -> list[tuple[str, str, str]]:
         (
             "The job on the cluster",
             "Each square is a server, its color the pipeline rank that it works on; gray servers are free.",
-            plots.topology(fabric, planned.placement.placement, rank, best.layout.pp),
+            _topology_plot(fabric, planned.placement.placement, rank, best.layout.pp),
         ),
         (
             "Traffic of a step",
             "What a GPU sends that goes up to each layer of the network and no further, by axis of parallelism.",
-            plots.traffic(planned.placement.traffic, best.world),
+            _traffic_plot(planned.placement.traffic, best.world),
         ),
         (
             "The pipeline",
             "Who works when; light and dark are virtual stages in turn.",
-            plots.pipeline(main, parts),
+            _pipeline_plot(main, parts),
         ),
         (
             "Memory of a GPU",
             "At the fullest moment, by pipeline rank. Dashed: what a process may use.",
-            plots.memory(needs, best.memory.total + best.margin, whole),
+            _memory_plot(needs, best.memory.total + best.margin, whole),
         ),
         ("How often to save", "Effective training time in closed form.", cadence),
         (
             "Cost against days",
             "The main stage's best layout on other numbers of GPUs, taken for the whole recipe, failures included.",
-            plots.cost(cost_points(planned)),
+            _cost_plot(cost_points(planned)),
         ),
     ]
 
@@ -136,3 +143,165 @@ def cost_points(planned: ClusterPlan) -> Sequence[tuple[int, float, float]]:
             points.append((world, days, hours * (1 + prices.spare_share) * prices.gpu_hour))
         world //= 2
     return points
+
+
+PALETTE = ("#3b6fb6", "#d1603d", "#3f9b6c", "#8a63b8", "#c9a227", "#4aa3b5", "#b65a86", "#7a7f87", "#9bb13c", "#a5714a")
+FREE = (0.5, 0.5, 0.5, 0.2)
+AXES = {"tp": PALETTE[0], "cp": PALETTE[4], "pp": PALETTE[2], "dp": PALETTE[1], "replica": PALETTE[3]}
+MEMORY = {
+    "activations": PALETTE[0],
+    "weights": PALETTE[2],
+    "gradients": PALETTE[1],
+    "optimizer": PALETTE[3],
+    "temporary": PALETTE[7],
+}
+WIDTH = 8.0
+PIXELS = 2_400
+"""Columns of the pipeline plot; anything shorter than a column is invisible."""
+SHOWN_ROUNDS = 2
+"""Rounds of micro-batches in the pipeline plot; later ones repeat."""
+
+
+def _topology_plot(fabric: Fabric, placement: Placement, pipeline_rank: np.ndarray, stages: int) -> str:
+    """Return a map of servers, a block for each group of the tier below the outermost, colored by pipeline rank.
+
+    `pipeline_rank` [world]: of each rank.
+    """
+    per_server = fabric.server.gpus
+    color = np.full(fabric.servers, stages)
+    color[placement.gpus // per_server] = pipeline_rank
+    outer = fabric.tiers[-2].gpus if len(fabric.tiers) > 1 else fabric.gpus
+    groups, servers = fabric.gpus // outer, outer // per_server
+    across = min(groups, 4)
+    down = -(-groups // across)
+    figure, grid = plt.subplots(down, across, figsize=(WIDTH, 1.55 * down), layout="constrained", squeeze=False)
+    tints = [plt.get_cmap("viridis")(rank / max(1, stages - 1)) for rank in range(stages)]
+    colors = ListedColormap([*tints, FREE])  # type: ignore[list-item]
+    group_name = fabric.tiers[-2].name if len(fabric.tiers) > 1 else fabric.tiers[-1].name
+    columns = min(
+        (size for size in range(1, servers + 1) if servers % size == 0),
+        key=lambda size: abs(size * size - 1.6 * servers),
+    )
+    for number, axis in enumerate(grid.flat):
+        axis.axis("off")
+        if number < groups:
+            block = color[number * servers : (number + 1) * servers]
+            axis.imshow(block.reshape(-1, columns), cmap=colors, vmin=0, vmax=stages, interpolation="nearest")
+            used = int((block < stages).sum()) * per_server
+            axis.set_title(f"{group_name} {number + 1}: {used:,} GPUs", fontsize=9)
+    return as_svg(figure)
+
+
+def _traffic_plot(rows: Sequence[AxisTraffic], world: int) -> str:
+    """Return the bytes that a GPU sends in a step over each layer of the network, by axis."""
+    layers = rows[0].layers
+    figure, axis = plt.subplots(figsize=(WIDTH, 0.5 * len(layers) + 1.0), layout="constrained")
+    left = np.zeros(len(layers))
+    for row in rows:
+        each = np.array(row.bytes) / world
+        axis.barh(layers, each, left=left, color=AXES[row.axis], label=f"{row.axis} {row.size}", height=0.6)
+        left += each
+    for layer, whole in enumerate(left):
+        axis.text(whole, layer, f" {_bytes(whole)}", va="center", fontsize=9)
+    axis.set_xlim(right=max(left) * 1.12)
+    axis.invert_yaxis()
+    axis.grid(axis="y", visible=False)
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _bytes(value)))
+    axis.set_xlabel("bytes per GPU and step")
+    axis.legend(ncols=5, loc="lower right")
+    return as_svg(figure)
+
+
+def _bytes(value: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.0f}"
+
+
+def _pipeline_plot(part: ProjectedSegment, parts: PipelineTiming) -> str:
+    """Return the schedule: forward and backward passes of the ranks over time, light and dark by vpp stage."""
+    layout, load = part.best.layout, part.best.load
+    contiguous = layout.microbatch_group_size or layout.pp
+    count = min(load.micro_batches, SHOWN_ROUNDS * contiguous)
+    forward = sum(parts.rank_seconds) / len(parts.rank_seconds) / layout.vpp / 3
+    times = Times(forward, 2 * forward, forward, parts.transfer)
+    ends = action_end_times(actions(layout.schedule, layout.pp, layout.vpp, count, layout.microbatch_group_size), times)
+    whole = max(ends.values())
+    image = np.zeros((layout.pp, PIXELS), dtype=int)
+    for action, end in ends.items():
+        begin = end - times.duration(action)
+        tone = 1 + action.stage // layout.pp % 2 + (2 if action.kind != "F" else 0)
+        image[action.stage % layout.pp, int(begin / whole * PIXELS) : max(1, int(end / whole * PIXELS))] = tone
+    figure, axis = plt.subplots(figsize=(WIDTH, 0.16 * layout.pp + 1.1), layout="constrained")
+    colors = ListedColormap([FREE, "#8fb3e0", "#3b6fb6", "#9fd3b5", "#3f9b6c"])
+    axis.imshow(
+        image, cmap=colors, vmin=0, vmax=4, aspect="auto", interpolation="nearest", extent=(0, whole, layout.pp, 0)
+    )
+    axis.grid(visible=False)
+    axis.set_xlabel(f"seconds; {count} of {load.micro_batches} micro-batches")
+    axis.set_ylabel("pipeline rank")
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+    legend = {"forward": "#3b6fb6", "backward": "#3f9b6c", "waits": FREE}
+    patches = [plt.Rectangle((0, 0), 1, 1, color=color) for color in legend.values()]
+    axis.legend(patches, list(legend), loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(legend))
+    return as_svg(figure)
+
+
+def _memory_plot(ranks: Sequence[RankMemory], limit: float, whole: float) -> str:
+    """Return the memory of a GPU of each pipeline rank by component, against the limit and the device."""
+    figure, axis = plt.subplots(figsize=(WIDTH, 3.2), layout="constrained")
+    places = [need.pipeline_rank for need in ranks]
+    bottom = np.zeros(len(ranks))
+    for name, color in MEMORY.items():
+        each = np.array([memory_parts(need)[name] / 1e9 for need in ranks])
+        axis.bar(places, each, bottom=bottom, color=color, label=name, width=0.8)
+        bottom += each
+    axis.axhline(limit / 1e9, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
+    axis.text(len(ranks) - 0.5, limit / 1e9 - 0.5, "limit", va="top", ha="right", fontsize=9)
+    axis.axhline(whole / 1e9, color=INK, linewidth=1.2)
+    axis.set_ylim(top=whole / 1e9 * 1.08)
+    axis.set_ylabel("GB")
+    axis.set_xlabel("pipeline rank")
+    axis.grid(axis="x", visible=False)
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(MEMORY))
+    return as_svg(figure)
+
+
+def _cadence_plot(share: Callable[[float], float | None], best_s: float, planned_s: float) -> str:
+    """Return effective training time against the time between two checkpoints; `share` of an interval in seconds."""
+    figure, axis = plt.subplots(figsize=(WIDTH, 2.8), layout="constrained")
+    minutes = np.geomspace(max(0.2, best_s / 60 / 10), best_s / 60 * 60, 200)
+    points = [(minute, found) for minute in minutes if (found := share(minute * 60)) is not None]
+    axis.plot([minute for minute, _ in points], [found for _, found in points], color=PALETTE[0], linewidth=1.8)
+    best = max((found for _, found in points), default=1.0)
+    for seconds, name, color, way in ((best_s, "best", PALETTE[2], -16), (planned_s, "the recipe's", PALETTE[1], 10)):
+        found = share(seconds)
+        if found is not None:
+            axis.plot([seconds / 60], [found], marker="o", color=color)
+            label = f"{name}: {seconds / 60:.3g} min, {found:.1%}"
+            axis.annotate(label, (seconds / 60, found), xytext=(4, way), textcoords="offset points", fontsize=9)
+    axis.set_ylim(max(0.0, best - 0.15), min(1.0, best + 0.03))
+    axis.set_xscale("log")
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
+    axis.set_xlabel("minutes of work between two checkpoints")
+    axis.set_ylabel("effective training time")
+    return as_svg(figure)
+
+
+def _cost_plot(points: Sequence[tuple[int, float, float]]) -> str:
+    """Return money against days; `points`: GPUs, days, money."""
+    figure, axis = plt.subplots(figsize=(WIDTH, 3.0), layout="constrained")
+    axis.plot([days for _, days, _ in points], [money / 1e6 for *_, money in points], color=FAINT, linewidth=1.6)
+    for gpus, days, money in points:
+        axis.plot([days], [money / 1e6], marker="o", color=PALETTE[0])
+        axis.annotate(f"{gpus:,} GPUs", (days, money / 1e6), xytext=(6, 5), textcoords="offset points", fontsize=9)
+    axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axis.xaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
+    axis.set_xlabel("days")
+    axis.set_ylabel("money, millions")
+    axis.margins(x=0.12, y=0.15)
+    return as_svg(figure)

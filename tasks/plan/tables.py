@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -20,8 +20,10 @@ from herd.llama3.planner.layout_search import Candidate, Rejected, SearchResult,
 from herd.llama3.planner.projection import ProjectedSegment, Projection
 from herd.llama3.planner.routing import RING, RoutedJob, make_zone, ring_share, slowdown
 from herd.llama3.planner.topology import Fabric, Routing
-from herd.llama3.planner.validation.anchor import Anchor
 from herd.llama3.recipe.units import Tokens
+
+if TYPE_CHECKING:
+    from herd.llama3.planner.published import Anchor  # imports scipy
 
 BAR = 30
 """Characters of the longest bar."""

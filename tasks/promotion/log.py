@@ -20,10 +20,9 @@ from rich.table import Table
 
 from herd.llama3.evaluate.gate import Decision, Evidence, GateRow
 from herd.llama3.recipe.units import tokens
-from herd.storage.digests import READERS, digest_json, parallel_map
+from herd.storage.digests import READERS, digest_json, parallel_map, sign, signature_error
 from herd.storage.lease import LeaseTiming
 from herd.storage.root import Root
-from herd.storage.signing import sign, signature_error
 
 PROMOTED: Literal["promoted"] = "promoted"
 REJECTED: Literal["rejected"] = "rejected"

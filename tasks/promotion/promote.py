@@ -30,7 +30,7 @@ from herd.tasks.promotion.log import (
 from herd.tasks.runs.records import now
 from herd.tasks.stages.alerts import alert_gate_failed
 from herd.tasks.step import Context, tracked_step
-from herd.tasks.tracking.factory import mlflow_of
+from herd.tasks.tracking.mlflow import mlflow_of
 from herd.tasks.tracking.registry import Registry, apply
 from herd.tasks.tracking.steps import checkpoint_model
 

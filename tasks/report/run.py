@@ -32,7 +32,7 @@ from herd.tasks.report.html import COLOURS, DIM, GROUPS, INK, Curve, Figure, cha
 from herd.tasks.runs.records import RunRecord, Runs
 from herd.tasks.step import Context
 from herd.tasks.tracking import prefect_artifacts
-from herd.tasks.tracking.factory import mlflow_of
+from herd.tasks.tracking.mlflow import mlflow_of
 from herd.tasks.tracking.mlflow_store import report_page, server_uri
 
 # The forecast in a run's report: the score of a run of ten times the compute, from all runs under the root.

@@ -15,11 +15,11 @@ from herd.llama3.recipe.lint import placeholders
 from herd.llama3.recipe.load import RecipeError
 from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe, check_batches
+from herd.storage.digests import sign
 from herd.storage.fetch import use_fetched
 from herd.storage.filesystem import is_local, local_path
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
-from herd.storage.signing import sign
 from herd.tasks.cluster import Cluster
 from herd.tasks.launch.hosts import Hosts
 from herd.tasks.launch.local import excluded_here
@@ -34,7 +34,7 @@ from herd.tasks.plan.recipe import (
     survey_evaluation,
 )
 from herd.tasks.runs.records import Runs
-from herd.tasks.tracking.factory import tracking_faults
+from herd.tasks.tracking.mlflow import tracking_faults
 
 if TYPE_CHECKING:
     from herd.llama3.data.readers.conversations import ConversationSurvey

@@ -28,7 +28,7 @@ from herd.tasks.stages.alerts import Alerts
 from herd.tasks.stages.evaluate import CheckpointOffers
 from herd.tasks.step import Context
 from herd.tasks.tracking.backfill import FOLLOWED, Sender, catch_up, watch_outages
-from herd.tasks.tracking.factory import mlflow_of
+from herd.tasks.tracking.mlflow import mlflow_of
 from herd.tasks.tracking.prefect_artifacts import StagePage
 from herd.tasks.tracking.prometheus import Gauges
 from herd.tasks.tracking.steps import Thinning, environment_tags

@@ -1,4 +1,4 @@
-"""One training stage as a tracked step: launch the trainer, follow its journal, commit what it made.
+"""One training stage as a tracked step, and the weights it starts from: launch, follow the journal, commit the model.
 
 The trainer's processes know neither Prefect nor MLflow: this task reads their journal and sends it to MLflow. When a
 process dies or hangs, all are started again from the newest good checkpoint, on as many processes as are available, as
@@ -23,9 +23,11 @@ from prefect.cache_policies import NO_CACHE
 from rich.markup import escape
 
 from herd.llama3.model.files import weight_files
-from herd.llama3.recipe.load import digest, resolved
+from herd.llama3.model.flops import parameter_count
+from herd.llama3.recipe.load import RecipeError, digest, resolved
 from herd.llama3.recipe.schedule import Schedule, StageSpan
 from herd.llama3.recipe.units import Bytes
+from herd.llama3.tokens.tokenizer import Tokenizer
 from herd.llama3.train import metrics
 from herd.llama3.train.averaging import FILE as AVERAGE
 from herd.llama3.train.averaging import Choice
@@ -34,7 +36,7 @@ from herd.llama3.train.job import TERMINATED, AttemptResult, HourlyCosts, TrainJ
 from herd.llama3.train.journal import SkippedRanges, device_hours
 from herd.llama3.train.main import REFUSED
 from herd.storage.artifact import MANIFEST, Artifact, ArtifactSpec, file_digest
-from herd.storage.filesystem import write_atomic
+from herd.storage.filesystem import source_state, write_atomic
 from herd.storage.lease import folder_lease
 from herd.storage.objects import remove_all
 from herd.storage.page_cache import lazy_folder
@@ -43,6 +45,13 @@ from herd.tasks.errors import TrainingFailed
 from herd.tasks.launch.base import Launch, Launcher, fitting, launch_key, launcher_of
 from herd.tasks.launch.hosts import Hosts, accused
 from herd.tasks.launch.local import visible_gpus
+from herd.tasks.models.start import (
+    alias_label,
+    find_init_checkpoint,
+    init_from_faults,
+    tokenizer_faults,
+    with_local_models,
+)
 from herd.tasks.plan.predict import predict_step_times
 from herd.tasks.runs.progress import kept_checkpoints, newest, work_dir_name
 from herd.tasks.runs.provenance import hourly_costs
@@ -54,6 +63,8 @@ from herd.tasks.tracking.prefect_artifacts import StagePage, stage_done
 from herd.tasks.tracking.prometheus import Gauges
 
 VERSION = 1
+WEIGHTS_VERSION = 1
+"""Of `init_weights`."""
 SILENCE = 2
 """Timeouts without a step after which a trainer hangs; after one, the processes notice a peer that hangs."""
 
@@ -315,3 +326,55 @@ def _facts(span: StageSpan, folder: Path) -> dict[str, Any]:
         "environment": json.loads((folder / ENVIRONMENT).read_text()),
         **({"average": average} if average is not None else {}),
     }
+
+
+# What training starts from: imported weights, or a checkpoint of another run
+
+
+@task(name="init-weights", cache_policy=NO_CACHE, persist_result=False)
+def init_weights(context: Context, tokenizer: Artifact) -> Artifact:
+    """Return the weights of the recipe's `init_from` as an artifact, or the checkpoint that it names.
+
+    Raises ValueError if they do not fit the recipe.
+    """
+    from herd.llama3.export.convert import import_weights
+
+    recipe = context.recipe
+    assert recipe.init_from is not None
+    if recipe.init_from.is_checkpoint:
+        return _checkpoint(context, Tokenizer.load(tokenizer.path))
+    start, rows = with_local_models(context.root, recipe).init_from, Tokenizer.load(tokenizer.path).rows
+    assert start is not None
+    path = recipe.init_from.path
+    label = alias_label(context.root, path)
+    parameters = {
+        "files": label or source_state(path),
+        "format": start.format,
+        "model": resolved(recipe)["model"],
+        "rows": rows,
+    }
+    design = ArtifactSpec("weights", recipe.name, WEIGHTS_VERSION, parameters, {})
+
+    def build(folder: Path, _: str) -> dict[str, Any]:
+        config = import_weights(start, folder / "model", recipe.model, rows)
+        return {"from": label or path, "parameters": parameter_count(config, rows)}
+
+    return ensure_artifact(context, "init-weights", design, build)
+
+
+def _checkpoint(context: Context, tokenizer: Tokenizer) -> Artifact:
+    """Return the checkpoint that the recipe starts from: reused, as a stage of another run is."""
+    if faults := init_from_faults(context.store, context.runs, context.recipe):
+        raise RecipeError("\n".join(faults))
+    found = find_init_checkpoint(context.store, context.runs, context.recipe)
+    if faults := list(tokenizer_faults(context.recipe, found, tokenizer)):
+        raise RecipeError("\n".join(faults))
+    made = found.manifest
+    design = ArtifactSpec(made.kind, made.name, made.version, made.parameters, made.inputs)
+
+    def build(folder: Path, _: str) -> dict[str, Any]:
+        raise RecipeError(
+            f"init_from.path: {found.label} is damaged; run {made.created_by} again, or start from another"
+        )
+
+    return ensure_artifact(context, "init-weights", design, build)

@@ -39,7 +39,7 @@ from herd.tasks.study.plan import HEADERS, StudyPlan, plan_lines, plan_rows, pla
 from herd.tasks.study.records import NOTES, PAGE, PICTURES, Studies, StudyRecord, runs_of
 from herd.tasks.tracking import prefect_artifacts
 from herd.tasks.tracking.backfill import STATUS
-from herd.tasks.tracking.factory import mlflow_of, open_tracker
+from herd.tasks.tracking.mlflow import mlflow_of, open_tracker
 from herd.tasks.tracking.tracker import MetricPoint, Tracker
 
 LISTED = 5

@@ -29,7 +29,7 @@ from herd.tasks.promotion.log import Log, Promotion, PromotionLog, gate_decision
 from herd.tasks.runs.provenance import CLUSTER
 from herd.tasks.runs.records import RunRecord, Runs, evaluation_of
 from herd.tasks.step import Context
-from herd.tasks.tracking.factory import mlflow_of, open_tracker
+from herd.tasks.tracking.mlflow import mlflow_of, open_tracker
 from herd.tasks.tracking.registry import Registry
 from herd.tasks.tracking.steps import (
     LoggedStep,

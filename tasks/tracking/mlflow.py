@@ -2,7 +2,7 @@
 
 Sending a point again is safe: MLflow's primary key is (key, step, time, value). No method raises or waits for a server
 that is away; `stale` then says that MLflow lacks points. A run that could not be opened gets a temporary handle and is
-opened at the next successful call.
+opened at the next successful call. `open_tracker` is the only place that knows which other sinks exist.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from herd.llama3.recipe.sections import Tracking
 from herd.storage.filesystem import is_local
 from herd.storage.root import Root
 from herd.tasks.tracking.mlflow_store import database_uri, prepare_database, run_page, set_tracking_uri, tracking_uri
-from herd.tasks.tracking.tracker import MetricPoint
+from herd.tasks.tracking.prometheus import folder_faults
+from herd.tasks.tracking.tracker import MetricPoint, Tracker, TrackerGroup
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
+
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
@@ -451,3 +455,32 @@ def _cut(tag: object) -> str:
 
 def _milliseconds(seconds: float | None) -> int | None:
     return None if seconds is None else round(seconds * 1000)
+
+
+def open_tracker(root: Root, family: str, tracking: Tracking | None = None) -> Tracker:
+    """Return MLflow, together with the sinks that `tracking` switches on. Raises ValueError as `tracking_faults`."""
+    tracking, sinks = tracking or Tracking(), list[Tracker]()
+    if faults := tracking_faults(tracking):
+        raise ValueError("\n".join(faults))
+    if tracking.tensorboard:
+        from herd.tasks.tracking.tensorboard import TensorBoardTracker
+
+        sinks.append(TensorBoardTracker(root))
+    main = MLflowTracker(root, family)
+    return TrackerGroup(main, sinks) if sinks else main
+
+
+def tracking_faults(tracking: Tracking) -> list[str]:
+    """Return an error for each sink whose package or folder is missing."""
+    if faults := folder_faults():
+        return faults
+    if tracking.tensorboard and find_spec("tensorboard") is None:
+        return ["tracking.tensorboard: true needs the package tensorboard; pip install 'herd-llm[tensorboard]'"]
+    return []
+
+
+def mlflow_of(tracker: Tracker) -> MLflowTracker:
+    """Return the MLflow tracker in `tracker`, for the model registry, outages and backfills."""
+    main = tracker.main if isinstance(tracker, TrackerGroup) else tracker
+    assert isinstance(main, MLflowTracker)
+    return main

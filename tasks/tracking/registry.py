@@ -21,8 +21,7 @@ from herd.tasks.promotion.log import (
     version_tags,
 )
 from herd.tasks.runs.records import RunRecord, Runs, mark_open
-from herd.tasks.tracking.factory import mlflow_of
-from herd.tasks.tracking.mlflow import MLflowTracker, is_absence
+from herd.tasks.tracking.mlflow import MLflowTracker, is_absence, mlflow_of
 from herd.tasks.tracking.mlflow_store import tracking_uri
 from herd.tasks.tracking.tracker import Tracker
 

@@ -1,6 +1,6 @@
 """The interface of experiment trackers, and a group of trackers as one.
 
-Flows, stages and studies hold a `Tracker`; `herd.tasks.tracking.factory` opens it. The step of a point is the position
+Flows, stages and studies hold a `Tracker`; `herd.tasks.tracking.mlflow` opens it. The step of a point is the position
 in tokens. A tracker never raises and never stops a run.
 """
 

@@ -22,7 +22,7 @@ def answers(dtype: str, device: str) -> tuple[list[float], str, list[str]]:
     from herd.llama3.evaluate.generate import Sampler, generate, generate_batch
     from herd.llama3.evaluate.scoring import score_requests
     from herd.llama3.evaluate.task import GenerationSettings, Prompt, Request
-    from herd.llama3.model.init import build_model
+    from herd.llama3.model.transformer import build_model
     from herd.llama3.recipe.sections import Model
     from herd.llama3.tokens.tokenizer import train_tokenizer
 
@@ -82,7 +82,7 @@ def test_a_split_model_is_scored_and_writes(tmp_path: Path) -> None:
     import torch
 
     from herd.llama3.model.files import save_model
-    from herd.llama3.model.init import build_model
+    from herd.llama3.model.transformer import build_model
     from herd.llama3.recipe.sections import Model
     from herd.llama3.tokens.tokenizer import train_tokenizer
 

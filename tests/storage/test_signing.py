@@ -11,8 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from herd.storage.artifact import ArtifactSpec, Store, UntrustedArtifact
-from herd.storage.digests import digest_json
-from herd.storage.signing import SIGNING, TRUSTED, sign, signature_error
+from herd.storage.digests import SIGNING, TRUSTED, digest_json, sign, signature_error
 
 
 def design(**parameters: object) -> ArtifactSpec:

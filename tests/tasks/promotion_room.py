@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import torch
 
 from herd.llama3.model.files import save_model
-from herd.llama3.model.init import build_model
+from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.load import load_recipe
 from herd.storage.artifact import Artifact, ArtifactSpec, Store
 from herd.storage.object_artifact import open_store

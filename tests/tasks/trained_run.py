@@ -10,7 +10,7 @@ import torch
 
 from herd.llama3.evaluate.scores import Score, write_scores
 from herd.llama3.model.files import save_model
-from herd.llama3.model.init import build_model
+from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.schedule import Schedule, StageSpan
 from herd.llama3.train import metrics
 from herd.llama3.train.journal import Journal, Record, to_parquet

@@ -37,7 +37,7 @@ from herd.llama3.planner.placement import (
     slot_groups,
 )
 from herd.llama3.planner.projection import project_on_fabric
-from herd.llama3.planner.published import fitted_h100_curves, meta_layout, table4_query
+from herd.llama3.planner.published import Anchor, fitted_h100_curves, meta_layout, table4_query
 from herd.llama3.planner.routing import (
     BURST_BYTES,
     SEEDS,
@@ -52,7 +52,6 @@ from herd.llama3.planner.routing import (
     ring_share,
 )
 from herd.llama3.planner.topology import Fabric, Layer, load_fabric
-from herd.llama3.planner.validation.anchor import Anchor
 from herd.llama3.recipe.sections import Model
 
 NETWORK_SOURCE = "Gangidi et al., SIGCOMM 2024"

@@ -25,7 +25,7 @@ from herd.llama3.planner.goodput import (
 )
 from herd.llama3.planner.hardware import hall_use, readers_per_trainer
 from herd.llama3.planner.layout_search import evaluate_layout
-from herd.llama3.planner.published import llama3_model, llama_405b_config, meta_layout, table4_query
+from herd.llama3.planner.published import Anchor, llama3_model, llama_405b_config, meta_layout, table4_query, within
 from herd.llama3.planner.reliability import (
     MEGASCALE_GAIN,
     NODE_DAY_FAILURES,
@@ -39,7 +39,6 @@ from herd.llama3.planner.reliability import (
 )
 from herd.llama3.planner.topology import load_fabric
 from herd.llama3.planner.uptime import monte_carlo
-from herd.llama3.planner.validation.anchor import Anchor, within
 from herd.llama3.planner.validation.network import (
     congestion_anchors,
     fabric_anchors,

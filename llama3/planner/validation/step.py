@@ -19,6 +19,7 @@ from herd.llama3.planner.device_curves import GemmCurve
 from herd.llama3.planner.layout_search import evaluate_layout, search_layouts
 from herd.llama3.planner.published import (
     TABLE_4_BATCH,
+    Anchor,
     fitted_h100_curves,
     llama3_model,
     llama_405b_config,
@@ -26,9 +27,9 @@ from herd.llama3.planner.published import (
     predict_table4_row,
     roce_24k_fabric,
     table4_query,
+    within,
 )
 from herd.llama3.planner.step_time import LayerSeconds, PipelineTiming, StepModel, StepTime
-from herd.llama3.planner.validation.anchor import Anchor, within
 from herd.llama3.recipe.sections import Model
 
 TABLE4_SOURCE = "arXiv 2407.21783, Table 4"

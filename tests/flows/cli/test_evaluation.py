@@ -18,7 +18,7 @@ from herd.llama3.evaluate import sandbox
 from herd.llama3.evaluate.sandbox import sandbox_error
 from herd.llama3.export.convert import convert
 from herd.llama3.model.files import save_model
-from herd.llama3.model.init import build_model
+from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.sections import Model
 from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.llama3.evaluate.task_samples import CHOICE, quiz, write_lines

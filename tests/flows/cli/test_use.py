@@ -15,7 +15,7 @@ from herd.flows.cli import models
 from herd.flows.cli.main import app
 from herd.llama3.evaluate.generate import generate
 from herd.llama3.model.files import load_model, save_model
-from herd.llama3.model.init import build_model
+from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.sections import Model
 from herd.llama3.tokens.tokenizer import Tokenizer
 

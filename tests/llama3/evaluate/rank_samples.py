@@ -15,7 +15,7 @@ from herd.llama3.evaluate.generate import generate, generate_batch
 from herd.llama3.evaluate.scoring import score_requests, score_sequences
 from herd.llama3.evaluate.task import GenerationSettings, Prompt, Request
 from herd.llama3.model.files import save_model
-from herd.llama3.model.init import build_model, initial_value
+from herd.llama3.model.transformer import build_model, initial_value
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.mesh import init_distributed
 from herd.llama3.recipe.load import load_recipe

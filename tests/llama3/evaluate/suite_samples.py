@@ -12,7 +12,7 @@ from herd.llama3.data.demo.word_problems import document
 from herd.llama3.evaluate.distributed import EvalRanks
 from herd.llama3.evaluate.evaluate import evaluate
 from herd.llama3.model.files import save_model
-from herd.llama3.model.init import build_model
+from herd.llama3.model.transformer import build_model
 from herd.llama3.parallel.mesh import init_distributed
 from herd.llama3.recipe.load import load_recipe
 from herd.llama3.recipe.schema import Recipe

@@ -11,8 +11,7 @@ import torch
 from herd.llama3.evaluate import generate as engine
 from herd.llama3.evaluate.generate import IncrementalDecoder, generate, generate_batch
 from herd.llama3.evaluate.task import GenerationSettings, Prompt
-from herd.llama3.model.init import build_model
-from herd.llama3.model.transformer import Transformer
+from herd.llama3.model.transformer import Transformer, build_model
 from herd.llama3.parallel import memory
 from herd.llama3.recipe.sections import Model, RopeScaling
 from herd.llama3.tokens.tokenizer import Tokenizer

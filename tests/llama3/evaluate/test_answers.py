@@ -28,8 +28,7 @@ from herd.llama3.evaluate.scores import score_samples
 from herd.llama3.evaluate.suite import render_task, suite_tasks
 from herd.llama3.evaluate.task import GenerationSettings, Prompt, Task
 from herd.llama3.evaluate.task_yaml import DataPaths, read_rows
-from herd.llama3.model.init import build_model
-from herd.llama3.model.transformer import Transformer
+from herd.llama3.model.transformer import Transformer, build_model
 from herd.llama3.recipe.load import load_recipe
 from herd.llama3.tokens.tokenizer import Tokenizer
 

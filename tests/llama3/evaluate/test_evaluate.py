@@ -24,7 +24,7 @@ from herd.llama3.evaluate.scores import Likelihood, read_scores, samples
 from herd.llama3.evaluate.statistics import Z, proportion
 from herd.llama3.evaluate.task import Task
 from herd.llama3.model.files import save_model
-from herd.llama3.model.init import build_model
+from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.gates import GateRule
 from herd.llama3.recipe.load import load_recipe
 from herd.llama3.recipe.schema import Recipe

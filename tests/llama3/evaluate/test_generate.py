@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from herd.llama3.evaluate.generate import generate, stream
-from herd.llama3.model.init import build_model
-from herd.llama3.model.transformer import Transformer
+from herd.llama3.model.transformer import Transformer, build_model
 from herd.llama3.recipe.sections import Model
 from herd.llama3.tokens.tokenizer import Tokenizer
 

@@ -25,7 +25,7 @@ from herd.llama3.evaluate.render import render
 from herd.llama3.evaluate.task_yaml import DataPaths, parse_task
 from herd.llama3.export.convert import convert
 from herd.llama3.model.files import save_model
-from herd.llama3.model.init import build_model
+from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.sections import Model
 from herd.llama3.tokens.tokenizer import train_tokenizer
 from tests.llama3.evaluate.task_samples import write_lines

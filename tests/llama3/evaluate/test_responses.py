@@ -14,7 +14,7 @@ from herd.llama3.evaluate.distributed import EvalRanks
 from herd.llama3.evaluate.evaluate import score_responses
 from herd.llama3.evaluate.scores import check_rules
 from herd.llama3.evaluate.suite import RESPONSES
-from herd.llama3.model.init import build_model
+from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.sections import Model
 from herd.llama3.tokens.chat import encode_conversation
 from herd.llama3.tokens.tokenizer import Tokenizer

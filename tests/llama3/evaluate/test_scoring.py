@@ -20,8 +20,7 @@ from herd.llama3.evaluate.scoring import (
     score_sequences,
 )
 from herd.llama3.evaluate.task import Request
-from herd.llama3.model.init import build_model
-from herd.llama3.model.transformer import Transformer
+from herd.llama3.model.transformer import Transformer, build_model
 from herd.llama3.recipe.sections import Model
 from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.llama3.evaluate.packing_samples import questions

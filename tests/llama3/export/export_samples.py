@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from herd.llama3.model.files import WeightReader, parameters, save_model
-from herd.llama3.model.init import STD, build_model
-from herd.llama3.model.transformer import Transformer
+from herd.llama3.model.transformer import STD, Transformer, build_model
 from herd.llama3.recipe.sections import Model
 from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 

@@ -11,8 +11,8 @@ import torch
 
 from herd.llama3.export.convert import convert
 from herd.llama3.export.gguf import FILE, frequency_divisors
+from herd.llama3.model.attention import frequencies
 from herd.llama3.model.param_table import param_table
-from herd.llama3.model.rope import frequencies
 from herd.llama3.recipe.sections import Model
 from tests.llama3.export.export_samples import difference, herd_folder, shape, tokenizer, tokens
 

@@ -15,12 +15,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from herd.llama3.model.attention import attention_mask
-from herd.llama3.model.init import build_model
+from herd.llama3.model.attention import attention_mask, rotation
 from herd.llama3.model.linear import use_float8
 from herd.llama3.model.recompute import gate_product, recomputed, swiglu
-from herd.llama3.model.rope import rotation
-from herd.llama3.model.transformer import Block
+from herd.llama3.model.transformer import Block, build_model
 from herd.llama3.recipe.sections import Model
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from herd.llama3.model.init import build_model
 from herd.llama3.model.kv_cache import BatchCache, Cache, PaddedCache, with_cache
-from herd.llama3.model.transformer import Transformer
+from herd.llama3.model.transformer import Transformer, build_model
 from herd.llama3.recipe.sections import Model, RopeScaling
 
 ROWS = 40

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from herd.llama3.export.hf import hugging_face_settings
-from herd.llama3.model.init import STD, build_model
 from herd.llama3.model.param_table import param_table
-from herd.llama3.model.transformer import Transformer
+from herd.llama3.model.transformer import STD, Transformer, build_model
 from herd.llama3.recipe.sections import Model
 
 ROWS = 83

@@ -15,8 +15,7 @@ from torch import Tensor
 
 import herd.llama3.model.files
 from herd.llama3.model.files import load_model, open_model, read_config, save_model, weight_files, write_weights
-from herd.llama3.model.init import build_model
-from herd.llama3.model.transformer import Transformer
+from herd.llama3.model.transformer import Transformer, build_model
 from herd.llama3.recipe.sections import Model
 
 SPEC = Model(preset="tiny")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from herd.llama3.model.init import build_model
 from herd.llama3.model.linear import Linear, Scaling, check_device, float8_product, use_float8
+from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.sections import Model
 
 

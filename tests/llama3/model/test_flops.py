@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from herd.llama3.model.flops import flops_per_token, parameter_count
-from herd.llama3.model.init import build_model
+from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.sections import Model
 
 TINY = Model(layers=2, dim=64, ffn=160, heads=4, kv_heads=2, max_seq_len=64)

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from herd.llama3.model.flops import parameter_count
-from herd.llama3.model.init import empty_model
 from herd.llama3.model.param_table import param_row, param_table
-from herd.llama3.model.transformer import Transformer
+from herd.llama3.model.transformer import Transformer, empty_model
 from herd.llama3.recipe.sections import Model
 from tests.dist import run
 from tests.llama3.parallel.scale_samples import ROWS, names_and_shapes, shape

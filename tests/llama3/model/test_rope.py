@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from herd.llama3.model.rope import frequencies, rotate, rotation
+from herd.llama3.model.attention import frequencies, rotate, rotation
 from herd.llama3.recipe.sections import RopeScaling
 
 LLAMA31 = RopeScaling()

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from herd.llama3.model.flops import flops_per_token, parameter_count
-from herd.llama3.model.init import build_model, empty_model, initial_value
-from herd.llama3.model.transformer import Transformer
+from herd.llama3.model.transformer import Transformer, build_model, empty_model, initial_value
 from herd.llama3.recipe.sections import Model
 
 ROWS = 37

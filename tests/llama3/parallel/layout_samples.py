@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from herd.llama3.model.init import build_model, initial_value
-from herd.llama3.model.transformer import Transformer
+from herd.llama3.model.transformer import Transformer, build_model, initial_value
 from herd.llama3.parallel.comms import cp_positions
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.mesh import ParallelContext, full_tensor, init_distributed

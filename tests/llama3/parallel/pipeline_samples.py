@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from herd.llama3.model.init import initial_value
 from herd.llama3.model.recompute import _Promise
-from herd.llama3.model.transformer import Transformer
+from herd.llama3.model.transformer import Transformer, initial_value
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.mesh import ParallelContext, full_tensor, init_distributed
 from herd.llama3.parallel.pipeline import Pipeline, _Stage

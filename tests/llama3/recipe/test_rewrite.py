@@ -11,8 +11,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from herd.llama3.recipe.edit import with_element, with_field
 from herd.llama3.recipe.load import RecipeError, apply_override
+from herd.llama3.studies.apply import with_element, with_field
 
 RECIPES = sorted([*Path("recipes").glob("*.yaml"), Path("tests/e2e/tiny.yaml")])
 TEXT = """\

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from herd.llama3.data.readers.files import SourceError
-from herd.llama3.model.init import build_model
+from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.base import CONVERSATIONS, DOMAINS
 from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe

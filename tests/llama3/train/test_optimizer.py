@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from herd.llama3.model.init import build_model
 from herd.llama3.model.linear import GRID, local_weight
+from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.sections import Model, Optimizer
 from herd.llama3.train.state import adamw
 from herd.llama3.train.train_step import scale, squared_norm

@@ -14,7 +14,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from herd.llama3.model.init import build_model
+from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.sections import Model
 from herd.llama3.train.data_loader import Step
 from herd.llama3.train.profiler import (

@@ -7,8 +7,7 @@ import pytest
 
 from herd.llama3.parallel.memory import memory
 from herd.llama3.planner.layout_search import memory_parts
-from herd.tasks.plan import plots
-from herd.tasks.plan.page import cost_points, render_plan_page, write_page
+from herd.tasks.plan.page import MEMORY, cost_points, render_plan_page, write_page
 from tests.tasks.plan_room import planned
 
 INSIDE = ("#", "data:")
@@ -121,4 +120,4 @@ def test_memory_in_the_picture_is_all_of_it() -> None:
     for need in memory(config, found.projection.rows, best.layout, best.world, best.load):
         parts = memory_parts(need)
         assert sum(parts.values()) == need.total
-        assert set(parts) == set(plots.MEMORY)
+        assert set(parts) == set(MEMORY)

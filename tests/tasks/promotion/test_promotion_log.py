@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from herd.storage.digests import SIGNING
 from herd.storage.root import Root
-from herd.storage.signing import SIGNING
 from herd.tasks.promotion.log import (
     CHAMPION,
     FOLDER,

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from herd.flows.cli.main import app
 from herd.llama3.train.checkpoint.manager import Checkpoints
+from herd.storage.digests import SIGNING
 from herd.storage.object_artifact import open_store
 from herd.storage.objects import get_bytes, put_bytes
 from herd.storage.root import Root
-from herd.storage.signing import SIGNING
 from herd.tasks.runs.gc import plan_gc
 from herd.tasks.runs.integrity import verify
 from herd.tasks.runs.records import DamagedRecord, Runs, now

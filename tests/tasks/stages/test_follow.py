@@ -31,8 +31,7 @@ from herd.tasks.stages.alerts import Alerts, read_alerts
 from herd.tasks.stages.follow import HUNG, JournalTailer
 from herd.tasks.stages.train import StageAttempts, _resumes
 from herd.tasks.step import Context
-from herd.tasks.tracking.factory import mlflow_of
-from herd.tasks.tracking.mlflow import MLflowTracker
+from herd.tasks.tracking.mlflow import MLflowTracker, mlflow_of
 from herd.tasks.tracking.prometheus import Gauges, folder_faults
 from herd.tasks.tracking.steps import read_series
 from tests.agents import ForkedAgents

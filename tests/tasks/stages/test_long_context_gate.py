@@ -13,7 +13,7 @@ from rich.console import Console as RichConsole
 
 from herd.llama3.evaluate.gate import Decision
 from herd.llama3.model.files import save_model
-from herd.llama3.model.init import build_model
+from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.frozen import check_frozen_fields
 from herd.llama3.recipe.load import load_recipe
 from herd.llama3.recipe.schedule import Schedule

@@ -23,8 +23,7 @@ from herd.tasks.report.card import make_card
 from herd.tasks.runs.preflight import check_place
 from herd.tasks.runs.progress import run_work_dir_name
 from herd.tasks.runs.records import Runs, StepRecord
-from herd.tasks.stages.init_weights import init_weights
-from herd.tasks.stages.train import train_stage
+from herd.tasks.stages.train import init_weights, train_stage
 from herd.tasks.step import Context
 from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.agents import shared_agents

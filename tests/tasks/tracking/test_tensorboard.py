@@ -11,7 +11,7 @@ from herd.llama3.recipe.sections import Tracking
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
 from herd.tasks.runs.preflight import check_place
-from herd.tasks.tracking.factory import mlflow_of, open_tracker
+from herd.tasks.tracking.mlflow import mlflow_of, open_tracker
 from herd.tasks.tracking.tracker import MetricPoint, Tracker
 
 TINY = Path("tests/e2e/tiny.yaml")
@@ -116,7 +116,7 @@ class TestEventFiles:
 
 
 def test_a_missing_package_is_an_error_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("herd.tasks.tracking.factory.find_spec", lambda name: None)
+    monkeypatch.setattr("herd.tasks.tracking.mlflow.find_spec", lambda name: None)
     recipe = load_recipe(TINY, ["tracking.tensorboard=true"])
     with pytest.raises(RecipeError) as refused:
         check_place(recipe, Cluster(), Root.parse(tmp_path))

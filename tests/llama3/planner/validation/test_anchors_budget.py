@@ -7,7 +7,7 @@ from time import process_time
 import pytest
 
 from herd.llama3.parallel.layout import TABLE_4
-from herd.llama3.planner.validation.anchor import Anchor
+from herd.llama3.planner.published import Anchor
 from herd.llama3.planner.validation.network import congestion_anchors
 from herd.llama3.planner.validation.run import (
     SCHEDULE,

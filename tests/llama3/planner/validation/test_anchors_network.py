@@ -5,9 +5,9 @@ from time import process_time
 
 import pytest
 
+from herd.llama3.planner.published import Anchor
 from herd.llama3.planner.routing import ring_share
 from herd.llama3.planner.validation import network
-from herd.llama3.planner.validation.anchor import Anchor
 from herd.llama3.planner.validation.network import network_anchors
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from herd.llama3.planner.validation.anchor import Anchor
+from herd.llama3.planner.published import Anchor
 from herd.llama3.planner.validation.run import reliability_anchors
 
 

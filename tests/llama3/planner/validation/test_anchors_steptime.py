@@ -5,9 +5,8 @@ from collections import Counter
 import pytest
 
 from herd.llama3.parallel.layout import TABLE_4
-from herd.llama3.planner.published import fitted_h100_curves
+from herd.llama3.planner.published import Anchor, fitted_h100_curves
 from herd.llama3.planner.validation import step
-from herd.llama3.planner.validation.anchor import Anchor
 from herd.llama3.planner.validation.step import table4_anchors
 
 

@@ -8,10 +8,9 @@ import pytest
 
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.memory import Load
-from herd.llama3.planner.published import fitted_h100_curves, step_model, table4_query
+from herd.llama3.planner.published import Anchor, fitted_h100_curves, step_model, table4_query
 from herd.llama3.planner.step_time import StepModel, StepTime
 from herd.llama3.planner.validation import step
-from herd.llama3.planner.validation.anchor import Anchor
 from herd.llama3.planner.validation.step import OUT_OF_REACH, TERMS, term_anchors
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from herd.llama3.planner.published import Anchor, within
 from herd.llama3.planner.validation import run as module
-from herd.llama3.planner.validation.anchor import Anchor, within
 from herd.llama3.planner.validation.run import ANCHORS, verify
 from herd.llama3.planner.validation.step import megascale_anchors, megatron_anchors, table4_anchors
 
