@@ -40,7 +40,8 @@ from herd.flows.local_server import quiet_prefect
 quiet_prefect()
 from herd.flows.maintenance import reconcile
 from herd.flows.recipe_form import RootParameters
-reconcile(RootParameters(root=sys.argv[1]), full=True, grace_s=0.0)
+for root in sys.argv[1:]:
+    reconcile(RootParameters(root=root), full=True, grace_s=0.0)
 """
 
 
@@ -84,18 +85,24 @@ def broken_promises(world: World, reference: Undisturbed) -> tuple[list[str], fl
         (lane, family, Root.parse(uri, _scratch(world, family))) for lane in world.lanes for family, uri in lane.ended
     ]
     broken, began = [*world.broken], time.monotonic()
+    uris = [root.uri for _, _, root in roots]
+    halves = [half for half in (uris[::2], uris[1::2]) if half]  # all at once would be dozens of processes
     reconciling = [
-        world.forked("-c", RECONCILE, root.uri, root=root.uri, scratch=root.local, printed=[]) for _, _, root in roots
+        world.forked("-c", RECONCILE, *half, root=half[0], scratch=Path(_scratch(world, "reconcile")), printed=[])
+        for half in halves
     ]
     for process in reconciling:
         process.process.join(300)
-    false = ["states were not looked at"]
-    while false and time.monotonic() - began < TRUE_WITHIN_S:
-        false = [why for _, family, root in roots for why in _false_states(world, family, root)]
+    while false := [why for _, family, root in roots for why in _false_states(world, family, root)]:
+        if time.monotonic() - began > TRUE_WITHIN_S:
+            break
     true_after = time.monotonic() - began
     broken += false
     for lane, family, root in roots:
-        broken += [f"{family}: {why}" for why in _lost(world, lane, family, root, reference)]
+        try:
+            broken += [f"{family}: {why}" for why in _lost(world, lane, family, root, reference)]
+        except Exception as error:  # whatever cannot be looked at is lost
+            broken.append(f"{family}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
     for process in psutil.process_iter():
         try:
             if process.environ().get("HERD_SCRATCH", "").startswith(str(world.folder)):
@@ -118,6 +125,10 @@ def _false_states(world: World, family: str, root: Root) -> list[str]:
     records, false = Runs(root).family(family), []
     with temporary_settings({PREFECT_API_URL: world.prefect.uri}), get_client(sync_client=True) as client:
         for record in records:
+            if not (record.mlflow_run and record.prefect_run):  # it ended before anything was done
+                if record.state in ("running", "finished"):
+                    false.append(f"{record.name}: {record.state}, without a run in MLflow or Prefect")
+                continue
             tracked = MlflowClient(world.mlflow.uri).get_run(record.mlflow_run).info.status
             state = client.read_flow_run(UUID(record.prefect_run)).state
             said = f"record {record.state}, MLflow {tracked}, Prefect {state.name if state else 'nothing'}"

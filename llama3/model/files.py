@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -239,7 +240,11 @@ def write_weights(folder: Path, tensors: Named, whole: str = WEIGHTS, metadata: 
     for number, tensors_of_shard in enumerate(_shards(tensors), start=1):
         path = folder / f".{stem}-{number:05}.part"
         shards.append((path, [*tensors_of_shard], sum(tensor.nbytes for tensor in tensors_of_shard.values())))
-        save_file(tensors_of_shard, path, metadata)
+        try:
+            save_file(tensors_of_shard, path, metadata)
+        except SafetensorError as error:  # "... No space left on device (os error 28)"
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) if number else error from error
         with open(path, "rb+") as file:
             os.fsync(file.fileno())
     for old in (*folder.glob(f"{stem}-*-of-*.safetensors"), folder / whole, folder / (whole + INDEX)):

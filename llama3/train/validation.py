@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from herd.llama3.evaluate.held_out import ValidationDocument
 from herd.llama3.recipe.base import DOMAINS, Domain
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.train import metrics
 from herd.llama3.train.callbacks import Callback, StepResult
+from herd.storage.filesystem import write_atomic
 
 if TYPE_CHECKING:  # the supervising process works without torch
     from torch import Tensor
@@ -63,7 +64,7 @@ class ValidationRows:
     """UTF-8 bytes of the scored tokens of each domain."""
 
     def write(self, folder: Path) -> None:
-        save_file(self.columns, folder / FILE, {BYTES: json.dumps(self.bytes)})
+        write_atomic(folder / FILE, save(self.columns, {BYTES: json.dumps(self.bytes)}))
 
     @classmethod
     def read(cls, folder: Path) -> ValidationRows | None:

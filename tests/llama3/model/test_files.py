@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,6 +20,7 @@ import herd.llama3.model.files
 from herd.llama3.model.files import load_model, open_model, read_config, save_model, weight_files, write_weights
 from herd.llama3.model.transformer import Transformer, build_model
 from herd.llama3.recipe.sections import Model
+from herd.llama3.train.validation import ValidationRows
 
 SPEC = Model(preset="tiny")
 
@@ -153,3 +157,18 @@ def test_damaged_parts_are_refused(tmp_path: Path) -> None:
     index.unlink()
     with pytest.raises(ValueError, match=r"has neither model.safetensors nor model.safetensors.index.json"):
         open_model(tmp_path)
+
+
+def test_a_limit_of_the_disk_is_an_error_of_the_system_with_the_file(tmp_path: Path) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large.*part") as raised:
+            write_weights(tmp_path, [("a", torch.zeros(1 << 12))])
+        assert raised.value.errno == errno.EFBIG
+        rows = ValidationRows({"tokens": np.zeros((8, 1 << 10), np.int64)}, {})
+        with pytest.raises(OSError, match="File too large"):
+            rows.write(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not list(tmp_path.glob("*held-out*"))
