@@ -5,14 +5,17 @@ Documents are cut, so bits per byte measures their openings and no long-context 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from herd.llama3.recipe.base import DOMAINS, Domain
 from herd.llama3.recipe.schema import Recipe
-from herd.llama3.tokens.documents import read_documents
+from herd.llama3.tokens.documents import read_documents, read_texts
 
 DOCUMENT_BYTES = 16384
 """Most UTF-8 bytes of a document that are scored, for any recipe."""
@@ -20,6 +23,13 @@ BYTES_PER_POSITION = 2
 """Most UTF-8 bytes per position of the longest sequence that a recipe trains on: 1 KiB for 512 positions."""
 CANDIDATE_DOCUMENTS = 100
 """Held-out documents whose language is read, for each chosen document of the multilingual domain."""
+
+NGRAM_BPB = "baseline/bpb"
+"""Key of the baseline among the facts of an evaluation, and before its domains; no score, so no gate judges it."""
+NGRAM = 5
+"""Bytes of the longest strings that the baseline counts."""
+NGRAM_BYTES = 5_000_000
+"""Training text that it counts, in the shares of the mix: some 5 s of a processor and 0.3 GiB."""
 
 
 @dataclass(frozen=True)
@@ -94,3 +104,61 @@ def candidate_documents(domain: Domain, count: int) -> int:
 def truncate_utf8(text: str, size: int) -> str:
     """Return the longest beginning of `text` of at most `size` UTF-8 bytes."""
     return text.encode()[:size].decode(errors="ignore")
+
+
+# What a model must beat: a table of how often each byte follows the four bytes before it.
+
+
+def ngram_bits_per_byte(
+    folder: Path, shares: Mapping[Domain, float], documents: Sequence[ValidationDocument]
+) -> dict[Domain, float]:
+    """Return bits per byte of each domain of `documents` by a 5-gram that counted training text of `folder`.
+
+    Lengths are interpolated by Witten and Bell's rule (IEEE Transactions on Information Theory 37(4), 1991): a context
+    that was seen n times, with t different next bytes, gives t / (n + t) of the probability to the shorter context.
+    """
+    zero = b"\0"  # between documents
+    texts = (read_texts(folder, domain, "train", int(share * NGRAM_BYTES)) for domain, share in shares.items() if share)
+    counted = zero.join(text.encode() for text in chain.from_iterable(texts))
+    pieces = [zero + document.text.encode() for document in documents]
+    bits = _ngram_bits(np.frombuffer(counted, np.uint8), np.frombuffer(b"".join(pieces), np.uint8))
+    ends = np.cumsum([len(piece) for piece in pieces])
+    found: dict[Domain, float] = {}
+    for domain in DOMAINS:
+        parts = [
+            bits[end - len(piece) + 1 : end]
+            for document, piece, end in zip(documents, pieces, ends, strict=True)
+            if document.domain == domain
+        ]
+        if parts:
+            found[domain] = float(np.concatenate(parts).mean())
+    return found
+
+
+def _ngram_bits(counted: NDArray[np.uint8], scored: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Return the bits of each byte of `scored` after up to four bytes before it, by the counts of `counted`."""
+    probability = np.full(len(scored), 1 / 256)
+    for order in range(1, NGRAM + 1):
+        grams, counts = np.unique(_grams(counted, order), return_counts=True)
+        asked = _grams(scored, order)
+        if not len(grams) or not len(asked):
+            break
+        # sorted by context, the high bytes; the low byte is the next one
+        contexts, first, kinds = np.unique(grams >> 8, return_index=True, return_counts=True)
+        seen = np.add.reduceat(counts, first)
+        place = np.searchsorted(contexts, asked >> 8).clip(max=len(contexts) - 1)
+        gram = np.searchsorted(grams, asked).clip(max=len(grams) - 1)
+        count = np.where(grams[gram] == asked, counts[gram], 0)
+        shorter = probability[order - 1 :]
+        longer = (count + kinds[place] * shorter) / (seen[place] + kinds[place])
+        probability[order - 1 :] = np.where(contexts[place] == asked >> 8, longer, shorter)
+    bits: NDArray[np.float64] = -np.log2(probability)
+    return bits
+
+
+def _grams(data: NDArray[np.uint8], order: int) -> NDArray[np.int64]:
+    """Return each string of `order` consecutive bytes as a number."""
+    grams = np.zeros(max(0, len(data) - order + 1), np.int64)
+    for at in range(order):
+        grams = grams << 8 | data[at : at + len(grams)]
+    return grams

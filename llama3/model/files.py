@@ -243,8 +243,9 @@ def write_weights(folder: Path, tensors: Named, whole: str = WEIGHTS, metadata: 
         try:
             save_file(tensors_of_shard, path, metadata)
         except SafetensorError as error:  # "... No space left on device (os error 28)"
-            number = re.search(r"\(os error (\d+)\)", str(error))
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) if number else error from error
+            if not (found := re.search(r"\(os error (\d+)\)", str(error))):
+                raise
+            raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
         with open(path, "rb+") as file:
             os.fsync(file.fileno())
     for old in (*folder.glob(f"{stem}-*-of-*.safetensors"), folder / whole, folder / (whole + INDEX)):

@@ -417,6 +417,9 @@ class Evaluate(Section):
     hundredth; two models are compared in the same format."""
     needles: int = Field(default=55, ge=11)
     """Sentences that the `needle` gate hides, spread over eleven depths."""
+    ngram_baseline: bool = Field(default=False, exclude_if=lambda asked: not asked)
+    """Also report the bits per byte of a 5-gram of bytes that counted 5 MB of the training text: what a model must beat
+    to have learned more than spelling."""
     tasks: list[str] = Field(default_factory=list)
     """More tasks: YAML files, folders of rendered requests, or JSON-lines files of multiple-choice questions."""
 

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from herd.llama3.data.accounting import FINDINGS, KEPT
 from herd.llama3.evaluate.gate import Decision
+from herd.llama3.evaluate.held_out import NGRAM_BPB
 from herd.llama3.evaluate.scores import Score, read_scores
 from herd.llama3.recipe.base import CONVERSATIONS, DOMAINS
 from herd.llama3.recipe.load import to_yaml
@@ -123,6 +124,8 @@ class ReportData:
     page: DataPage | None
     """None until documents are curated."""
     evaluations: dict[str, dict[str, Score]]
+    baseline: dict[str, float]
+    """Bits per byte of the 5-gram, by the key of the score that it is beside; empty without one."""
     notes: list[str]
     """On scores and weights: averages kept, tasks left out, questions that were too long."""
     samples: list[dict[str, str]]
@@ -167,6 +170,11 @@ def collect_report_data(root: Root, name: str) -> ReportData:
         ledger={row.name: row.domains for row in outcomes},
         page=page,
         evaluations={stage: read_scores(artifact.path) for stage, artifact in evaluations.items()},
+        baseline={
+            key.replace(NGRAM_BPB, "eval/bpb"): value
+            for key, value in (final.metadata if final is not None else {}).items()
+            if key.startswith(NGRAM_BPB)
+        },
         notes=[
             *_conversation_notes(artifacts.get(CONVERSATIONS)),
             *_notes({span.name: artifact for span, artifact in trained}, evaluations),

@@ -358,6 +358,10 @@ def _score_rows(data: ReportData) -> list[ScoreRow]:
             if gate.low > 0 or gate.high < 0:
                 won = (gate.high < 0) == (score.better == "lower")
                 verdict, tone = ("better", "good") if won else ("worse", "bad")
+        elif key in data.baseline:
+            won = score.value < data.baseline[key]
+            verdict = f"{'better' if won else 'no better'} than a 5-gram: {data.baseline[key]:.4g}"
+            tone = "good" if won else "bad"
         elif score.chance is not None:
             verdict = "above guessing" if score.low > score.chance else "no better than guessing"
         name = "bits per byte" if key == BPB else key.removeprefix(PREFIX).replace("bpb/", "· ")

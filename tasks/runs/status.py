@@ -380,11 +380,16 @@ def _results(store: Store, record: RunRecord, spans: list[StageSpan]) -> list[st
         lines.append(f"  held out  {held_out} bits per byte, at the end of each stage")
     scored = [step for span in spans if (step := f"evaluate-{span.stage.name}") in record.steps]  # not the champion's
     if scored:
+        from herd.llama3.evaluate.held_out import NGRAM_BPB  # imports pyarrow
+
         evaluation = store.load(record.steps[scored[-1]].artifact)
         first = json.loads(evaluation.part("generations.json").read_text())[0]
         sample = " ".join(f"{first['prompt']}{first['text']}".split())
         sample = sample if len(sample) <= SAMPLE_CHARACTERS else sample[:SAMPLE_CHARACTERS] + " ..."
-        lines += [*_scores(evaluation), f"  sample    [dim]{escape(sample)}[/]"]
+        lines += _scores(evaluation)
+        if counted := evaluation.metadata.get(NGRAM_BPB):
+            lines.append(f"  5-gram    bpb {counted:.4g}: what counting five bytes in the training text gives")
+        lines.append(f"  sample    [dim]{escape(sample)}[/]")
     return lines
 
 

@@ -17,13 +17,20 @@ from prefect.cache_policies import NO_CACHE
 from rich.markup import escape
 
 from herd.llama3.evaluate.gate import Decision, GateRow, decide
-from herd.llama3.evaluate.held_out import ValidationDocument, candidate_documents, read_validation_documents
+from herd.llama3.evaluate.held_out import (
+    NGRAM_BPB,
+    ValidationDocument,
+    candidate_documents,
+    document_bytes,
+    ngram_bits_per_byte,
+    read_validation_documents,
+)
 from herd.llama3.evaluate.long_context_gate import METRICS
 from herd.llama3.evaluate.main import MISTAKE, REFUSED, EvaluateJob, GateScores
 from herd.llama3.evaluate.needle import KEY as NEEDLE
 from herd.llama3.evaluate.scores import read_scores
 from herd.llama3.evaluate.suite import stage_suite_name, suite_inputs, with_suite
-from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.recipe.base import DOMAINS, Domain
 from herd.llama3.recipe.load import resolved, to_yaml
 from herd.llama3.recipe.schedule import Schedule, StageSpan
 from herd.llama3.recipe.schema import Recipe
@@ -161,11 +168,24 @@ def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: A
         documents = validation_folder(curated, recipe.evaluate.documents)
         model, cluster = checkpoint.part("model"), context.cluster
         excluded = Hosts(context.root).excluded
-        return run_evaluation(
+        facts = run_evaluation(
             recipe, model, documents, folder, work, cluster, context.agents, None, None, conversations, excluded
         )
+        return {**facts, **_ngram_baseline(recipe, documents)}
 
     return ensure_in_scratch(context, step, design, build)
+
+
+def _ngram_baseline(recipe: Recipe, documents: Path) -> dict[str, float]:
+    """Return the bits per byte of a 5-gram, whole and by domain; nothing if the recipe does not ask for it."""
+    if not recipe.evaluate.ngram_baseline:
+        return {}
+    shares: dict[Domain, float] = {domain: float(share) for domain, share in recipe.first_mix.items()}
+    chosen = read_validation_documents(documents, recipe.evaluate.documents, document_bytes(recipe))
+    found = ngram_bits_per_byte(documents, shares, chosen)
+    weights = {domain: share for domain, share in shares.items() if domain in found}
+    mean = sum(share * found[domain] for domain, share in weights.items()) / sum(weights.values())
+    return {NGRAM_BPB: mean, **{f"{NGRAM_BPB}/{domain}": bits for domain, bits in found.items()}}
 
 
 def _evaluation(
@@ -185,6 +205,7 @@ def _evaluation(
             "questions": recipe.evaluate.questions,
             **({"limit": recipe.evaluate.limit} if recipe.evaluate.limit else {}),
             **_precision(recipe),
+            **({"ngram_baseline": True} if recipe.evaluate.ngram_baseline else {}),
             "weights": resolved(recipe)["mix"][recipe.stages[0].mix],
             "seed": recipe.seed,
         },

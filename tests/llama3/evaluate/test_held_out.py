@@ -3,12 +3,19 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from herd.llama3.evaluate.held_out import ValidationDocument, read_validation_documents
+from herd.llama3.evaluate.held_out import (
+    ValidationDocument,
+    _ngram_bits,
+    ngram_bits_per_byte,
+    read_validation_documents,
+)
 from herd.llama3.evaluate.requests import document_requests
 from herd.llama3.evaluate.scores import Sample, score_table
 from herd.llama3.evaluate.task import Task
@@ -72,3 +79,41 @@ def test_languages_and_documents_are_averaged_as_said(checkout: Path, found: lis
         assert abs(score.value - sum(bits for bits, _ in mine) / sum(size for _, size in mine)) < 1e-9
         assert score.n == len(mine) == sum(row.key == score.key for row in rows)
     assert len(rows) == 3 * len(found)
+
+
+def plainly(counted: bytes, before: bytes, byte: int) -> float:
+    """Return the probability of `byte` after `before`, counted one by one."""
+    probability = 1 / 256
+    for size in range(len(before) + 1):
+        context = before[len(before) - size :]
+        after = [counted[at + size] for at in range(len(counted) - size) if counted[at : at + size] == context]
+        if after:
+            kinds = len(set(after))
+            probability = (after.count(byte) + kinds * probability) / (len(after) + kinds)
+    return probability
+
+
+@given(st.binary(max_size=60).map(lambda data: bytes(byte % 3 for byte in data)), st.binary(min_size=1, max_size=12))
+def test_the_5_gram_is_that_of_plain_counting_and_adds_up_to_1(counted: bytes, data: bytes) -> None:
+    scored = bytes(byte % 4 for byte in data)
+    bits = _ngram_bits(np.frombuffer(counted, np.uint8), np.frombuffer(scored, np.uint8))
+    for at, byte in enumerate(scored):
+        assert 2 ** -bits[at] == pytest.approx(plainly(counted, scored[max(0, at - 4) : at], byte), rel=1e-9)
+    assert sum(plainly(counted, scored[-4:], byte) for byte in range(256)) == pytest.approx(1)
+
+
+def test_the_baseline_is_told_by_domain_and_knows_what_it_has_counted(tmp_path: Path) -> None:
+    rows = [
+        {"id": "1", "text": "the cat sat on the mat. " * 200, "source_index": 0, "language": "en", "split": "train"}
+    ]
+    (tmp_path / "documents").mkdir()
+    for domain in ("general", "code"):
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "documents" / f"{domain}-00000.parquet")
+    documents = [
+        ValidationDocument("a", "general", "the cat sat on the mat. " * 20),
+        ValidationDocument("b", "code", "".join(map(chr, range(33, 127)))),
+    ]
+    found = ngram_bits_per_byte(tmp_path, {"general": 0.5, "code": 0.5}, documents)
+    assert list(found) == ["general", "code"]
+    assert found["general"] < 0.2
+    assert found["code"] > 6
