@@ -13,7 +13,9 @@ import os
 import resource
 import shutil
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +26,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.recipe.schema import Recipe
 from herd.storage.filesystem import remote_filesystem
 from herd.storage.processes import processors
@@ -48,8 +51,24 @@ FILES = 4096
 """Open files of a process: ranks, token shards and connections need some thousand."""
 SHM = 1 << 30
 """Bytes of /dev/shm: NCCL and data workers share memory there; containers have 64 MiB by default."""
+LAST_WORDS = 300
+"""Characters of a failed command that are shown."""
 PORTS = {"--prefect-port": 4200, "--mlflow-port": 5000}
 """Default ports of `herd up`."""
+TINY_RUN = (
+    "name=doctor",
+    *(
+        f"sources.{domain}.0.limit={size}"
+        for domain, size in zip(DOMAINS, ("600KB", "300KB", "300KB", "200KB"), strict=True)
+    ),
+    "tokenizer={train: {vocab: 512, sample: 200KB}}",
+    "model={layers: 2, dim: 32, ffn: 64, heads: 2, kv_heads: 1, max_seq_len: 64, tied_embeddings: true}",
+    "lr={peak: 2e-3, warmup: 4 steps, cosine: {to: 2e-4, over: 24K}}",
+    "stages=[{name: main, until: 16K, seq_len: 64, batch: 512 tokens, mix: base},"
+    " {name: anneal, for: 8K, seq_len: 64, batch: 512 tokens, mix: annealing, lr: linear to 0}]",
+    "evaluate={after: [anneal], documents: 4, questions: 8}",
+)
+"""The shipped recipe `quickstart`, small."""
 CUDA_BUILD = "install torch's CUDA build: make install TORCH=cuda, or pip install --force-reinstall torch"
 
 
@@ -81,6 +100,24 @@ def diagnose(root: Root, cluster: Cluster, recipe: Recipe | None = None) -> list
         except Exception as error:
             findings.append(CheckResult(name, "fail", f"{type(error).__name__}: {error}", "repair this first"))
     return findings
+
+
+def check_run() -> CheckResult:
+    """Train a tiny model from raw text to its promotion as `herd run` does, in a folder of its own."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL")}
+    with tempfile.TemporaryDirectory(prefix="herd-doctor-") as folder:
+        command = [sys.executable, "-P", "-m", "herd.flows.cli.main", "run", "quickstart", "--root", f"{folder}/root"]
+        command += [word for change in TINY_RUN for word in ("--set", change)]
+        began = time.monotonic()
+        done = subprocess.run(
+            command, env=kept | {"HERD_SCRATCH": f"{folder}/scratch"}, capture_output=True, text=True, check=False
+        )
+    if done.returncode:
+        last = " ".join((done.stderr or done.stdout).split())[-LAST_WORDS:]
+        return CheckResult(
+            "run", "fail", f"a tiny run ended with status {done.returncode}: {last}", "repair this first"
+        )
+    return CheckResult("run", "ok", f"raw text to a promoted model in {time.monotonic() - began:.0f} s")
 
 
 def check_gpus(gpus: int, cluster: Cluster) -> Iterator[CheckResult]:

@@ -80,12 +80,15 @@ def doctor(
         Path | None, typer.Option("--cluster", help="The file of `herd run`: check its nodes too.")
     ] = None,
     root: RootOption = DEFAULT_ROOT,
+    run: Annotated[
+        bool, typer.Option("--run", help="Also train a tiny model from raw text to its promotion: about a minute.")
+    ] = False,
     json_: JsonOption = False,
     node: Annotated[Path | None, typer.Option("--node", hidden=True)] = None,
 ) -> None:
     """Check this machine, the root, and with --cluster every node: what is there, what is wrong, what to do."""
     from herd.tasks.cluster import Cluster, load_cluster
-    from herd.tasks.doctor import diagnose, diagnose_as_node, diagnose_nodes, findings_table
+    from herd.tasks.doctor import check_run, diagnose, diagnose_as_node, diagnose_nodes, findings_table
 
     with mistakes():
         if node is not None:  # started by `herd doctor --cluster` on a node: one line
@@ -103,6 +106,9 @@ def doctor(
                 problems.print(f"[dim]waiting for {place.nodes.nodes(place.processes)} nodes of Slurm[/]")
             with at_work("nodes"):
                 findings += diagnose_nodes(Root.parse(root), place)
+        if run:
+            with at_work("a tiny run"):
+                findings.append(check_run())
         failed = [finding for finding in findings if finding.state == "fail"]
         if json_:
             print_json({"ok": not failed, "findings": [finding._asdict() for finding in findings]})

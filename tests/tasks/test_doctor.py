@@ -17,7 +17,16 @@ from herd.llama3.recipe.load import load_recipe
 from herd.storage.root import Root
 from herd.tasks import doctor
 from herd.tasks.cluster import Cluster
-from herd.tasks.doctor import CheckResult, check_gpus, check_hub, check_ports, check_root, diagnose, diagnose_as_node
+from herd.tasks.doctor import (
+    CheckResult,
+    check_gpus,
+    check_hub,
+    check_ports,
+    check_root,
+    check_run,
+    diagnose,
+    diagnose_as_node,
+)
 from tests.flows.cli.test_commands import documented
 
 NODES = Cluster.model_validate({"launcher": "slurm", "processes": 8, "slurm": {"processes_per_node": 8}})
@@ -138,3 +147,16 @@ def test_a_node_that_does_not_see_the_file_of_the_login_node_fails(tmp_path: Pat
     assert (found.check, found.state) == ("shared path", "fail")
     assert f"{tmp_path} of the machine that starts jobs is not here" in found.what
     assert "on a disk of all nodes" in found.todo
+
+
+@pytest.mark.slow
+def test_a_tiny_run_goes_from_raw_text_to_its_promotion() -> None:
+    assert check_run().state == "ok"
+
+
+def test_a_tiny_run_that_fails_is_told_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "TINY_RUN", ("model.layers=0",))
+    found = check_run()
+    assert found.state == "fail"
+    assert "status 2: " in found.what
+    assert "model.layers" in found.what
