@@ -85,18 +85,13 @@ def broken_promises(world: World, reference: Undisturbed) -> tuple[list[str], fl
         (lane, family, Root.parse(uri, _scratch(world, family))) for lane in world.lanes for family, uri in lane.ended
     ]
     broken, began = [*world.broken], time.monotonic()
-    uris = [root.uri for _, _, root in roots]
-    halves = [half for half in (uris[::2], uris[1::2]) if half]  # all at once would be dozens of processes
-    reconciling = [
-        world.forked("-c", RECONCILE, *half, root=half[0], scratch=Path(_scratch(world, "reconcile")), printed=[])
-        for half in halves
-    ]
-    for process in reconciling:
-        process.process.join(300)
+    wrong = [root.uri for _, family, root in roots if _false_states(world, family, root)]
+    _reconcile(world, wrong)
     while false := [why for _, family, root in roots for why in _false_states(world, family, root)]:
         if time.monotonic() - began > TRUE_WITHIN_S:
             break
     true_after = time.monotonic() - began
+    _reconcile(world, [root.uri for _, _, root in roots if root.uri not in wrong])  # removes what work was left
     broken += false
     for lane, family, root in roots:
         try:
@@ -110,6 +105,17 @@ def broken_promises(world: World, reference: Undisturbed) -> tuple[list[str], fl
         except psutil.Error:
             continue
     return broken + [f"{path} holds the secret" for path in _with_secret(world.folder)], true_after
+
+
+def _reconcile(world: World, uris: list[str]) -> None:
+    """Reconcile roots, half of them in each of two processes: all at once would be dozens."""
+    halves = [half for half in (uris[::2], uris[1::2]) if half]
+    reconciling = [
+        world.forked("-c", RECONCILE, *half, root=half[0], scratch=Path(_scratch(world, "reconcile")), printed=[])
+        for half in halves
+    ]
+    for process in reconciling:
+        process.process.join(300)
 
 
 def _scratch(world: World, family: str) -> str:

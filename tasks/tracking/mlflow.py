@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from herd.llama3.recipe.sections import Tracking
+from herd.llama3.train import metrics
 from herd.storage.filesystem import is_local
 from herd.storage.root import Root
 from herd.tasks.tracking.mlflow_store import database_uri, prepare_database, run_page, set_tracking_uri, tracking_uri
@@ -196,6 +197,8 @@ class MLflowTracker:
         self._openings: dict[str, RunSpec] = {}
         self._opened: dict[str, str] = {}
         self._uids: dict[str, dict[str, str]] = {}
+        self._steps: dict[str, dict[int, int]] = {}
+        """Run id -> position -> time of its losses, of the runs that got some from here."""
 
     @property
     def client(self) -> MlflowClient:
@@ -275,12 +278,33 @@ class MLflowTracker:
 
             for handle in handles:
                 run_id = self._open(handle)
-                metrics = (Metric(p.key, p.value, round(p.time * 1000), p.position, model_id=model_id) for p in points)
-                for batch in _batches(metrics, METRIC_BATCH):
+                new = self._without_repeats(run_id, points)
+                sent = (Metric(p.key, p.value, round(p.time * 1000), p.position, model_id=model_id) for p in new)
+                for batch in _batches(sent, METRIC_BATCH):
                     self.client.log_batch(run_id, metrics=batch)
             return True
 
         return self.reach.attempt(send, False)
+
+    def _without_repeats(self, run_id: str, points: list[MetricPoint]) -> list[MetricPoint]:
+        """Leave out the steps that the run has with another time.
+
+        A machine that takes a stage over has the journal up to the last checkpoint; the steps after it, which the other
+        machine had sent, it trains and records again.
+        """
+        losses = [point for point in points if point.key == metrics.LOSS]
+        if not losses:
+            return points
+        if run_id not in self._steps:
+            history = self.client.get_metric_history(run_id, metrics.LOSS)
+            self._steps[run_id] = {point.step: point.timestamp for point in history}
+        known = self._steps[run_id]
+        repeated = {
+            (point.time, point.position)
+            for point in losses
+            if known.setdefault(point.position, at := round(point.time * 1000)) != at
+        }
+        return [point for point in points if (point.time, point.position) not in repeated]
 
     def log_inputs(self, handle: str, datasets: list[dict[str, Any]]) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag

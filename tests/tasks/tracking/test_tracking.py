@@ -33,6 +33,25 @@ def test_points_sent_twice_count_once(tracker: MLflowTracker) -> None:
     assert tracker.series(run, "train/loss") == [(point.position, point.value) for point in points]
 
 
+def test_steps_that_another_machine_trains_again_count_once(tracker: MLflowTracker) -> None:
+    run = tracker.open_run("family-9", {"herd.run": "family-9"}, {})
+
+    def recorded(steps: range, began: float, key: str = "train/loss") -> list[MetricPoint]:
+        return [MetricPoint(key, 8.0 - i / 100, began + i, i * 4096) for i in steps]
+
+    first = recorded(range(10), 1_700_000_000.0)
+    tracker.log_points([run], first)
+    other = MLflowTracker(tracker.root, "family")  # has the journal up to step 6
+    again = recorded(range(6, 14), 1_700_000_500.0)
+    save = recorded(range(8, 9), 1_700_000_509.0, "checkpoint/write_s")
+    for _ in range(2):
+        other.log_points([run], [*first[:6], *again, *recorded(range(6, 14), 1_700_000_500.0, "train/lr"), *save])
+    wanted = [*first, *again[4:]]
+    assert other.series(run, "train/loss") == [(point.position, point.value) for point in wanted]
+    assert [position // 4096 for position, _ in other.series(run, "train/lr")] == [10, 11, 12, 13]
+    assert [position // 4096 for position, _ in other.series(run, "checkpoint/write_s")] == [8]
+
+
 def test_a_run_and_its_children_are_found_again(tracker: MLflowTracker) -> None:
     first = tracker.open_run("family-2", {"herd.run": "family-2"}, {"model.dim": 64, "stages": [{"name": "main"}]})
     tags = {"herd.run": "family-2", "kind": "checkpoint", "stage": "main", "artifact.key": "abc"}
