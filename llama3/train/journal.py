@@ -98,17 +98,22 @@ def valid_records(entries: Iterable[Entry]) -> list[Record]:
 
 
 class Tail:
-    """Reads the new lines of a journal, each once, rewinds included: for a process that follows a trainer."""
+    """Reads the new lines of a journal, each once, rewinds included: for a process that follows a trainer.
+
+    A journal that was replaced, by that of another machine, is read from its start.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._offset = 0
+        self._offset = self._inode = 0
 
     def read(self) -> bytes:
         """Return the complete lines since the previous call."""
         if not self.path.exists():
             return b""
         with self.path.open("rb") as file:
+            if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
+                self._inode, self._offset = inode, 0
             file.seek(self._offset)
             data = file.read()
         data = data[: data.rfind(b"\n") + 1]

@@ -210,3 +210,20 @@ def test_sync_returns_when_the_lines_are_on_the_disk(tmp_path: Path, monkeypatch
         assert calls == []
         journal.sync()
     assert calls == [path.stat().st_ino]
+
+
+def test_a_journal_replaced_by_that_of_another_machine_is_read_from_its_start(tmp_path: Path) -> None:
+    path, other = tmp_path / "journal.jsonl", tmp_path / "other.jsonl"
+    with Journal(path) as journal:
+        for position in (10, 20, 30):
+            journal.add(Record(1.0, position, {"train/loss": 5.0}))
+    tail = Tail(path)
+    assert len(tail.new()) == 3
+    with Journal(other) as journal:
+        for position in (10, 20, 30, 40):
+            journal.add(Record(2.5, position, {"train/loss": 5.25, "train/lr": 1e-3}))
+    other.rename(path)
+    with Journal(path) as journal:
+        journal.add(Record(3.0, 50, {"train/loss": 5.0}))
+    assert [entry.position for entry in tail.new()] == [10, 20, 30, 40, 50]
+    assert tail.new() == []
