@@ -25,9 +25,9 @@ run: .venv/core
 test: .venv/dev
 	@$(MAKE) --no-print-directory --jobs 2 check suite
 
-# Four workers for two cores: tests of servers wait.
+# Three workers for two cores: tests of servers wait, and each worker collects all tests (20 CPU s).
 suite: .venv/dev
-	@$(BIN)/pytest --numprocesses 4 --no-loadscope-reorder
+	@$(BIN)/pytest --numprocesses 3 --no-loadscope-reorder
 
 # For releases and at night (.ci/nightly): every test, more examples of each property, and the coverage of branches.
 test-all: .venv/dev check

@@ -43,6 +43,7 @@ def work(source, folder, seconds=0.0):
 """
 
 
+@pytest.mark.slow
 def test_cost_is_cpu_time_after_a_warm_up(package: Path, files: tuple[Path, Path], tmp_path: Path) -> None:
     (package / "ours" / "spin.py").write_text(WORK)
     cost = Bench(tmp_path / "work").cost("ours.spin", *files, seconds=0.2)

@@ -86,6 +86,7 @@ Killed(work, 1, Path(sys.argv[2]))(Path(sys.argv[1]), int(sys.argv[3]))
 """
 
 
+@pytest.mark.slow
 def test_a_victim_ends_in_the_middle_of_a_file_and_once(tmp_path: Path, checkout: Path) -> None:
     def end(name: str, item: int) -> tuple[int, int]:
         words = [sys.executable, "-c", VICTIM, str(tmp_path / name), str(tmp_path / "killed"), str(item)]

@@ -37,6 +37,7 @@ def written(shape: dict[str, Any], side: str, step: Any = stepper) -> list[list[
     return tokens
 
 
+@pytest.mark.slow
 def test_our_sides_write_the_same_tokens(shape: dict[str, Any]) -> None:
     tokens = written(shape, "recompute")
     assert [len(row) for row in tokens] == [24, 24]

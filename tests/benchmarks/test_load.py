@@ -23,6 +23,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
     return full_root(tmp_path_factory.mktemp("load") / "root", ARTIFACTS)
 
 
+@pytest.mark.slow
 def test_the_root_has_runs_with_intact_artifacts(root: Root) -> None:
     done = verify(root)
     assert (done.artifacts, done.damaged) == (ARTIFACTS + 1, []), "and the tokenizer of the family"

@@ -51,6 +51,7 @@ def test_sides_that_disagree_make_no_row(run: TrainSession, monkeypatch: pytest.
         row(run, "loss/time")
 
 
+@pytest.mark.slow
 def test_the_loss_in_both_ways(run: TrainSession) -> None:
     row(run, "loss/time")
     losses = run.losses().losses

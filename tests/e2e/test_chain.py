@@ -113,6 +113,7 @@ def test_the_data_page_shows_where_documents_went(herd: Herd) -> None:
     assert not re.search(r"""(src|href)=["']?(http|//)|@import|url\(['"]?http""", html), "the page needs nothing else"
 
 
+@pytest.mark.slow
 def test_inspect_names_the_documents_behind_tokens(herd: Herd) -> None:
     printed = herd("inspect", "tiny-1", "--tokens", "16Ki:48Ki", "--limit", "3")
     shares = dict(re.findall(r"^(general|math|code|multilingual) +[\d,]+ +([\d.]+)%", printed, re.MULTILINE))

@@ -191,6 +191,7 @@ def test_a_failing_arm_does_not_stop_the_others(asked: Herd, tmp_path: Path) -> 
     assert Studies(Root.parse(asked.root)).find("partly").state == "failed"
 
 
+@pytest.mark.slow
 def test_a_bad_study_is_told_in_lines(new_herd: NewHerd, tmp_path: Path) -> None:
     herd = new_herd(tmp_path / "root")
     text = "compare: {control: five, varies: [lr.warmup], variants: {five: [], ten: [lr.peak=1e-3]}}"

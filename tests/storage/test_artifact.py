@@ -261,6 +261,7 @@ def test_the_newest_of_the_same_name_explains(tmp_path: Path) -> None:
     assert store.explain(design(loss=0.4)) == "curated/web: new, loss 0.2 -> 0.4"
 
 
+@pytest.mark.slow
 def test_of_processes_that_commit_the_same_one_wins(tmp_path: Path) -> None:
     for number in range(5):
         root = Root.parse(tmp_path / str(number))

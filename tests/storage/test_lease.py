@@ -157,6 +157,7 @@ def test_two_racing_processes_have_one_winner(root: Root) -> None:
         assert process.exitcode == 0
 
 
+@pytest.mark.slow
 def test_a_stopped_holder_of_a_remote_lease_wakes_up_to_find_it_lost(bucket: str, tmp_path: Path) -> None:
     root = Root.parse(f"{bucket}/{tmp_path.name}", str(tmp_path))
     with other(root, "checkpoint/x-1") as holder:

@@ -39,6 +39,7 @@ def test_a_read_outlasts_a_burst(world: World, uri: str, fault: Fault) -> None:
 
 @pytest.mark.parametrize("fault", [*BURSTS, "error-in-200", "flip-sent"])
 @pytest.mark.fault("F4")
+@pytest.mark.slow
 def test_a_write_outlasts_a_burst(world: World, uri: str, fault: Fault) -> None:
     (rule,) = world.proxy.use(Rule(fault, "PUT", times=3))
     with world.faulty():

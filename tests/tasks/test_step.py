@@ -191,6 +191,7 @@ def make_and_report(pipe: Connection, root: Root) -> None:
 
 
 @pytest.mark.fault("F13")
+@pytest.mark.slow
 def test_racing_processes_make_one(root: Root) -> None:
     """The order of `ensure_artifact` (find, lease, find again, make) with four processes at once."""
     racers = [started(make_and_report, root) for _ in range(4)]

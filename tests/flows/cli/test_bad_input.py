@@ -141,6 +141,7 @@ FAULTS: dict[str, tuple[int | str, str, dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.slow
 def test_what_a_hub_does_wrong_is_named_and_the_same_command_goes_on(
     herd: Callable[..., Result], hub: Hub, tmp_path: Path, name: str
 ) -> None:

@@ -91,6 +91,7 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
         ({"choices": "choices | map('center', 10 ** 10) | list"}, "choices: takes too much memory"),
     ],
 )
+@pytest.mark.slow
 def test_templates_that_never_end_are_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, str], message: str
 ) -> None:

@@ -166,6 +166,7 @@ def test_an_endless_program_is_stopped() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_right_program_passes_however_long_the_machine_takes_for_it() -> None:
     """Many programs share the processors: each needs more time on the clock than it might sleep."""
     program, count = "import time\nwhile time.process_time() < 0.2: pass", 6 * (os.cpu_count() or 1)

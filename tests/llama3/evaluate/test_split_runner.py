@@ -76,6 +76,7 @@ def split(model: Transformer, folder: Path, layout: Layout) -> Iterator[tuple[Sp
         pytest.param(Layout(pp=4), id="ends without layers", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_texts_that_come_and_go_are_those_of_one_process(layout: Layout, tmp_path: Path) -> None:
     """Sampled, penalized, stopped and canceled ones, and one that exceeds the window."""
     model, dice = made(SPEC), Random(1)

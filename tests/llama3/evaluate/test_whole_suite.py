@@ -126,6 +126,7 @@ def test_a_model_with_a_tokenizer_of_its_own_refuses_another(room: Room) -> None
     assert not (room.root / "no").exists()
 
 
+@pytest.mark.slow
 def test_needles_are_a_built_in_task_of_windows_that_have_room(room: Room, checkout: Path) -> None:
     (room.root / "needle.yaml").write_text("built_in: [bits, needle]\n")
     words = [f"evaluate.suite={room.root / 'needle.yaml'}", "stages.anneal.seq_len=1024", "evaluate.needles=11"]

@@ -25,6 +25,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Transformer]:
     return folder, model
 
 
+@pytest.mark.slow
 def test_transformers_gives_the_same_ids_and_the_same_answer(tuned: tuple[Path, Any], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="package transformers is not installed")
     folder, model = tuned

@@ -40,6 +40,7 @@ def read(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_transformers_gives_our_logits(transformers: Any, tmp_path: Path, case: str) -> None:
     """It does not read `rope_freqs.weight`, so the division is made here, as llama.cpp makes it at each position."""
     made = herd_folder(tmp_path / "ours", shape(**CASES[case]), coder=CODER)

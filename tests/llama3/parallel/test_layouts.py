@@ -87,6 +87,7 @@ def test_axes_together(world: int, layout: dict[str, Any]) -> None:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_each_choice_that_saves_memory_or_time(world: int, layout: dict[str, Any]) -> None:
     check(world, layout)
 

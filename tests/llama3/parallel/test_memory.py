@@ -65,6 +65,7 @@ def expected(case: Case) -> tuple[int, RankMemory]:
 
 
 @pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])
+@pytest.mark.slow
 def test_the_table_is_what_a_step_holds(cases: list[Case]) -> None:
     """To the byte: what a forward pass keeps, and what stays between micro-batches. The peak with some room."""
     (measured,) = run(1, all_held, cases)
@@ -86,6 +87,7 @@ def test_a_stage_keeps_nothing_of_what_it_sent() -> None:
 @pytest.mark.parametrize(
     "layout", [{}, {"tp": 2}, {"cp": 2, "tp": 2}, {"pp": 2, "vpp": 2}, {"dp_replicate": 2}], ids=str
 )
+@pytest.mark.slow
 def test_every_rank_holds_the_parameters_that_arithmetic_gives_it(layout: dict[str, int]) -> None:
     cut, world = Layout(**layout), 8
     (ranks,) = run(1, names_and_shapes, layout, world)

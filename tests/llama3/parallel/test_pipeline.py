@@ -121,6 +121,7 @@ def together(ranks: list[list[dict[str, Any]]], number: int) -> dict[str, np.nda
     ],
     ids=["zero-bubble", "others"],
 )
+@pytest.mark.slow
 def test_sharded_stages_reduce_once_and_zero_2_gathers_once(changes: list[dict[str, Any]]) -> None:
     """Several stages on a rank: torch's own plan would gather them again and again."""
     step = Step(sequences=8, micro_batch=1)

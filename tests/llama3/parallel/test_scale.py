@@ -32,6 +32,7 @@ def test_the_model_has_its_published_size() -> None:
     assert {check.parameters for check in checks()} == {405_853_388_800}
 
 
+@pytest.mark.slow
 def test_data_parallel_sizes_are_the_published_ones() -> None:
     assert [row.layout.dp(row.world) for row in TABLE_4] == [64, 128, 8]
     assert [check.ranks[-1].dp + 1 for check in checks()] == [64, 128, 8]

@@ -93,6 +93,7 @@ def layer_elements(config: Model, tp: int) -> int:
 
 
 @pytest.mark.parametrize("wanted", [PLAIN, CUT, PIPED, REPLICAS], ids=str)
+@pytest.mark.slow
 def test_tensor_parallel_traffic_is_ten_halves_of_an_all_reduce(wanted: Case) -> None:
     for stage in tiny_trace(wanted).stages:
         assert sent(stage, "tp") == tensor_parallel(SPEC, LOAD, dict(wanted[3]).get("cp", 1), 2, "bfloat16")

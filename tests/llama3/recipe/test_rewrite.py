@@ -66,6 +66,7 @@ def test_an_element_is_added_at_the_end(place: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_every_shipped_recipe_can_be_changed_in_one_place(path: Path) -> None:
     text = path.read_text()
     fields = field_values(yaml.safe_load(text))

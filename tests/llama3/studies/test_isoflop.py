@@ -91,6 +91,7 @@ def test_minima_of_budgets_lie_in_their_intervals() -> None:
 
 
 @pytest.mark.parametrize("off", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
+@pytest.mark.slow
 def test_the_law_weighs_minima_by_precision_only_where_noise_explains_their_scatter(off: float) -> None:
     """One budget bends five times as much: by precision alone, intervals hold alpha in 77 % where all are off."""
     dice, found = np.random.default_rng(5), []

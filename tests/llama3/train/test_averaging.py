@@ -74,6 +74,7 @@ def test_polyak_is_the_mean_over_every_step(polyak: Path) -> None:
         torch.testing.assert_close(value, sum(part[name] for part in every) / STEPS, rtol=1e-13, atol=1e-18)
 
 
+@pytest.mark.slow
 def test_an_exponential_average_forgets(tmp_path: Path) -> None:
     path = trained(tmp_path, "ema 0.7", size=2)
     first, *later = parts(path)

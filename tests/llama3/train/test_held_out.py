@@ -114,6 +114,7 @@ def test_training_does_not_notice(trained: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize("name", ["pp2", *(pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[2:])])
+@pytest.mark.slow
 def test_any_layout_scores_the_same(trained: Callable[[str], Path], name: str) -> None:
     mine, reference = scores(trained(name)), scores(trained("alone"))
     assert mine.keys() == reference.keys()

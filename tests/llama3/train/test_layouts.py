@@ -96,6 +96,7 @@ def test_any_layout_goes_on_from_any(
         pytest.param("fp32", (1, 2, 4, 8), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_deterministic_training_has_the_same_bits_for_any_data_parallel_size(
     precision: str, sizes: tuple[int, ...], tmp_path: Path
 ) -> None:

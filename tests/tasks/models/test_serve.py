@@ -311,6 +311,7 @@ def test_a_token_is_wanted_everywhere_but_for_health(served: Served) -> None:
             openai.OpenAI(base_url=f"{address}/v1", api_key="wrong").models.list()
 
 
+@pytest.mark.slow
 def test_a_crowd_is_served_or_told_to_come_again(served: Served, http: httpx.Client) -> None:
     """200 clients at once, one batch of 4 and a queue of 8; each text is what it would be alone."""
     due = generate(served.engine.runner.model, TOKENIZER, "crowd", 20)

@@ -55,6 +55,7 @@ def on(found: Calibration, device: str, half: float) -> Calibration:
     return replace(found, curves=curves)
 
 
+@pytest.mark.slow
 def test_the_newest_of_a_device_counts(tmp_path: Path, found: Calibration) -> None:
     root = Root.parse(tmp_path)
     assert load_calibration(root, "a card") is None

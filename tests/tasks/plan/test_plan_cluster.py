@@ -62,6 +62,7 @@ def test_the_plan_is_a_file_that_herd_run_takes(tmp_path: Path) -> None:
     assert again.named == run.fabric
 
 
+@pytest.mark.slow
 def test_a_stage_of_several_lengths_fits_with_what_the_file_says(tmp_path: Path) -> None:
     """Its longest sequences are one a pass; with one a pass its shortest would keep whole gradients."""
     eight = load_recipe(Path("recipes/llama3-8b.yaml"))
@@ -186,6 +187,7 @@ def test_what_a_gpu_sends_is_that_of_the_layouts_axes() -> None:
     assert rows["dp"] == pytest.approx(sent.dp * found.main.best.world)
 
 
+@pytest.mark.slow
 def test_the_price_of_evaluation_follows_precision_limit_and_replicas() -> None:
     def cost(*overrides: str, processes: int | None = None) -> EvaluationCost:
         eight = load_recipe(Path("recipes/llama3-8b.yaml"), [*overrides])

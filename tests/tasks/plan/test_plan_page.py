@@ -95,12 +95,14 @@ def test_a_name_is_text_and_no_markup() -> None:
         object.__setattr__(found.plan, "recipe", found.projection.recipe)
 
 
+@pytest.mark.slow
 def test_the_file_is_written_whole(tmp_path: Path, text: str) -> None:
     write_page(planned("64", "long=32"), tmp_path / "plan.html")
     assert [path.name for path in tmp_path.iterdir()] == ["plan.html"]
     assert len((tmp_path / "plan.html").read_text()) == pytest.approx(len(text), rel=0.05)
 
 
+@pytest.mark.slow
 def test_cost_against_days_goes_through_the_plan_itself() -> None:
     """All stages on as many GPUs, so that the point of that size is the budget's own."""
     found = planned("64")

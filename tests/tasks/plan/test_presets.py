@@ -64,6 +64,7 @@ def test_another_machine_is_refused(machine: Path, tmp_path: Path, name: str, co
         cluster_of("dgx-h100", recipe(), Root.parse(tmp_path))
 
 
+@pytest.mark.slow
 def test_an_unknown_machine_is_planned_by_nobody_and_runs_on_what_it_has(machine: Path, tmp_path: Path) -> None:
     assert cluster_of(THIS, recipe(), Root.parse(tmp_path)) == Cluster()
     with pytest.raises(ValueError, match=r"this-machine has no GPU, and the planner has the figures of 1 x NVIDIA GeF"):

@@ -54,6 +54,7 @@ def faults(recipe: Recipe, cluster: Cluster, root: Path) -> list[str]:
 
 @pytest.mark.usefixtures("large_disk")
 @pytest.mark.parametrize("name", CLUSTERS)
+@pytest.mark.slow
 def test_a_published_recipe_has_no_fault(name: str, tmp_path: Path) -> None:
     assert faults(load(name), CLUSTERS[name], tmp_path) == []
 

@@ -124,6 +124,7 @@ def test_promoters_leave_one_winner_a_round_and_every_record(root: Root) -> None
 
 
 @pytest.mark.fault("F26")
+@pytest.mark.slow
 def test_promoters_on_an_object_store_leave_one_winner_a_round(bucket: str, tmp_path: Path) -> None:
     race(Root.parse(f"{bucket}/race", scratch=str(tmp_path)), promoters=4, rounds=5)
 

@@ -41,6 +41,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
     return two_runs(tmp_path_factory.mktemp("root"))
 
 
+@pytest.mark.slow
 def test_without_a_server_there_are_tables_and_a_page_of_our_own(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, f"http://127.0.0.1:{free_port()}")
     console = Console(width=120, record=True)

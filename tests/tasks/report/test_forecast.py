@@ -137,6 +137,7 @@ def test_there_is_no_section_before_there_are_enough_runs(study: Study) -> None:
     assert len(section.rows) == 1
 
 
+@pytest.mark.slow
 def test_runs_that_were_asked_other_questions_or_began_elsewhere_are_no_points(study: Study) -> None:
     for dim in WIDTHS[:4]:
         last = study.add(sized(dim))
@@ -148,6 +149,7 @@ def test_runs_that_were_asked_other_questions_or_began_elsewhere_are_no_points(s
     assert {one.run for one in evaluated_checkpoints(study.root)} == {f"tiny-{number}" for number in range(1, 6)}
 
 
+@pytest.mark.slow
 def test_what_was_deleted_is_left_out_and_a_run_not_evaluated_has_none(study: Study) -> None:
     for dim in WIDTHS:
         last = study.add(sized(dim))
@@ -161,6 +163,7 @@ def test_what_was_deleted_is_left_out_and_a_run_not_evaluated_has_none(study: St
         forecast_section(study.root, "nobody")
 
 
+@pytest.mark.slow
 def test_a_rerun_that_reuses_an_evaluation_adds_no_point(study: Study) -> None:
     for dim in WIDTHS:
         last = study.add(sized(dim))

@@ -37,6 +37,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_what_a_child_holds_counts_and_stays_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "INTERVAL_S", 0.05)
     with peak_memory() as peak:
@@ -50,6 +51,7 @@ def test_what_a_child_holds_counts_and_stays_the_peak(monkeypatch: pytest.Monkey
     assert peak.gib == highest
 
 
+@pytest.mark.slow
 def test_pages_are_walked_only_when_memory_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
     walked: list[int] = []
     walk = psutil.Process.memory_full_info

@@ -24,6 +24,7 @@ def strokes(svg: str, colour: str) -> int:
 
 
 @pytest.mark.parametrize("variants", [1, 40])
+@pytest.mark.slow
 def test_the_forest_has_a_row_for_each_arm_and_a_panel_for_each_score(variants: int) -> None:
     found = findings(variants, scores=6)
     svg = forest(found)
@@ -74,6 +75,7 @@ def test_the_law_says_how_far_beyond_the_range_it_is_asked() -> None:
     assert "largest fitted" not in " ".join(texts(law(made.law, made.parabolas)))
 
 
+@pytest.mark.slow
 def test_both_pictures_have_title_and_note_and_are_the_same_each_time() -> None:
     made = ladder_figures(ladder(), 1e14)
     assert [title for title, *_ in made] == ["Loss by budget", "The law"]

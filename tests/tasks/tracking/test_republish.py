@@ -96,6 +96,7 @@ def test_a_finished_run_is_never_set_running_again(root: Root, monkeypatch: pyte
     assert seen(tracker, ["tiny-1"]) == before
 
 
+@pytest.mark.slow
 def test_a_decision_is_shown_though_another_evaluation_was_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,6 +126,7 @@ def killed(folder: Path, number: int, plain: bool) -> None:
 @pytest.mark.parametrize(
     "number", [pytest.param(40, marks=pytest.mark.slow), 150, pytest.param(400, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_killed_while_the_database_is_first_made_the_next_process_records(
     tmp_path: Path, number: int, plain: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +160,7 @@ def test_a_damaged_database_is_set_aside_and_earlier_runs_are_sent_again(
 
 @pytest.mark.fault("F15")
 @pytest.mark.parametrize("spoil", ["", "torn page", "another version"])
+@pytest.mark.slow
 def test_a_new_database_is_a_copy_of_one_that_is_whole(
     spoil: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -224,6 +224,7 @@ def test_closing_signs_of_headings() -> None:
         assert strip_markdown(heading) == plain
 
 
+@pytest.mark.slow
 def test_a_long_document_is_read_by_a_child_and_one_that_takes_too_long_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

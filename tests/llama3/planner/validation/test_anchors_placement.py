@@ -6,6 +6,7 @@ from herd.llama3.parallel.layout import TABLE_4
 from herd.llama3.planner.validation.network import job, placement_anchors, recommendations
 
 
+@pytest.mark.slow
 def test_a18_holds_and_its_ablations_miss() -> None:
     rows = placement_anchors()
     assert {row.number for row in rows} == {"A18"}

@@ -13,6 +13,7 @@ def rows() -> list[Anchor]:
     return reliability_anchors()
 
 
+@pytest.mark.slow
 def test_all_four_anchors_pass_with_their_ablations(rows: list[Anchor]) -> None:
     assert [row.what for row in rows if not row.ok] == []
     for number in ("A12", "A13", "A14", "A20"):
