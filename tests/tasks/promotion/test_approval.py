@@ -35,7 +35,6 @@ def waiting(root: Root) -> Promotion:
     return add(root, 1, PENDING_APPROVAL, artifact=champion.artifact, asked=True)
 
 
-@pytest.mark.slow
 def test_an_approval_and_a_refusal_are_recorded_and_shown(root: Root) -> None:
     first = waiting(root)
     show_aliases(root, FAMILY)
