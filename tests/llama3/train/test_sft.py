@@ -150,7 +150,6 @@ def test_the_data_hold_what_a_layout_could_get_wrong(folder: Path) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if "-" in name else name for name in LAYOUTS]
 )
-@pytest.mark.slow
 def test_any_layout_trains_as_one_process(name: str, folder: Path) -> None:
     """The same losses, by kind of data too, numbers of targets and final weights, to rounding in float64."""
     size, layout = LAYOUTS[name]
