@@ -477,10 +477,10 @@ def killed_server(name: str) -> Fault:
         if name == "mlflow":
             server.start(wait=False)
             return
-        with suppress(RuntimeError):  # Swift, on a machine that is too busy at the moment
+        try:
             server.start()
-            return
-        server.start()
+        except RuntimeError:  # Swift, on a machine that is too busy at the moment
+            server.start()
 
     return fault
 

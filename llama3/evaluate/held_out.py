@@ -29,7 +29,7 @@ NGRAM_BPB = "baseline/bpb"
 NGRAM = 5
 """Bytes of the longest strings that the baseline counts."""
 NGRAM_BYTES = 5_000_000
-"""Training text that it counts, in the shares of the mix: some 5 s of a processor and 0.3 GiB."""
+"""Training text that it counts, in the shares of the mix: some 2 s of a processor and 0.3 GiB."""
 
 
 @dataclass(frozen=True)

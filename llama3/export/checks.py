@@ -19,7 +19,7 @@ from torch import Tensor
 from herd.llama3.evaluate.gate import Check, CheckUnfinished
 from herd.llama3.export.convert import Format, Target, convert, open_source
 from herd.llama3.export.meta import meta_settings
-from herd.llama3.model.files import WeightReader, open_model
+from herd.llama3.model.files import WeightReader, open_model, os_error_number
 from herd.llama3.model.flops import parameter_count
 from herd.llama3.model.linear import use_reproducible_matmul
 from herd.llama3.model.param_table import param_table
@@ -101,9 +101,8 @@ def is_machine_error(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno not in ABSENT
-    number = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, SafetensorError) else None
-    if number is not None:
-        return int(number[1]) not in ABSENT
+    if isinstance(error, SafetensorError) and (number := os_error_number(error)) is not None:
+        return number not in ABSENT
     if isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)):
         return True
     return error.__cause__ is not None and is_machine_error(error.__cause__)

@@ -224,6 +224,12 @@ def shape_mismatches(config: Model, rows: int, shapes: Mapping[str, tuple[int, .
     return sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
 
 
+def os_error_number(error: SafetensorError) -> int | None:
+    """Return the system's number in an error of safetensors: 28 of `No space left on device (os error 28)`."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
+
+
 def write_weights(folder: Path, tensors: Named, whole: str = WEIGHTS, metadata: dict[str, str] | None = None) -> None:
     """Write `tensors` as `folder`/`whole`, or as numbered shards and an index if they exceed `SHARD_BYTES`.
 
@@ -242,10 +248,10 @@ def write_weights(folder: Path, tensors: Named, whole: str = WEIGHTS, metadata: 
         shards.append((path, [*tensors_of_shard], sum(tensor.nbytes for tensor in tensors_of_shard.values())))
         try:
             save_file(tensors_of_shard, path, metadata)
-        except SafetensorError as error:  # "... No space left on device (os error 28)"
-            if not (found := re.search(r"\(os error (\d+)\)", str(error))):
+        except SafetensorError as error:
+            if (code := os_error_number(error)) is None:
                 raise
-            raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+            raise OSError(code, os.strerror(code), str(path)) from error
         with open(path, "rb+") as file:
             os.fsync(file.fileno())
     for old in (*folder.glob(f"{stem}-*-of-*.safetensors"), folder / whole, folder / (whole + INDEX)):

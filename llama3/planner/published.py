@@ -26,7 +26,7 @@ from herd.llama3.recipe.sections import Model
 
 @dataclass(frozen=True)
 class Anchor:
-    """A prediction, the published figure, and the verdict."""
+    """A prediction, the published figure, and the verdict: `ok` if it meets its target, or as an ablation misses it."""
 
     number: str
     """A1 .. A26."""

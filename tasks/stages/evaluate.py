@@ -29,7 +29,8 @@ from herd.llama3.evaluate.long_context_gate import METRICS
 from herd.llama3.evaluate.main import MISTAKE, REFUSED, EvaluateJob, GateScores
 from herd.llama3.evaluate.needle import KEY as NEEDLE
 from herd.llama3.evaluate.scores import read_scores
-from herd.llama3.evaluate.suite import stage_suite_name, suite_inputs, with_suite
+from herd.llama3.evaluate.statistics import normal
+from herd.llama3.evaluate.suite import mean_bits_per_byte, stage_suite_name, suite_inputs, with_suite
 from herd.llama3.recipe.base import DOMAINS, Domain
 from herd.llama3.recipe.load import resolved, to_yaml
 from herd.llama3.recipe.schedule import Schedule, StageSpan
@@ -183,9 +184,9 @@ def _ngram_baseline(recipe: Recipe, documents: Path) -> dict[str, float]:
     shares: dict[Domain, float] = {domain: float(share) for domain, share in recipe.first_mix.items()}
     chosen = read_validation_documents(documents, recipe.evaluate.documents, document_bytes(recipe))
     found = ngram_bits_per_byte(documents, shares, chosen)
-    weights = {domain: share for domain, share in shares.items() if domain in found}
-    mean = sum(share * found[domain] for domain, share in weights.items()) / sum(weights.values())
-    return {NGRAM_BPB: mean, **{f"{NGRAM_BPB}/{domain}": bits for domain, bits in found.items()}}
+    parts = {f"{NGRAM_BPB}/{domain}": bits for domain, bits in found.items()}
+    mean = mean_bits_per_byte(recipe, {key: normal(bits, 0.0, 1) for key, bits in parts.items()}, NGRAM_BPB)
+    return {NGRAM_BPB: mean.value, **parts}
 
 
 def _evaluation(

@@ -32,7 +32,7 @@ from herd.tasks.tracking.registry import Registry
 from tests.dist import Forked
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, record
 
-pytestmark = pytest.mark.slow  # test_up.py has one approval by the form
+pytestmark = pytest.mark.slow
 ASKED = "promote.approval=manual"
 
 

@@ -27,7 +27,7 @@ from herd.tasks.runs.records import RunRecord
 from tests.e2e.conftest import NewHerd
 from tests.e2e.up import QUESTION, Up, await_true, running_up
 
-pytestmark = pytest.mark.slow  # test_up.py has one run from a deployment
+pytestmark = pytest.mark.slow
 STARTED_S = 90
 """A worker asks every 5 s, and a flow's process needs some to import what it runs."""
 
