@@ -12,7 +12,7 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(
-    include=["herd.llama3.data", "herd.llama3.recipe", "herd.llama3.evaluate", "storage", "tasks", "yaml"]
+    include=["herd.llama3.data", "herd.llama3.recipe", "herd.llama3.evaluate", "herd.storage", "herd.tasks", "yaml"]
 ):
     from tests.test_fuzz import PARSERS, fault
 

@@ -190,15 +190,23 @@ def test_damaged_bytes_give_a_result_or_an_error_with_a_name(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", PARSERS)
-def test_a_hundred_thousand_damaged_files_give_a_result_or_an_error_with_a_name(name: str) -> None:
-    try_cases(name, int(os.environ.get("HERD_FUZZ_CASES", "100000")))
+def test_a_hundred_thousand_damaged_files_give_a_result_or_an_error_with_a_name(
+    name: str, record_property: Callable[[str, object], None]
+) -> None:
+    count = int(os.environ.get("HERD_FUZZ_CASES", "100000"))
+    try_cases(name, count)
+    record_property("summary", f"{name}: {count:,} damaged files")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", PARSERS)
-def test_bytes_that_reach_new_branches_give_a_result_or_an_error_with_a_name(name: str) -> None:
+def test_bytes_that_reach_new_branches_give_a_result_or_an_error_with_a_name(
+    name: str, record_property: Callable[[str, object], None]
+) -> None:
     pytest.importorskip("atheris")
-    runs = str(int(os.environ.get("HERD_FUZZ_CASES", "100000")) // 5)
-    done = subprocess.run([sys.executable, "-m", "tests.fuzz", name, runs], capture_output=True, text=True)
+    count = int(os.environ.get("HERD_FUZZ_CASES", "100000")) // 5
+    command = [sys.executable, "-m", "tests.fuzz", name, str(count)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+    record_property("summary", f"{name}: {count:,} files by coverage")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,16 +17,16 @@ from herd.tasks.promotion.log import PromotionLog
 from tests.storage.simulation import FAULTS, Violation, minimal, simulate
 
 
-def seeds(first: int, end: int) -> None:
-    """Run the schedules, print what happened, and show the shortest that breaks a promise."""
+def seeds(first: int, end: int) -> str:
+    """Run the schedules, return what happened, and show the shortest that breaks a promise."""
     counts = Counter[str]()
     for seed in range(first, end):
         try:
             counts += simulate(seed).counts
         except Violation:
             pytest.fail(minimal(seed), pytrace=False)
-    print(f"{end - first:,} schedules:", ", ".join(f"{name} {count:,}" for name, count in counts.most_common()))
     assert all(counts[name] for name in (*FAULTS, "read", "two won"))
+    return f"{end - first:,} schedules: " + ", ".join(f"{name} {count:,}" for name, count in counts.most_common())
 
 
 @pytest.mark.fault("F2", "F5", "F12", "F14", "F24")
@@ -35,8 +36,8 @@ def test_no_schedule_breaks_a_promise() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_no_schedule_of_thousands_breaks_a_promise() -> None:
-    seeds(200, 10_000)
+def test_no_schedule_of_thousands_breaks_a_promise(record_property: Callable[[str, object], None]) -> None:
+    record_property("summary", seeds(0, 10_000))
 
 
 def test_a_seed_is_a_schedule() -> None:
