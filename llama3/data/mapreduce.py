@@ -14,7 +14,7 @@ import tempfile
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property, partial
@@ -69,14 +69,20 @@ def duckdb_session(spill: Path, memory: str = "2GiB", threads: int = 2) -> Itera
             "autoinstall_known_extensions": False,
         }
         _last.connection, _last.settings = duckdb.connect(":memory:", config=config), settings
-        _last.connection.execute("SET enable_progress_bar = false")
+        without_progress_bar(_last.connection)
     assert _last.connection is not None
     connection = _last.connection.cursor()
-    connection.execute("SET enable_progress_bar = false")
+    without_progress_bar(connection)
     try:
         yield connection
     finally:
         connection.close()
+
+
+def without_progress_bar(connection: duckdb.DuckDBPyConnection) -> None:
+    """Show no bar during long queries."""
+    with suppress(duckdb.InvalidInputException):  # a notebook without ipywidgets: there is no bar, and no such setting
+        connection.execute("SET enable_progress_bar = false")
 
 
 @cache

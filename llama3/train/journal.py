@@ -233,11 +233,13 @@ def read_series(tables: Iterable[Path], query: str = SERIES, **values: Any) -> d
     """Return the series that `query` with `values` selects from such tables of consecutive stages, each continuous."""
     import duckdb
 
+    from herd.llama3.data.mapreduce import without_progress_bar
+
     series: dict[str, Series] = {}
     values["tables"] = [str(table) for table in tables]
     if values["tables"]:
         with duckdb.connect() as connection:
-            connection.execute("SET enable_progress_bar = false")
+            without_progress_bar(connection)
             for key, position, value in connection.execute(query, values).fetchall():
                 series.setdefault(key, []).append((position, value))
     return series

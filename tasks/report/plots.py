@@ -6,6 +6,7 @@ Importing this module loads matplotlib.
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -29,7 +30,8 @@ if TYPE_CHECKING:  # `herd compare` draws without a second of imports
     from herd.storage.artifact import Artifact
     from herd.tasks.report.data import DataPage, ReportData
 
-matplotlib.use("svg")
+if "inline" not in os.environ.get("MPLBACKEND", ""):  # set in a notebook, whose own figures must go on being shown
+    matplotlib.use("svg")
 plt.rcParams.update(
     {
         "font.size": 10,

@@ -1,4 +1,4 @@
-"""`import herd`: the blocks of docs/tutorials/from-python.md as printed, on the tiny recipe and its run."""
+"""`import herd`: the blocks of docs/tutorials/from-python.md and the notebook as printed, on the tiny recipe."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.dist import Forked
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts
 
 PAGE = Path("docs/tutorials/from-python.md")
+NOTEBOOK = Path("docs/tutorials/two-runs.ipynb")
 
 
 def program(herd: Herd, *numbers: int) -> str:
@@ -52,6 +53,32 @@ def test_a_program_runs_a_recipe_and_plans_for_a_cluster(new_herd: NewHerd, herd
     assert re.findall(r"^tiny-\d .*", printed, re.MULTILINE) == ["tiny-1 finished promoted", "tiny-2 finished promoted"]
     assert re.search(r"^\d+ days, \d+\.\dM GPU-hours$", printed, re.MULTILINE), printed
     assert not list(folder.iterdir())
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_as_printed(new_herd: NewHerd, herd: Herd, tmp_path: Path) -> None:
+    """Its kernel has a running event loop, in which Prefect's flows and the progress must work."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    made, folder = new_herd(tmp_path / "root"), tmp_path / "folder"
+    folder.mkdir()
+    copy_artifacts(herd, made.root)
+    notebook = nbformat.reads(NOTEBOOK.read_text().replace('\\"quickstart\\"', f"'{herd.recipe}'"), as_version=4)
+    client = NotebookClient(notebook, timeout=560, resources={"metadata": {"path": str(folder)}})
+    client.execute(env={**made.environment, "PREFECT_API_URL": made.api})
+    cells = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    printed = ["".join(p.get("text") or p.get("data", {}).get("text/plain", "") for p in outputs) for outputs in cells]
+    assert "98,304 tokens" in printed[0]
+    assert printed[1].splitlines()[-1] == "tiny-1 promoted"
+    assert "evaluate-main" in printed[1], "the progress of the steps"
+    assert "tok/s" in printed[1], "and of the training"
+    assert re.search(r"^main +reused ", printed[2], re.MULTILINE)
+    assert re.search(r"^anneal +created ", printed[2], re.MULTILINE)
+    assert "image/png" in cells[3][-1].data
+    assert "'eval/bpb'" in printed[4]
+    assert printed[5]
+    assert all(not cell.outputs and cell.execution_count is None for cell in nbformat.read(NOTEBOOK, 4).cells[1::2])
 
 
 def test_wrong_names_say_what_there_is(tmp_path: Path) -> None:
