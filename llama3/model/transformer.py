@@ -6,7 +6,7 @@ which also provides cached keys and values in generation (`kv_cache`).
 Initial weights depend only on the seed and the parameter's name. Each parameter has its own random stream, so any
 process can draw its parameters alone, and a model sharded over any number of devices starts with the same weights.
 Matrices are normal with standard deviation 0.02, those that write to the residual stream divided by sqrt(2 L) as in
-GPT-2; norms are 1. Llama 3's own scheme is not published.
+GPT-2, embeddings with `embedding_std`; norms are 1. Llama 3's own scheme is not published.
 
 Shapes: B batch, S sequence, D model, F hidden of the feed-forward block, V vocabulary rows.
 """
@@ -30,9 +30,8 @@ from herd.llama3.model.linear import Linear, RMSNorm, local_weight
 from herd.llama3.model.loss import token_nll
 from herd.llama3.model.param_table import param_row
 from herd.llama3.model.recompute import gate_product, recomputed, swiglu
-from herd.llama3.recipe.sections import Model
+from herd.llama3.recipe.sections import INIT_STD, Model
 
-STD = 0.02
 Head = Callable[[Tensor, Tensor], Tensor]
 """Function of the normed last hidden states [B, S, D] and the output weights [V, D]."""
 
@@ -207,7 +206,9 @@ def initial_value(config: Model, seed: int, name: str, shape: torch.Size) -> Ten
     row = param_row(name)
     if row.kind == "norm":
         return torch.ones(shape, dtype=torch.float64)
-    std = STD / math.sqrt(2 * config.layers) if row.residual else STD
+    std = config.embedding_std if row.kind == "embedding" else INIT_STD
+    if row.residual:
+        std /= math.sqrt(2 * config.layers)
     # numpy and not torch, whose normal distribution differs between processors in its last bits
     key = hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16]
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))

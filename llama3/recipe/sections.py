@@ -248,10 +248,15 @@ _SHAPES = {
     "30m": (8, 512, 1792, 8, 4, 4096, True),
     "6m": (6, 256, 896, 4, 2, 2048, True),
     "3m": (4, 192, 672, 4, 2, 2048, True),
+    "2m": (2, 192, 512, 4, 2, 2048, False),
     "tiny": (2, 64, 224, 4, 2, 512, True),
 }
 PRESETS: dict[str, dict[str, Any]] = {name: dict(zip(_FIELDS, shape, strict=True)) for name, shape in _SHAPES.items()}
 """Model shapes by name; a recipe can override each number."""
+
+
+INIT_STD = 0.02
+"""Standard deviation of initial weights."""
 
 
 class Model(Section):
@@ -274,6 +279,9 @@ class Model(Section):
     rope_scaling: RopeScaling | None = None
     """Scaled RoPE frequencies; Llama 3.1 has factor 8 (`rope_scaling: {}`), 3.2 factor 32; default: none."""
     norm_eps: float = 1e-5
+    embedding_std: float = Field(default=INIT_STD, gt=0, exclude_if=lambda std: std == INIT_STD)
+    """Standard deviation of initial embeddings. 1, as in torchtitan, makes a short run learn much faster if embeddings
+    are not tied; tied ones are also the output and need a small one."""
 
     @property
     def head_dim(self) -> int:

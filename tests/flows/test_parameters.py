@@ -148,7 +148,7 @@ def test_the_server_refuses_nonsense_before_there_is_a_run() -> None:
 def test_a_filled_in_form_is_accepted_by_the_server_and_changes_the_recipe() -> None:
     change = {
         "stages": [
-            {"name": "main", "until": "400K", "batch": "4Ki", "lr": "constant"},
+            {"name": "main", "until": "900K", "batch": "4Ki", "lr": "constant"},
             {"name": "anneal", "seq_len": "256"},
         ],
         "mixes": [{"name": "base", "math": "35%", "general": "40%"}],
@@ -164,8 +164,8 @@ def test_a_filled_in_form_is_accepted_by_the_server_and_changes_the_recipe() -> 
     recipe = chosen_recipe(wanted.resolved_parameters("curate"))
 
     main, anneal = recipe.stages[-2:]
-    assert (main.until, main.batch, str(main.lr)) == (Tokens.parse("400K"), Tokens.parse("4Ki"), "constant")
-    assert (anneal.seq_len, str(anneal.length)) == (256, "100K")
+    assert (main.until, main.batch, str(main.lr)) == (Tokens.parse("900K"), Tokens.parse("4Ki"), "constant")
+    assert (anneal.seq_len, str(anneal.length)) == (256, "240K")
     assert {domain: str(share) for domain, share in recipe.mix["base"].items()} == {
         "general": "40%", "math": "35%", "code": "17%", "multilingual": "8%"
     }  # fmt: skip

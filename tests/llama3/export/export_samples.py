@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from herd.llama3.model.files import WeightReader, parameters, save_model
-from herd.llama3.model.transformer import STD, Transformer, build_model
-from herd.llama3.recipe.sections import Model
+from herd.llama3.model.transformer import Transformer, build_model
+from herd.llama3.recipe.sections import INIT_STD, Model
 from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 
 TEXTS = ["the quick brown fox jumps over the lazy dog and the hen, 123 times", "été à la mer; 一二三 x = y + 1\n"] * 4
@@ -31,7 +31,7 @@ def model(config: Model, rows: int, dtype: torch.dtype = torch.float32) -> Trans
     made = build_model(config, rows, 3, dtype, torch.device("cpu"))
     with torch.no_grad():
         for index, parameter in enumerate(made.parameters()):
-            parameter.mul_(0.7 / STD / config.dim**0.5 if parameter.ndim > 1 else 1 + 0.02 * index)
+            parameter.mul_(0.7 / INIT_STD / config.dim**0.5 if parameter.ndim > 1 else 1 + 0.02 * index)
     return made
 
 

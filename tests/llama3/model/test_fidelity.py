@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from herd.llama3.export.hf import hugging_face_settings
 from herd.llama3.model.param_table import param_table
-from herd.llama3.model.transformer import STD, Transformer, build_model
-from herd.llama3.recipe.sections import Model
+from herd.llama3.model.transformer import Transformer, build_model
+from herd.llama3.recipe.sections import INIT_STD, Model
 
 ROWS = 83
 SHAPE: dict[str, Any] = {"layers": 2, "dim": 128, "ffn": 352, "heads": 4, "kv_heads": 2, "max_seq_len": 131_072}
@@ -45,7 +45,7 @@ def ours(config: Model, spread: float | None = None) -> Transformer:
     3e-5 radians, which is why larger weights, whose attention is sharper, would differ by more than 1e-5.
     """
     model = build_model(config, ROWS, 7, torch.float32, torch.device("cpu"))
-    wide = spread / STD / config.dim**0.5 if spread else 1.0
+    wide = spread / INIT_STD / config.dim**0.5 if spread else 1.0
     with torch.no_grad():
         for index, parameter in enumerate(model.parameters()):
             parameter.mul_(wide if parameter.ndim > 1 else 1 + 0.02 * index)

@@ -142,6 +142,10 @@ def test_initial_scales() -> None:
     assert w["layers.3.ffn.down.weight"].std().item() == pytest.approx(0.02 / 4, rel=0.03)
     assert w["layers.3.attention.o.weight"].std().item() == pytest.approx(0.02 / 4, rel=0.05)
     assert torch.equal(w["norm.weight"], torch.ones(64))
+    wide = Model(preset="tiny", tied_embeddings=False, embedding_std=1)
+    w = dict(build_model(wide, 512, 0, torch.float32, CPU).named_parameters())
+    assert w["embedding.weight"].std().item() == pytest.approx(1, rel=0.03)
+    assert w["output.weight"].std().item() == pytest.approx(0.02, rel=0.03)
 
 
 @pytest.mark.parametrize(

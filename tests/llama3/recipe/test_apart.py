@@ -99,7 +99,7 @@ def test_defaults_of_data_seed_and_tokenizer_mix() -> None:
         ),
         ("stages.anneal.data_offset=2", "- stages.anneal.data_offset: 1\n+ stages.anneal.data_offset: 2"),
         ("stages.anneal.data_offset=0", "- stages.anneal.data_offset: 1\n+ stages.anneal.data_offset: 0"),
-        ("stages.anneal.for=200K", "- stages.anneal.for: 100K\n+ stages.anneal.for: 200K"),
+        ("stages.anneal.for=200K", "- stages.anneal.for: 240K\n+ stages.anneal.for: 200K"),
         ("data_seed=9", "- data_seed: 1\n+ data_seed: 9"),
     ],
 )

@@ -14,7 +14,7 @@ from herd.llama3.recipe.load import RecipeError, load_recipe, parse_recipe, reso
 from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
 
-QUICKSTART = Path("recipes/quickstart.yaml")
+FOUR_STAGES = Path("tests/llama3/recipe/four_stages.yaml")
 MIXES = {
     "base": {"general": "50%", "math": "25%", "code": "17%", "multilingual": "8%"},
     "twin": {"general": "50%", "math": "25%", "code": "17%", "multilingual": "8%"},
@@ -43,7 +43,7 @@ def stage(number: int) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def recipe(stages: list[dict[str, Any]], rate: dict[str, Any], warmup: str = "6 steps", **more: Any) -> Recipe:
-    data = resolved(load_recipe(QUICKSTART))
+    data = resolved(load_recipe(FOUR_STAGES))
     data |= {"stages": stages, "lr": {"peak": 1e-3, "warmup": warmup, **rate}, "mix": MIXES, "evaluate": {}}
     return parse_recipe(data | {"tokens": {"chunk_tokens": "256 tokens"}} | more, "test")
 
@@ -91,11 +91,11 @@ def test_frozen_fields_are_equal_exactly_when_all_steps_are(data: st.DataObject)
 
 @given(st.lists(st.sampled_from([0, 1, 2]), unique=True), st.integers(0, 2))
 def test_stages_after_the_position_may_change(changed: list[int], done: int) -> None:
-    before = load_recipe(QUICKSTART)
+    before = load_recipe(FOUR_STAGES)
     position = Schedule(before).spans[done].end
     names = [before.stages[number].name for number in changed if number > done]
     overrides = [f"stages.{name}.{field}" for name in names for field in ("batch=4Ki", "seq_len=256", "mix=annealing")]
-    check_frozen_fields(before, load_recipe(QUICKSTART, overrides), position)
+    check_frozen_fields(before, load_recipe(FOUR_STAGES, overrides), position)
 
 
 @pytest.mark.parametrize(
@@ -126,9 +126,9 @@ def test_stages_after_the_position_may_change(changed: list[int], done: int) -> 
 )  # fmt: skip
 def test_a_changed_past_is_refused_with_its_first_differing_line(position: int, change: str, line: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        check_frozen_fields(load_recipe(QUICKSTART), load_recipe(QUICKSTART, [change]), position)
+        check_frozen_fields(load_recipe(FOUR_STAGES), load_recipe(FOUR_STAGES, [change]), position)
     assert str(caught.value).endswith(line)
-    check_frozen_fields(load_recipe(QUICKSTART), load_recipe(QUICKSTART, [change]), 0)
+    check_frozen_fields(load_recipe(FOUR_STAGES), load_recipe(FOUR_STAGES, [change]), 0)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_a_changed_past_is_refused_with_its_first_differing_line(position: int, 
     ],
 )
 def test_later_stages_and_fields_without_effect_may_change(stage: str, steps: int, changes: list[str]) -> None:
-    before = load_recipe(QUICKSTART)
+    before = load_recipe(FOUR_STAGES)
     segment = Schedule(before).span(stage).segments[0]
-    check_frozen_fields(before, load_recipe(QUICKSTART, changes), segment.start + steps * segment.batch)
+    check_frozen_fields(before, load_recipe(FOUR_STAGES, changes), segment.start + steps * segment.batch)
 
 
 def test_a_wsd_run_is_lengthened_until_its_decay_begins() -> None:
@@ -159,11 +159,11 @@ def test_a_wsd_run_is_lengthened_until_its_decay_begins() -> None:
 
 
 def test_a_longer_sequence_later_needs_the_unit_written_down() -> None:
-    before = load_recipe(QUICKSTART)
+    before = load_recipe(FOUR_STAGES)
     with pytest.raises(RecipeError, match=r"tokens.chunk_tokens: .* write tokens: \{chunk_tokens: 512 tokens\}"):
-        check_frozen_fields(before, load_recipe(QUICKSTART, ["stages.anneal.seq_len=1024"]), 1)
+        check_frozen_fields(before, load_recipe(FOUR_STAGES, ["stages.anneal.seq_len=1024"]), 1)
     check_frozen_fields(
-        before, load_recipe(QUICKSTART, ["stages.anneal.seq_len=1024", "tokens.chunk_tokens=512 tokens"]), 1
+        before, load_recipe(FOUR_STAGES, ["stages.anneal.seq_len=1024", "tokens.chunk_tokens=512 tokens"]), 1
     )
 
 

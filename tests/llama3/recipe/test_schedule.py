@@ -17,7 +17,8 @@ from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import Span
 from herd.llama3.studies.expand import load_study
 
-QUICKSTART = load_recipe(Path("recipes/quickstart.yaml"))
+FILE = Path("tests/llama3/recipe/four_stages.yaml")
+FOUR_STAGES = load_recipe(FILE)
 PUBLISHED = load_recipe(Path("recipes/llama3-405b.yaml"))
 
 
@@ -40,7 +41,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
                 "mix": "base",
             }
         )
-    data = QUICKSTART.model_dump(mode="json", by_alias=True)
+    data = FOUR_STAGES.model_dump(mode="json", by_alias=True)
     return Recipe.model_validate({**data, "stages": stages, "evaluate": {}})
 
 
@@ -164,7 +165,7 @@ def test_with_one_batch_every_choice_of_units_is_one_schedule(rule: str) -> None
     rates = []
     for warm, over in itertools.product(("40 steps", "80Ki"), ("180 steps", "360Ki")):
         rate = f"lr={{peak: 1.0, warmup: {warm}, {rule}: {{to: 0.1, over: {over}}}}}"
-        recipe = load_recipe(Path("recipes/quickstart.yaml"), [stage, rate, "evaluate={}"])
+        recipe = load_recipe(FILE, [stage, rate, "evaluate={}"])
         rates.append([value for _, value in Schedule(recipe).rates(0, 400 * 1024)])
     for other in rates[1:]:
         assert other == pytest.approx(rates[0], rel=1e-12)
@@ -190,7 +191,7 @@ def test_a_batch_ramp_inside_the_warm_up_counts() -> None:
     )
     for warm in ("40 steps", "60Ki"):
         rate = f"lr={{peak: 1.0, warmup: {warm}, linear: {{to: 0, over: 100 steps}}}}"
-        schedule = Schedule(load_recipe(Path("recipes/quickstart.yaml"), [stages, rate, "evaluate={}"]))
+        schedule = Schedule(load_recipe(FILE, [stages, rate, "evaluate={}"]))
         assert schedule.timeline.warmup_end == (40, 60 * 1024)
         assert schedule.lr_at(schedule.reached(Span(70, "steps"))[1]) == pytest.approx(0.5)
 
@@ -206,11 +207,11 @@ def test_a_decay_inside_a_warm_up_of_the_other_unit_is_refused(rate: str) -> Non
     with pytest.raises(
         RecipeError, match=r"lr\.(cosine|linear)\.over: .* is not longer than the warm-up of .* ends at"
     ):
-        load_recipe(Path("recipes/quickstart.yaml"), [f"lr={rate}"])
+        load_recipe(FILE, [f"lr={rate}"])
 
 
 def with_rate(rate: str, *more: str) -> Recipe:
-    return load_recipe(Path("recipes/quickstart.yaml"), ["lr.cosine=null", rate, *more])
+    return load_recipe(FILE, ["lr.cosine=null", rate, *more])
 
 
 def test_a_line_falls_evenly_from_the_warm_up_to_its_end() -> None:
@@ -285,7 +286,7 @@ def test_gates_change_neither_positions_nor_rates(recipe: Recipe) -> None:
 
 def test_each_length_may_have_its_own_number_of_tokens() -> None:
     stage = "stages.anneal={name: long, for: [20Ki, 40Ki, 10Ki], seq_len: [256, 512, 1024], mix: base, batch: 2Ki}"
-    long = Schedule(load_recipe(Path("recipes/quickstart.yaml"), [stage, "evaluate={}"])).spans[-1]
+    long = Schedule(load_recipe(FILE, [stage, "evaluate={}"])).spans[-1]
     assert [part.tokens for part in long.segments] == [20 * 1024, 40 * 1024, 10 * 1024]
     assert long.tokens == 70 * 1024
 
@@ -300,7 +301,7 @@ def test_the_published_numbers_earn_three_warnings() -> None:
 
 
 def test_the_quickstart_earns_none() -> None:
-    assert lint(QUICKSTART) == []
+    assert lint(FOUR_STAGES) == []
 
 
 @pytest.mark.parametrize(
@@ -326,7 +327,7 @@ def test_the_quickstart_earns_none() -> None:
     ],
 )
 def test_unusual_settings_earn_a_warning(changes: list[str], warning: str) -> None:
-    warnings = lint(load_recipe(Path("recipes/quickstart.yaml"), changes))
+    warnings = lint(load_recipe(FILE, changes))
     assert any(re.search(warning, text) for text in warnings), warnings
 
 

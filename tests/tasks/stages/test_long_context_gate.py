@@ -117,7 +117,7 @@ def test_a_needle_not_found_stops_the_run_with_numbers_and_remedies(room: Room) 
         check_long_context_gates.fn(context, "long-1024", uniform, None, room.curated)
     lines = str(caught.value).splitlines()
     assert lines[0] == (
-        "stages.long.gates: long-1024 does not pass at sequence 1024; the run stops at position 642,048"
+        "stages.long.gates: long-1024 does not pass at sequence 1024; the run stops at position 1,403,904"
     )
     assert lines[1] == "  needle failed: 0.0% of the sentences found; the gate requires at least 0.9"
     assert lines[2].startswith("  needle by depth: 0 %: 0%, 10 %: 0%")
