@@ -45,11 +45,12 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_diff_has_changes_and_new_sources_and_leaves_the_index_alone(checkout: Path) -> None:
     assert provenance.code_changes() == ""
-    (checkout / "train.py").write_text("rate = 2\n")
+    # another length: of two equal ones that are written within a clock tick of the commit, git cannot see the second
+    (checkout / "train.py").write_text("rate = 20\n")
     (checkout / "new.py").write_text("batch = 3\n")
     (checkout / "data.bin").write_bytes(b"\0" * 100)
     text = provenance.code_changes()
-    assert "-rate = 1\n+rate = 2" in text
+    assert "-rate = 1\n+rate = 20" in text
     assert "+batch = 3" in text
     assert "data.bin" not in text
     assert provenance.code_version().endswith("+changes")
