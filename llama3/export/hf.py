@@ -26,7 +26,7 @@ from herd.llama3.model.files import (
     write_weights,
 )
 from herd.llama3.model.param_table import BY_NAME, param_table
-from herd.llama3.recipe.sections import Model
+from herd.llama3.recipe.sections import INIT_STD, Model
 from herd.llama3.tokens.chat import END_OF_TURN, TEMPLATE_FILE, special_id
 from herd.llama3.tokens.hf_tokenizer import hugging_face_config, hugging_face_json
 from herd.llama3.tokens.tokenizer import Tokenizer
@@ -140,7 +140,7 @@ def hugging_face_settings(config: Model, rows: int, dtype: torch.dtype) -> dict[
         **{theirs: getattr(config, ours) for theirs, ours in SIZES.items()},
         **{key: value for key, value in PLAIN.items() if value is not None and key != "partial_rotary_factor"},
         "head_dim": config.head_dim,
-        "initializer_range": 0.02,
+        "initializer_range": INIT_STD,
         "rope_scaling": scaling,
         "rope_theta": config.rope_theta,
         "torch_dtype": str(dtype).removeprefix("torch."),
