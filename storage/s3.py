@@ -30,8 +30,8 @@ CONNECT_S, READ_S = 5, 20
 TRIES = 3
 """Tries of botocore, 0 to 2 s apart."""
 ROUNDS, LATER_ROUNDS = 4, 12
-"""Repetitions of these by s3fs, 0.1 to 15 s apart, before and after the store's first answer: a wrong address is told
-within seconds, and a store that restarts is waited for."""
+"""Repetitions of these by s3fs, 0.1 to 15 s apart, before and after the store's first answer, even that it is busy: a
+wrong address is told within seconds, and a store that restarts is waited for."""
 STREAMS = 4
 """Concurrent parts of one file transfer; each takes 50 MiB of memory."""
 BUSY = (429, 500, 502, 503, 504)
@@ -106,7 +106,13 @@ class BoundedS3(S3FileSystem):  # type: ignore[misc]
     async def _call_s3(self, method: str, *args: Any, **given: Any) -> Any:
         uri = f"s3://{given.get('Bucket', '')}/{given.get('Key', given.get('Prefix', ''))}"
         async with self._within(uri):
-            return await super()._call_s3(method, *args, **given)
+            try:
+                return await super()._call_s3(method, *args, **given)
+            except OSError as error:
+                if self.retries >= LATER_ROUNDS or not _is_busy(error.__cause__):
+                    raise
+                self.retries = LATER_ROUNDS  # somebody is there
+                return await super()._call_s3(method, *args, **given)
 
     call_s3 = sync_wrapper(_call_s3)
 
@@ -163,11 +169,13 @@ class BoundedS3(S3FileSystem):  # type: ignore[misc]
             raise OSError(error.errno, f"{uri}: {error.strerror}") from error
 
 
-def _is_transient(error: BaseException) -> bool:
+def _is_busy(error: BaseException | None) -> bool:
     response = getattr(error, "response", None) or {}
-    if response.get("ResponseMetadata", {}).get("HTTPStatusCode") in BUSY:
-        return True
-    return isinstance(error, NoConnection | FlexibleChecksumError)  # the latter: a bit flipped in transit
+    return response.get("ResponseMetadata", {}).get("HTTPStatusCode") in BUSY
+
+
+def _is_transient(error: BaseException) -> bool:
+    return _is_busy(error) or isinstance(error, NoConnection | FlexibleChecksumError)  # the latter: a bit flipped
 
 
 set_custom_error_handler(_is_transient)
