@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib import pyplot as plt
+from matplotlib import colormaps
 from matplotlib.colors import ListedColormap
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator
 
 from herd.llama3.parallel.memory import RankCoords, RankMemory, memory
@@ -33,7 +34,7 @@ from herd.tasks.plan.tables import (
     rejection_reasons,
 )
 from herd.tasks.report.html import FAINT, INK, render
-from herd.tasks.report.plots import as_svg
+from herd.tasks.report.plots import as_svg, styled, subplots
 
 LAYOUTS = 12
 """On the page; the rest is in --json."""
@@ -162,6 +163,7 @@ SHOWN_ROUNDS = 2
 """Rounds of micro-batches in the pipeline plot; later ones repeat."""
 
 
+@styled
 def _topology_plot(fabric: Fabric, placement: Placement, pipeline_rank: np.ndarray, stages: int) -> str:
     """Return a map of servers, a block for each group of the tier below the outermost, colored by pipeline rank.
 
@@ -174,8 +176,8 @@ def _topology_plot(fabric: Fabric, placement: Placement, pipeline_rank: np.ndarr
     groups, servers = fabric.gpus // outer, outer // per_server
     across = min(groups, 4)
     down = -(-groups // across)
-    figure, grid = plt.subplots(down, across, figsize=(WIDTH, 1.55 * down), layout="constrained", squeeze=False)
-    tints = [plt.get_cmap("viridis")(rank / max(1, stages - 1)) for rank in range(stages)]
+    figure, grid = subplots(down, across, figsize=(WIDTH, 1.55 * down), squeeze=False)
+    tints = [colormaps["viridis"](rank / max(1, stages - 1)) for rank in range(stages)]
     colors = ListedColormap([*tints, FREE])  # type: ignore[list-item]
     group_name = fabric.tiers[-2].name if len(fabric.tiers) > 1 else fabric.tiers[-1].name
     columns = min(
@@ -192,10 +194,11 @@ def _topology_plot(fabric: Fabric, placement: Placement, pipeline_rank: np.ndarr
     return as_svg(figure)
 
 
+@styled
 def _traffic_plot(rows: Sequence[AxisTraffic], world: int) -> str:
     """Return the bytes that a GPU sends in a step over each layer of the network, by axis."""
     layers = rows[0].layers
-    figure, axis = plt.subplots(figsize=(WIDTH, 0.5 * len(layers) + 1.0), layout="constrained")
+    figure, axis = subplots(figsize=(WIDTH, 0.5 * len(layers) + 1.0))
     left = np.zeros(len(layers))
     for row in rows:
         each = np.array(row.bytes) / world
@@ -219,6 +222,7 @@ def _bytes(value: float) -> str:
     return f"{value:.0f}"
 
 
+@styled
 def _pipeline_plot(part: ProjectedSegment, parts: PipelineTiming) -> str:
     """Return the schedule: forward and backward passes of the ranks over time, light and dark by vpp stage."""
     layout, load = part.best.layout, part.best.load
@@ -233,7 +237,7 @@ def _pipeline_plot(part: ProjectedSegment, parts: PipelineTiming) -> str:
         begin = end - times.duration(action)
         tone = 1 + action.stage // layout.pp % 2 + (2 if action.kind != "F" else 0)
         image[action.stage % layout.pp, int(begin / whole * PIXELS) : max(1, int(end / whole * PIXELS))] = tone
-    figure, axis = plt.subplots(figsize=(WIDTH, 0.16 * layout.pp + 1.1), layout="constrained")
+    figure, axis = subplots(figsize=(WIDTH, 0.16 * layout.pp + 1.1))
     colors = ListedColormap([FREE, "#8fb3e0", "#3b6fb6", "#9fd3b5", "#3f9b6c"])
     axis.imshow(
         image, cmap=colors, vmin=0, vmax=4, aspect="auto", interpolation="nearest", extent=(0, whole, layout.pp, 0)
@@ -243,14 +247,15 @@ def _pipeline_plot(part: ProjectedSegment, parts: PipelineTiming) -> str:
     axis.set_ylabel("pipeline rank")
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
     legend = {"forward": "#3b6fb6", "backward": "#3f9b6c", "waits": FREE}
-    patches = [plt.Rectangle((0, 0), 1, 1, color=color) for color in legend.values()]
+    patches = [Rectangle((0, 0), 1, 1, color=color) for color in legend.values()]
     axis.legend(patches, list(legend), loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(legend))
     return as_svg(figure)
 
 
+@styled
 def _memory_plot(ranks: Sequence[RankMemory], limit: float, whole: float) -> str:
     """Return the memory of a GPU of each pipeline rank by component, against the limit and the device."""
-    figure, axis = plt.subplots(figsize=(WIDTH, 3.2), layout="constrained")
+    figure, axis = subplots(figsize=(WIDTH, 3.2))
     places = [need.pipeline_rank for need in ranks]
     bottom = np.zeros(len(ranks))
     for name, color in MEMORY.items():
@@ -268,9 +273,10 @@ def _memory_plot(ranks: Sequence[RankMemory], limit: float, whole: float) -> str
     return as_svg(figure)
 
 
+@styled
 def _cadence_plot(share: Callable[[float], float | None], best_s: float, planned_s: float) -> str:
     """Return effective training time against the time between two checkpoints; `share` of an interval in seconds."""
-    figure, axis = plt.subplots(figsize=(WIDTH, 2.8), layout="constrained")
+    figure, axis = subplots(figsize=(WIDTH, 2.8))
     minutes = np.geomspace(max(0.2, best_s / 60 / 10), best_s / 60 * 60, 200)
     points = [(minute, found) for minute in minutes if (found := share(minute * 60)) is not None]
     axis.plot([minute for minute, _ in points], [found for _, found in points], color=PALETTE[0], linewidth=1.8)
@@ -290,9 +296,10 @@ def _cadence_plot(share: Callable[[float], float | None], best_s: float, planned
     return as_svg(figure)
 
 
+@styled
 def _cost_plot(points: Sequence[tuple[int, float, float]]) -> str:
     """Return money against days; `points`: GPUs, days, money."""
-    figure, axis = plt.subplots(figsize=(WIDTH, 3.0), layout="constrained")
+    figure, axis = subplots(figsize=(WIDTH, 3.0))
     axis.plot([days for _, days, _ in points], [money / 1e6 for *_, money in points], color=FAINT, linewidth=1.6)
     for gpus, days, money in points:
         axis.plot([days], [money / 1e6], marker="o", color=PALETTE[0])

@@ -18,7 +18,6 @@ from statistics import fmean
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from matplotlib import pyplot as plt
 from rich.table import Table
 
 from herd.llama3.evaluate.scores import LANGUAGE
@@ -31,7 +30,7 @@ from herd.storage.filesystem import write_atomic
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.report.html import Curve, chart, render
-from herd.tasks.report.plots import as_svg
+from herd.tasks.report.plots import as_svg, styled, subplots
 from herd.tasks.runs.provenance import differences_line, provenance_facts
 from herd.tasks.runs.records import RunRecord, Runs
 from herd.tasks.tracking.mlflow_store import call_server, server_uri
@@ -200,11 +199,12 @@ def _curves(runs: list[ComparedRun], keys: list[str]) -> str:
     return f'<div class="charts">{"".join(charts)}</div>'
 
 
+@styled
 def _bars(runs: list[ComparedRun], keys: list[str]) -> str:
     """Draw one small panel for each score, because their units differ."""
     columns = min(4, len(keys))
     rows = -(-len(keys) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(9, 2.2 * rows), layout="constrained", squeeze=False)
+    figure, axes = subplots(rows, columns, figsize=(9, 2.2 * rows), squeeze=False)
     for axis, key in zip(axes.flat, keys, strict=False):
         for index, run in enumerate(runs):
             if (value := run.scores.get(key)) is not None:

@@ -6,16 +6,16 @@ Importing this module loads matplotlib.
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import numpy as np
 from cycler import cycler
-from matplotlib import pyplot as plt
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter
 
 from herd.llama3.recipe.units import tokens
@@ -30,9 +30,8 @@ if TYPE_CHECKING:  # `herd compare` draws without a second of imports
     from herd.storage.artifact import Artifact
     from herd.tasks.report.data import DataPage, ReportData
 
-if "inline" not in os.environ.get("MPLBACKEND", ""):  # set in a notebook, whose own figures must go on being shown
-    matplotlib.use("svg")
-plt.rcParams.update(
+# Neither pyplot nor its defaults: a notebook that draws a report keeps its own figures and their style.
+styled = rc_context(
     {
         "font.size": 10,
         "font.family": "sans-serif",
@@ -53,6 +52,7 @@ plt.rcParams.update(
         "legend.frameon": False,
     }
 )
+"""Decorator of a function that draws."""
 MEANS, MIN_STEPS = 50, 4
 """Points of a card's smooth curve, each the mean of its share of the steps, and the fewest steps of a mean."""
 CURVE_POINTS = 60
@@ -65,17 +65,23 @@ NOTE = (
 )
 
 
+def subplots(rows: int = 1, columns: int = 1, *, figsize: tuple[float, float], **given: Any) -> tuple[Figure, Any]:
+    """Return a figure and its axes, as pyplot's function of this name."""
+    figure = Figure(figsize=figsize, layout="constrained")
+    return figure, figure.subplots(rows, columns, **given)
+
+
 def as_svg(figure: Any) -> str:
-    """Return `figure` as SVG text without dates, and close it."""
+    """Return `figure` as SVG text without dates."""
     buffer = io.StringIO()
     figure.savefig(
         buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
     )
-    plt.close(figure)
     text = buffer.getvalue()
     return text[text.index("<svg") :]
 
 
+@styled
 def draw_curve(stages: list[Artifact], lines: list[StageLine], path: Path) -> None:
     """Write the training loss of `stages` against tokens as a PNG; not every page that shows a README shows SVG.
 
@@ -88,14 +94,13 @@ def draw_curve(stages: list[Artifact], lines: list[StageLine], path: Path) -> No
     losses = [points[position] for position in positions]
     size = max(MIN_STEPS, len(losses) // MEANS)
     means = [[fmean(v[start : start + size]) for start in range(0, len(v), size)] for v in (positions, losses)]
-    figure, axis = plt.subplots(figsize=(8, 3.4), layout="constrained")
+    figure, axis = subplots(figsize=(8, 3.4))
     axis.plot(positions, losses, color=DIM, linewidth=0.9, label="each step")
     axis.plot(*means, color=INK, linewidth=1.8, label=f"mean of {size} steps")
     _mark_stages(axis, lines, [line.start for line in lines if line.start])
     axis.set_ylabel("training loss, nats per token")
     axis.legend()
     figure.savefig(path, format="png", dpi=130, metadata={"Software": None})
-    plt.close(figure)
 
 
 def _mark_stages(axis: Any, stages: Sequence[StageLine], starts: list[int]) -> None:
@@ -119,9 +124,10 @@ def _with_legend(figure: Any) -> str:
 # Shares and scores.
 
 
+@styled
 def mix(data: ReportData) -> str:
     stages = list(dict.fromkeys(row.stage for row in data.mix))
-    figure, axis = plt.subplots(figsize=(8, 0.55 * len(stages) + 1.1), layout="constrained")
+    figure, axis = subplots(figsize=(8, 0.55 * len(stages) + 1.1))
     for y, stage in enumerate(stages):
         planned = realized = 0.0
         for row in (row for row in data.mix if row.stage == stage):
@@ -135,13 +141,14 @@ def mix(data: ReportData) -> str:
     axis.grid(visible=False)
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
     shown = [name for name in GROUPS if name in COLOURS or any(row.domain == name for row in data.mix)]
-    patches = [plt.Rectangle((0, 0), 1, 1, color=GROUPS[name]) for name in shown]
+    patches = [Rectangle((0, 0), 1, 1, color=GROUPS[name]) for name in shown]
     axis.legend(patches, shown, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(shown))
     return as_svg(figure)
 
 
+@styled
 def bits_per_byte(data: ReportData) -> str:
-    figure, axis = plt.subplots(figsize=(8, 3), layout="constrained")
+    figure, axis = subplots(figsize=(8, 3))
     keys = ["eval/bpb", *(f"eval/bpb/{domain}" for domain in COLOURS)]
     keys = [key for key in keys if all(key in scores for scores in data.evaluations.values())]
     width = 0.8 / len(data.evaluations)
@@ -156,6 +163,7 @@ def bits_per_byte(data: ReportData) -> str:
     return _with_legend(figure)
 
 
+@styled
 def needle_heatmap(scores: Scores) -> str | None:
     """Return the heat map of needle scores by length and depth as SVG text; None if `scores` has no grid."""
     from herd.llama3.evaluate.needle import scores_by_length
@@ -165,7 +173,7 @@ def needle_heatmap(scores: Scores) -> str | None:
         return None
     depths = sorted({depth for row in cells.values() for depth in row})
     shares = [[row[depth].value if depth in row else float("nan") for depth in depths] for row in cells.values()]
-    figure, axis = plt.subplots(figsize=(8, 0.34 * len(cells) + 1.2), layout="constrained")
+    figure, axis = subplots(figsize=(8, 0.34 * len(cells) + 1.2))
     axis.imshow(shares, cmap="Blues", vmin=0, vmax=1.6, aspect="auto")
     for y, row in enumerate(cells.values()):
         for x, depth in enumerate(depths):
@@ -180,6 +188,7 @@ def needle_heatmap(scores: Scores) -> str | None:
     return as_svg(figure)
 
 
+@styled
 def length_histogram(page: DataPage) -> str:
     """Draw, by domain, the number of documents of each size that were kept, and in outline that were read."""
 
@@ -191,7 +200,7 @@ def length_histogram(page: DataPage) -> str:
         return f"{value:.0f} {unit}"
 
     domains = [domain for domain in COLOURS if any(row["domain"] == domain for row in page.lengths)]
-    figure, axes = plt.subplots(1, len(domains), figsize=(9, 2.6), layout="constrained", squeeze=False)
+    figure, axes = subplots(1, len(domains), figsize=(9, 2.6), squeeze=False)
     least, most = (pick(row["log2_bytes"] for row in page.lengths) for pick in (min, max))
     for axis, domain in zip(axes[0], domains, strict=True):
         counts = {kept: dict.fromkeys(range(least, most + 1), 0) for kept in (True, False)}
@@ -209,11 +218,12 @@ def length_histogram(page: DataPage) -> str:
     return as_svg(figure)
 
 
+@styled
 def forecast_plot(fit: ForecastFit, target: Forecast) -> str:
     """Draw the two steps of a forecast: likelihood over compute, accuracy over likelihood; mark `target`."""
     from herd.llama3.evaluate.statistics import proportion
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained", width_ratios=(1.1, 1))
+    figure, (left, right) = subplots(1, 2, figsize=(8, 3.4), width_ratios=(1.1, 1))
     ends = {point.run: point for point in sorted(fit.points, key=lambda point: point.flops)}.values()
     inner = [point for point in fit.points if point not in ends]
     least = min(point.flops for point in fit.points)

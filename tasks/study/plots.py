@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib import pyplot as plt
+from matplotlib import colormaps
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from herd.llama3.recipe.units import tokens
@@ -15,7 +15,7 @@ from herd.llama3.studies.forecast import Interval
 from herd.llama3.studies.isoflop import IsoflopFit, Parabola, TokenLaw
 from herd.llama3.studies.results import HELPS, HURTS, NOTHING, Finding, Says
 from herd.tasks.report.html import COLOURS, INK, PAGE
-from herd.tasks.report.plots import as_svg
+from herd.tasks.report.plots import as_svg, styled, subplots
 
 Losses = Mapping[str, Mapping[str, float]]
 """Variant -> domain -> bits per byte, the mean over its repeats."""
@@ -68,11 +68,12 @@ def ladder_figures(ladder: IsoflopFit, to: float | None = None) -> list[tuple[st
     ]
 
 
+@styled
 def isoflop(parabolas: Sequence[Parabola]) -> str:
     """Return loss over tokens, a curve for each budget, as SVG text."""
-    figure, axis = plt.subplots(figsize=(WIDTH, HEIGHT), layout="constrained")
+    figure, axis = subplots(figsize=(WIDTH, HEIGHT))
     for index, parabola in enumerate(parabolas):
-        color = plt.get_cmap("viridis")(0.9 * index / max(1, len(parabolas) - 1))
+        color = colormaps["viridis"](0.9 * index / max(1, len(parabolas) - 1))
         minimum = parabola.tokens.value
         taken = [trial.tokens for trial in parabola.trials]
         # a minimum far outside of the runs would squeeze the figure
@@ -93,9 +94,10 @@ def isoflop(parabolas: Sequence[Parabola]) -> str:
     return as_svg(figure)
 
 
+@styled
 def law(fitted: TokenLaw, parabolas: Sequence[Parabola], to: float | None = None) -> str:
     """Return the best number of tokens over the budget, both logarithmic, as SVG text."""
-    figure, axis = plt.subplots(figsize=(WIDTH, HEIGHT), layout="constrained")
+    figure, axis = subplots(figsize=(WIDTH, HEIGHT))
     budgets = [parabola.budget for parabola in parabolas]
     least, most = min(budgets) / 1.5, max([*budgets, *([to] if to else [])]) * 1.5
     band = [fitted.optimum(flops) for flops in np.geomspace(least, most, STEPS)]
@@ -181,9 +183,10 @@ def _count_ticks(axis: Any) -> None:
 # Mix search
 
 
+@styled
 def left_out(pairs: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     """Return measured against predicted bits per byte, a panel for each domain; `pairs` are (predicted, measured)."""
-    figure, axes = plt.subplots(1, len(pairs), figsize=(MIX_WIDTH, 2.7), layout="constrained", squeeze=False)
+    figure, axes = subplots(1, len(pairs), figsize=(MIX_WIDTH, 2.7), squeeze=False)
     for axis, (domain, points) in zip(axes.flat, pairs.items(), strict=True):
         values = np.array(points, np.float64)
         ends = [values.min(), values.max()]
@@ -194,13 +197,14 @@ def left_out(pairs: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     return as_svg(figure)
 
 
+@styled
 def against_shares(shares: Shares, losses: Losses, base: str) -> str:
     """Return bits per byte against the domain's own share, a panel for each; `base` is the variant of the base mix.
 
     The other domains also differ between the variants, so a panel does not show the effect of a share alone.
     """
     domains = list(losses[base])
-    figure, axes = plt.subplots(1, len(domains), figsize=(MIX_WIDTH, 2.9), layout="constrained", squeeze=False)
+    figure, axes = subplots(1, len(domains), figsize=(MIX_WIDTH, 2.9), squeeze=False)
     for axis, domain in zip(axes.flat, domains, strict=True):
         x, color = [shares[variant].get(domain, 0.0) for variant in losses], COLOURS.get(domain, INK)
         axis.scatter(x, [losses[variant][domain] for variant in losses], s=22, color=color, zorder=3)
@@ -212,10 +216,11 @@ def against_shares(shares: Shares, losses: Losses, base: str) -> str:
     return as_svg(figure)
 
 
+@styled
 def split(base: Mapping[str, float], blend: Mapping[str, Interval]) -> str:
     """Return the shares of the base mix and of a blend side by side as SVG text."""
     domains = list(base)
-    figure, axis = plt.subplots(figsize=(MIX_WIDTH, 0.5 * len(domains) + 1.1), layout="constrained")
+    figure, axis = subplots(figsize=(MIX_WIDTH, 0.5 * len(domains) + 1.1))
     y = np.arange(len(domains))
     axis.barh(y - 0.19, [base[domain] for domain in domains], 0.34, color="#b4bcc6", label="base")
     shares = [blend[domain] for domain in domains]
@@ -243,6 +248,7 @@ def _mix_panel(axis: Any, domain: str, label: str) -> None:
 # Findings
 
 
+@styled
 def forest(findings: Sequence[Finding]) -> str:
     """Return the forest plot as SVG text: a panel per score, a row per variant; `findings` is not empty."""
     variants = list(dict.fromkeys(finding.variant for finding in findings))
@@ -250,9 +256,7 @@ def forest(findings: Sequence[Finding]) -> str:
     across = min(ACROSS, len(scores))
     down = -(-len(scores) // across)
     height = max(1.7, ROW * len(variants) + HEAD) * down
-    figure, grid = plt.subplots(
-        down, across, figsize=(FOREST_WIDTH, height), layout="constrained", squeeze=False, sharey=True
-    )
+    figure, grid = subplots(down, across, figsize=(FOREST_WIDTH, height), squeeze=False, sharey=True)
     for axis, score in zip(grid.flat, scores, strict=False):
         _forest_panel(axis, [finding for finding in findings if finding.score == score], variants)
     for axis in grid.flat[len(scores) :]:
