@@ -411,7 +411,7 @@ def print_cluster_plan(planned: ClusterPlan, out: Console, top: int) -> None:
     )
     if (result := main.found) is not None:
         title = f"{main.stage}: {result.considered:,} layouts, {len(result.fitting):,} fit"
-        section(title, best_table(result, top), rejected_table(result))
+        section(title, best_table(result, top), *([rejected_table(result)] if result.rejected else []))
     section("network", network_table(planned.placement.traffic, best.world))
     for line in (
         *placement_lines(planned),
@@ -481,14 +481,15 @@ def budget_lines(planned: ClusterPlan) -> Iterator[str]:
     kept = budget.stored
     yield (
         f"stores   tokens {format_bytes(kept.token_bytes)}, {kept.checkpoints:,.0f} checkpoints of "
-        f"{format_bytes(kept.checkpoint_bytes)}: {short(budget.storage_money)}"
+        f"{format_bytes(kept.checkpoint_bytes)}: {short(budget.storage_money)} at {budget.prices.gb_month:g} per "
+        "GB and month"
     )
     for name, moving in planned.effects().items():
         parts = "; ".join(
             f"{effect.name} ({short(min(effect.low, effect.high))} to {short(max(effect.low, effect.high))})"
             for effect in moving
         )
-        yield f"{name.replace('_', '-'):<10}hang on {parts}"
+        yield f"{name.replace('_', '-'):<10}depend on {parts}"
 
 
 def evaluation_lines(planned: ClusterPlan) -> Iterator[str]:
@@ -509,13 +510,14 @@ def uptime_lines(planned: ClusterPlan) -> Iterator[str]:
         spread, cadence = reliability.spread, reliability.cadence
         yield (
             f"failures {reliability.gpus:,} GPUs: one every {reliability.mtti_s / 3600:.1f} h; effective time "
-            f"{reliability.share:.1%} ({spread.low:.1%} to {spread.high:.1%}); {reliability.spares} spare servers"
+            f"{reliability.share:.1%} ({spread.low:.1%} to {spread.high:.1%}); {reliability.spares} spare "
+            f"server{'s' * (reliability.spares != 1)}"
         )
         share = f"{cadence.share:.1%}" if cadence.share is not None else "effective time unknown: too many failures"
         restart = "no restart is short enough for 90 %"
         if reliability.restart_budget_s is not None:
             longest, planned_restart = _time(reliability.restart_budget_s), _time(reliability.restart_s)
-            restart = f"a restart may take {longest} for 90 %, planned {planned_restart}"
+            restart = f"restarts of up to {longest} leave 90 %, planned {planned_restart}"
         yield (
             f"saving   every {_time(reliability.interval_s)} as the recipe says; best {_time(cadence.interval_s)} "
             f"({share}); {restart}"

@@ -265,9 +265,10 @@ def hall_line(use: HallUse) -> str:
     """Return the power of a number of GPUs and the reader hosts that feed them."""
     where = "inside" if use.readers_inside else "outside the hall"
     readers = f"; {use.readers:,} reader hosts {where}" if use.readers else "; no reader hosts: the tokens are ready"
+    power = f"{use.megawatts:.3g} MW" if use.megawatts >= 1 else f"{use.megawatts * 1000:.3g} kW"
     return (
-        f"power    {use.gpus:,} GPUs in {use.racks:,} racks take {use.megawatts:.3g} MW of the site by nameplate, with "
-        f"switches and cooling{readers}"
+        f"power    {use.gpus:,} GPUs in {use.racks:,} rack{'s' * (use.racks != 1)} take {power} of the site by "
+        f"nameplate, with switches and cooling{readers}"
     )
 
 

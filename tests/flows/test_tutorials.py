@@ -138,7 +138,7 @@ def test_every_block_of_commands_is_run_or_says_why_not(page: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if "<!-- run -->" in page.read_text()], ids=lambda p: p.stem)
 def test_what_is_marked_to_run_runs(page: Path, tmp_path: Path) -> None:
-    """In a folder with the page's files, the recipes, and a root without runs."""
+    """In a folder with the page's files, the recipes, and a root without runs: plans say what the page says."""
     for name in ("recipes", ".venv"):
         (tmp_path / name).symlink_to(Path(name).resolve())
     for text in blocks(page):
@@ -146,10 +146,17 @@ def test_what_is_marked_to_run_runs(page: Path, tmp_path: Path) -> None:
             (tmp_path / match[1]).write_text(text)
     (tmp_path / "herd-data").mkdir()
     environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "HERD_ROOT": str(tmp_path / "herd-data")}
+    printed = ""
     for line in [line for mark, block in marked_blocks(page) if mark == "<!-- run -->" for line in block]:
         ended = subprocess.run(shlex.split(line), cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert ended.returncode == 0, f"{line}\n{ended.stdout}{ended.stderr}"
         assert ended.stdout
+        printed += ended.stdout
+    for line in lines(page):
+        assert not line.startswith("takes  ") or line in printed
+    for text in blocks(page):  # a command may have written the file anew
+        if match := re.match(r"# (\S+\.yaml)\n", text):
+            assert (tmp_path / match[1]).read_text().removeprefix(match[0]) == text.removeprefix(match[0])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
