@@ -506,5 +506,10 @@ class TokenShards(Section):
     """Integer type on disk; `auto`: the smallest type for the vocabulary."""
     chunk_tokens: Tokens | None = None
     """Tokens to take from one domain in a row; null: the longest sequence, so that long documents stay whole."""
+    shuffle: Literal["documents", "chunks"] = Field(
+        default="documents", exclude_if=lambda shuffle: shuffle == "documents"
+    )
+    """`chunks`: of each domain also the chunks, so that a small batch has pieces of many documents, not the next pages
+    of a few. Twice as many documents are cut."""
     max_epochs: float = Field(default=4.0, gt=0)
     """Maximum repetitions of a domain (arXiv 2305.16264: up to 4 epochs cost almost nothing)."""

@@ -22,7 +22,7 @@ from herd.llama3.recipe.units import Share, Tokens, tokens
 WHOLE = ("seed", "precision", "sources", "curate", "tokenizer", "tokens", "model", "optimizer", "z_loss", "init_from")
 """Fields that decide all tokens of a run, in order of comparison."""
 FREE = {"model": ("preset", "max_seq_len"), "sources": ("annealing_verdict",)}
-"""Fields of these sections that decide no token. Of `tokens` only `chunk_tokens` decides."""
+"""Fields of these sections that decide no token. Of `tokens`, `chunk_tokens` and `shuffle` decide."""
 LENGTH = ("until", "for", "seq_len", "batch")
 """Fields of a stage that decide its end."""
 ABSENT = object()
@@ -49,7 +49,8 @@ def frozen_fields(recipe: Recipe, position: int) -> dict[str, Any]:
         elif isinstance(plain[key], dict):
             frozen[key] = {name: value for name, value in plain[key].items() if name not in free}
     frozen["data_seed"] = recipe.documents_seed
-    frozen["tokens"] = {"chunk_tokens": str(Tokens(recipe.chunk_tokens))}
+    shuffle = {name: value for name, value in plain["tokens"].items() if name == "shuffle"}
+    frozen["tokens"] = {"chunk_tokens": str(Tokens(recipe.chunk_tokens)), **shuffle}
     frozen["segments"], frozen["average"] = [], None
     for span in schedule.spans:
         stage = span.stage

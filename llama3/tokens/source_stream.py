@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -197,6 +197,8 @@ class Documents:
     """Index of the document's shard in the dataset."""
     offset: Ints
     """First token, counted in the shard's bin."""
+    begin: Ints
+    """First token, counted in the document: 0, unless chunks are shuffled and this is a piece of a document."""
 
     def __getitem__(self, chosen: Any) -> Documents:
         return Documents(*(getattr(self, field.name)[chosen] for field in fields(self)))
@@ -207,6 +209,23 @@ class Documents:
         return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
 
+def shuffle_chunks(documents: Documents, size: int, order: Ints) -> Documents:
+    """Return consecutive `documents`, cut into chunks of `size` tokens, which `order` puts in another order.
+
+    The last chunk may be shorter and stays at the end, so that the others begin at multiples of `size` tokens.
+    """
+    starts, total = documents.start - documents.start[0], int(documents.length.sum())
+    edges = np.union1d(starts, np.arange(0, total, size))
+    of = np.searchsorted(starts, edges, "right") - 1
+    place = np.empty(len(order) + 1, np.int64)
+    place[order], place[-1] = np.arange(len(order)), len(order)
+    moved = np.argsort(place[edges // size], kind="stable")
+    of, begin, length = of[moved], (edges - starts[of])[moved], np.diff(edges, append=total)[moved]
+    pieces = documents[of]
+    start = np.cumsum(length) - length + documents.start[0]
+    return replace(pieces, start=start, length=length, offset=pieces.offset + begin, begin=begin)
+
+
 class _Epoch(NamedTuple):
     order: EpochOrder
     starts: Ints
@@ -214,10 +233,13 @@ class _Epoch(NamedTuple):
 
 
 class SourceStream:
-    """The stream of the dataset `name`: `described` is its entry in the index, `folder` holds its shards."""
+    """The stream of the dataset `name`: `described` is its entry in the index, `folder` holds its shards.
 
-    def __init__(self, name: str, folder: Path, described: dict[str, Any], seed: int) -> None:
-        self.name, self.folder, self.seed = name, folder, seed
+    `chunk` is the size, in tokens, of the chunks that are shuffled after the documents of a block; None: not at all.
+    """
+
+    def __init__(self, name: str, folder: Path, described: dict[str, Any], seed: int, chunk: int | None = None) -> None:
+        self.name, self.folder, self.seed, self.chunk = name, folder, seed, chunk
         self.by: dict[str, Counts] = described["by"]
         """Column -> value -> tokens and documents in one epoch."""
         shards = described["shards"]
@@ -287,11 +309,12 @@ class SourceStream:
             for documents in self.blocks(low, high) if low < high else ():
                 read = np.minimum(documents.start + documents.length, high) - np.maximum(documents.start, low)
                 for shard, group, rows, chosen in self._row_groups(documents):
+                    once = slice(None) if self.chunk is None else np.unique(rows, return_index=True)[1]
                     for column, sums in totals.items():
                         values = self._values(column, shard, group)
                         codes = values.indices.to_numpy()[rows]
                         tokens = np.bincount(codes, read[chosen]).astype(np.int64)  # fp64 counts exactly to 2^53
-                        for code, number in enumerate(np.bincount(codes).tolist()):
+                        for code, number in enumerate(np.bincount(codes[once]).tolist()):
                             if number:
                                 add_counts(sums, values.dictionary[code].as_py(), [int(tokens[code]), number])
         for column in columns if whole else ():
@@ -355,7 +378,13 @@ class SourceStream:
         read = order.shuffle(block, len(rows))
         length = length[read]
         start = np.cumsum(length) - length + int(starts[block]) + epoch * self.tokens
-        return Documents(rows[read], np.full(len(rows), epoch), start, length, shard[read], offset[read])
+        begin = np.zeros(len(rows), np.int64)
+        documents = Documents(rows[read], np.full(len(rows), epoch), start, length, shard[read], offset[read], begin)
+        if self.chunk is None:
+            return documents
+        chunks = int(length.sum()) // self.chunk
+        moved = shuffled_order(chunks, self.seed, f"{self.name}/chunks", epoch, block)
+        return shuffle_chunks(documents, self.chunk, moved)
 
     @cached_property
     def _chunk_tokens(self) -> Ints:

@@ -131,7 +131,7 @@ class _DatasetRanges:
     dataset: int
     documents: Documents
     skipped: Ints
-    """First token of the range, counted in its document."""
+    """First token of the range, counted in its entry of `documents`."""
     lengths: Ints
     positions: Ints
     """Position of that token in the run."""
@@ -150,10 +150,12 @@ class TokenStream:
         self.datasets = mix_datasets(recipe)
         self.unit = int(recipe.chunk_tokens)
         """Consecutive tokens from one dataset."""
+        self.shuffle = recipe.tokens.shuffle
         index = read_index(folder, [dataset.name for dataset in self.datasets])
         self._end_token = int(index["end"])
+        chunk = self.unit if self.shuffle == "chunks" else None
         self._streams = [
-            SourceStream(dataset.name, folder / dataset.name, index["leaves"][dataset.name], recipe.seed)
+            SourceStream(dataset.name, folder / dataset.name, index["leaves"][dataset.name], recipe.seed, chunk)
             for dataset in self.datasets
         ]
         self.spans = tuple(mix_phases(recipe, self.datasets, self.unit))
@@ -223,8 +225,9 @@ class TokenStream:
             count = int(np.searchsorted(ranges.positions, last, "right"))
             documents = ranges.documents[:count]
             labels = (self._streams[ranges.dataset].labels(name, documents) for name in ("id", *COUNTED))
-            ends = ranges.skipped + ranges.lengths - 1
-            numbers = (column[:count].tolist() for column in (documents.epoch, ranges.skipped, ends, ranges.positions))
+            firsts = ranges.documents.begin + ranges.skipped
+            ends = firsts + ranges.lengths - 1
+            numbers = (column[:count].tolist() for column in (documents.epoch, firsts, ends, ranges.positions))
             for document, *values in zip(*labels, *numbers, strict=True):
                 uses.append(DocumentUse(document, self.datasets[ranges.dataset].name, *values))
         return sorted(uses, key=lambda use: use.position)
@@ -313,7 +316,8 @@ class TokenStream:
         moves a unit before `stop` (the last units of a mix depend on where the mix ends).
         """
         spans = [span.identity(self.datasets, stop) for span in self.spans if span.start < stop and span.end > start]
-        return {"seed": self.recipe.seed, "unit": self.unit, "spans": spans}
+        shuffle = {} if self.shuffle == "documents" else {"shuffle": self.shuffle}
+        return {"seed": self.recipe.seed, "unit": self.unit, **shuffle, "spans": spans}
 
     def check(self) -> None:
         """Raise ValueError, one line per dataset that the run would read more than `tokens.max_epochs` times."""

@@ -101,11 +101,29 @@ def test_a_leaf_of_several_blocks_is_read_in_their_order(tmp_path: Path, cuts: i
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_sources_are_counted_as_they_are_read(tmp_path: Path) -> None:
+def test_shuffled_chunks_hold_each_token_once_and_are_told_as_pieces_of_documents(tmp_path: Path) -> None:
+    random = np.random.default_rng(7)
+    lengths = [random.integers(2, 60, count).tolist() for count in (31, 20, 9, 3)]
+    asked = recipe(STAGES, unit=8, tokens={"shuffle": "chunks"})
+    run = TokenStream(write_shards(tmp_path, asked, lengths, cuts=4), asked)
+    window, seen = run.read(0, run.tokens), []
+    for use in run.documents(0, run.tokens):
+        dataset, _, row = use.document.partition(":")
+        if dataset == "general" and use.epoch == 0:
+            begin = sum(lengths[0][: int(row)])
+            piece = list(range(begin + use.first, begin + use.last + 1))
+            assert window.tokens[use.position : use.position + len(piece)].tolist() == piece
+            seen += piece
+    assert len(seen) == len(set(seen)) == min(sum(lengths[0]), run.realized(run.tokens)["general"])
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("shuffle", ["documents", "chunks"])
+def test_sources_are_counted_as_they_are_read(tmp_path: Path, shuffle: str) -> None:
     """Both ways: from documents one by one, and from tables, blocks and whole epochs."""
     random = np.random.default_rng(6)
     lengths = [random.integers(2, 12, count).tolist() for count in (31, 20, 9, 3)]
-    asked = recipe(STAGES, weights={"code": [2, 1]})
+    asked = recipe(STAGES, weights={"code": [2, 1]}, unit=8, tokens={"shuffle": shuffle})
     run = TokenStream(write_shards(tmp_path, asked, lengths, cuts=4, sources=("a", "b", "c")), asked)
     for start, stop in [(0, 0), (5, 6), (0, 1304), (333, 1000), (1000, 1304), *[(at, at + 97) for at in (0, 450, 900)]]:
         uses = run.documents(start, stop)

@@ -28,15 +28,22 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shards(tmp_path_factory.mktemp("shards"), recipe(STAGES), LENGTHS)
 
 
-def dataset_tokens(number: int, seed: int, name: str, count: int) -> list[tuple[int, bool]]:
-    """Return the first tokens of a dataset's stream the slow way: (token, whether it begins a document)."""
+def dataset_tokens(number: int, seed: int, name: str, count: int, chunk: int | None = None) -> list[tuple[int, bool]]:
+    """Return the first tokens of a dataset's stream the slow way: (token, whether it begins a segment)."""
     lengths = LENGTHS[number % len(LENGTHS)]
     offsets = np.cumsum([0, *lengths]).tolist()
     tokens: list[tuple[int, bool]] = []
     epoch = 0
     while len(tokens) < count:
+        read: list[tuple[int, bool]] = []
         for row in shuffled_order(len(lengths), seed, name, epoch).tolist():
-            tokens += [(number * 1_000_000 + offsets[row] + place, place == 0) for place in range(lengths[row])]
+            read += [(number * 1_000_000 + offsets[row] + place, place == 0) for place in range(lengths[row])]
+        if chunk:
+            chunks = [[(read[at][0], True), *read[at + 1 : at + chunk]] for at in range(0, len(read), chunk)]
+            whole = len(read) // chunk
+            order = [*shuffled_order(whole, seed, f"{name}/chunks", epoch).tolist(), *range(whole, len(chunks))]
+            read = [token for place in order for token in chunks[place]]
+        tokens += read
         epoch += 1
     return tokens[:count]
 
@@ -44,8 +51,9 @@ def dataset_tokens(number: int, seed: int, name: str, count: int) -> list[tuple[
 def slow_read(run: TokenStream) -> tuple[list[int], list[int], list[int]]:
     """Return tokens, segments and domains of the whole run, token by token, from the units and the slow datasets."""
     columns: tuple[list[int], list[int], list[int]] = ([], [], [])
+    chunk = run.unit if run.recipe.tokens.shuffle == "chunks" else None
     supplies = [
-        iter(dataset_tokens(number, run.recipe.seed, dataset.name, int(count)))
+        iter(dataset_tokens(number, run.recipe.seed, dataset.name, int(count), chunk))
         for number, (dataset, count) in enumerate(zip(run.datasets, run.consumed(run.tokens), strict=True))
     ]
     for span in run.spans:
@@ -64,10 +72,11 @@ def slow_read(run: TokenStream) -> tuple[list[int], list[int], list[int]]:
 
 @pytest.mark.parametrize("unit", [None, 5, 64])
 @pytest.mark.parametrize("weights", [None, {"general": [2, 1], "code": [0.3, 0.1, 0.2]}])
+@pytest.mark.parametrize("shuffle", ["documents", "chunks"])
 def test_every_token_is_where_the_slow_reading_puts_it(
-    tmp_path: Path, unit: int | None, weights: dict[str, list[float]] | None
+    tmp_path: Path, unit: int | None, weights: dict[str, list[float]] | None, shuffle: str
 ) -> None:
-    run = stream(tmp_path, recipe(STAGES, unit=unit, weights=weights, seed=3))
+    run = stream(tmp_path, recipe(STAGES, unit=unit, weights=weights, seed=3, tokens={"shuffle": shuffle}))
     window = run.read(0, run.tokens)
     tokens, segments, domains = slow_read(run)
     assert window.tokens.tolist() == tokens
@@ -75,9 +84,9 @@ def test_every_token_is_where_the_slow_reading_puts_it(
     assert window.domains.tolist() == domains
 
 
-@given(data=st.data(), unit=st.sampled_from([None, 3, 32]))
-def test_reads_agree_under_any_split(shards: Path, data: st.DataObject, unit: int | None) -> None:
-    run = TokenStream(shards, recipe(STAGES, unit=unit))
+@given(data=st.data(), unit=st.sampled_from([None, 3, 32]), shuffle=st.sampled_from(["documents", "chunks"]))
+def test_reads_agree_under_any_split(shards: Path, data: st.DataObject, unit: int | None, shuffle: str) -> None:
+    run = TokenStream(shards, recipe(STAGES, unit=unit, tokens={"shuffle": shuffle}))
     whole = run.read(0, run.tokens + 1)
     edges = sorted(data.draw(st.lists(st.integers(0, run.tokens + 1), max_size=6)))
     for start, stop in zip([0, *edges], [*edges, run.tokens + 1], strict=True):
@@ -120,6 +129,7 @@ LATER = [stage("a", 200), stage("b", 200, mix="anneal"), stage("c", 200)]
         (LATER, {"seed": 1}),
         (LATER, {"unit": 16}),
         (LATER, {"weights": {"math": [1, 2]}}),
+        (LATER, {"tokens": {"shuffle": "chunks"}}),
         ([stage("a", 216), stage("b", 184, mix="anneal"), stage("c", 200)], {}),
         ([stage("a", 200), stage("b", 200, mix="anneal"), stage("c", 208)], {}),
     ],
