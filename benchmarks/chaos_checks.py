@@ -139,7 +139,7 @@ def _false_states(world: World, family: str, root: Root) -> list[str]:
             state = client.read_flow_run(UUID(record.prefect_run)).state
             said = f"record {record.state}, MLflow {tracked}, Prefect {state.name if state else 'nothing'}"
             if (
-                tracked != STATUS[record.state]
+                tracked != STATUS.get(record.state)
                 or state is None
                 or not state.is_final()
                 or (record.state == "finished" and not state.is_completed())
