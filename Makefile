@@ -17,7 +17,7 @@ TORCH_PIN := $(if $(filter cuda,$(TORCH)),$(TORCH_CUDA),$(TORCH_CPU))
 HERD_SHARED ?= ../shared
 NULLCUDA_SOURCE := $(HERD_SHARED)/nullcuda
 
-.PHONY: run test suite test-all test-cuda gpu-day docs mutate mutate-pure check install install-dev lock clean
+.PHONY: run test suite test-all test-cuda gpu-day docs docs-release mutate mutate-pure check install install-dev lock clean
 run: .venv/core
 	@$(BIN)/herd run recipes/quickstart.yaml
 
@@ -40,10 +40,16 @@ test-cuda: .venv/cuda/null/libnullcuda.so
 	@export NULLCUDA=$(abspath .venv/cuda/null) NULLCUDA_DEVICES=4; bash $(NULLCUDA_SOURCE)/run.sh \
 	    env LD_PRELOAD=$$NULLCUDA/libsplit.so:$$NULLCUDA/libnullcuda.so .venv/cuda/bin/python -m pytest tests/cuda
 
-# The documentation as a site in build/docs; a warning is an error. Its search needs a server:
+# The documentation as a site in build/docs; a warning is an error (not with --quiet). Its search needs a server:
 #     python3 -m http.server --bind 127.0.0.1 --directory build/docs
 docs: .venv/dev
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The site of this version as a commit on the branch gh-pages, beside those of earlier versions.
+docs-release: docs
+	@NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" mike deploy --update-aliases \
+	    $$($(BIN)/python -c 'import herd; print(herd.__version__)') latest
+	@PATH="$(abspath $(BIN)):$$PATH" mike set-default latest
 
 # The day a GPU is at hand, at most 40 minutes: values, the chain, speed and memory against what was predicted.
 gpu-day: .venv/core

@@ -13,7 +13,7 @@ import pytest
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     """Every page is in the navigation, every link and anchor leads somewhere, and the index of the search has them."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert ended.returncode == 0, ended.stdout + ended.stderr
