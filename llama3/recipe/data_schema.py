@@ -509,7 +509,7 @@ class TokenShards(Section):
     shuffle: Literal["documents", "chunks"] = Field(
         default="documents", exclude_if=lambda shuffle: shuffle == "documents"
     )
-    """`chunks`: of each domain also the chunks, so that a small batch has pieces of many documents, not the next pages
-    of a few. Twice as many documents are cut."""
+    """`chunks`: after a domain's documents also its chunks, so that a small batch has pieces of many documents, not the
+    next pages of a few; up to twice as many documents are cut."""
     max_epochs: float = Field(default=4.0, gt=0)
     """Maximum repetitions of a domain (arXiv 2305.16264: up to 4 epochs cost almost nothing)."""

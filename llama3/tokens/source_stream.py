@@ -1,7 +1,7 @@
 """The endless stream of one dataset: its documents in shuffled order, epoch after epoch, readable at any token.
 
 Token j is in epoch j // tokens; binary search finds its block (see `shuffle.py`) and its document in the block. Memory
-holds the tokens per chunk and the orders of the last few blocks; shards are mapped on demand. A block is read in up to
+holds the tokens per group and the orders of the last few blocks; shards are mapped on demand. A block is read in up to
 256 separate runs, so bins should be in the page cache, on an SSD, or paged from an object store.
 """
 
@@ -28,17 +28,17 @@ from herd.storage.page_cache import LazyFolder, ensure_local, lazy_folder_of
 
 # The shuffled order of a dataset's documents in each epoch: deterministic, in bounded memory.
 #
-# Documents are numbered by their order on disk and divided into *chunks* of 256 neighbors. A computed permutation
-# assigns the chunks to *blocks* of 256 chunks, and the documents of a block are shuffled. So a run over ten million
+# Documents are numbered by their order on disk and divided into *groups* of 256 neighbors. A computed permutation
+# assigns the groups to *blocks* of 256 groups, and the documents of a block are shuffled. So a run over ten million
 # documents resumes anywhere in 0.2 s, and a block is read in 256 runs (1 MB each at 1,000 tokens per document).
 # Neighbors on disk stay within a block, which is harmless: curated documents are sorted by a hash of their text.
 
 # No numpy random generator: its streams may change between versions, and a resumed run must not.
 GOLDEN = 0x9E3779B97F4A7C15
-CHUNK = 256
+GROUP = 256
 """Neighboring documents that are assigned to a block together."""
 BLOCK = 256
-"""Chunks in a block. Changing CHUNK or BLOCK changes the order of every dataset that is longer than a block."""
+"""Groups in a block. Changing GROUP or BLOCK changes the order of every dataset that is longer than a block."""
 ROUNDS = 6
 """Rounds of the Feistel network; four are enough against tests that only see values (Luby and Rackoff 1988)."""
 
@@ -62,9 +62,9 @@ def shuffled_order(count: int, seed: int, dataset: str, epoch: int, block: int =
     return np.argsort(splitmix64(state + steps)).astype(np.int64, copy=False)
 
 
-def chunk_edges(documents: int) -> Ints:
-    """Return the first document of each chunk, and `documents`: int64[chunks + 1]."""
-    return np.append(np.arange(0, documents, CHUNK), documents)
+def group_edges(documents: int) -> Ints:
+    """Return the first document of each group, and `documents`: int64[groups + 1]."""
+    return np.append(np.arange(0, documents, GROUP), documents)
 
 
 class Permutation:
@@ -87,18 +87,18 @@ class EpochOrder:
     """The blocks of one epoch of a dataset with `documents` documents."""
 
     def __init__(self, documents: int, seed: int, dataset: str, epoch: int) -> None:
-        self.documents, self.chunks = documents, -(-documents // CHUNK)
-        self.blocks = -(-self.chunks // BLOCK)
+        self.documents, self.groups = documents, -(-documents // GROUP)
+        self.blocks = -(-self.groups // BLOCK)
         self._key = seed, dataset, epoch
-        self._deal = Permutation(self.chunks, f"{seed}/{dataset}/{epoch}")
+        self._deal = Permutation(self.groups, f"{seed}/{dataset}/{epoch}")
 
-    def chunks_of(self, block: int) -> Ints:
-        """Return the chunks of `block`, ascending."""
-        return np.sort(self._deal(block * BLOCK, min((block + 1) * BLOCK, self.chunks)))
+    def groups_of(self, block: int) -> Ints:
+        """Return the groups of `block`, ascending."""
+        return np.sort(self._deal(block * BLOCK, min((block + 1) * BLOCK, self.groups)))
 
     def rows_of(self, block: int) -> Ints:
         """Return the indices on disk of the documents of `block`, ascending."""
-        rows = (self.chunks_of(block)[:, None] * CHUNK + np.arange(CHUNK)).ravel()
+        rows = (self.groups_of(block)[:, None] * GROUP + np.arange(GROUP)).ravel()
         return rows[: int(np.searchsorted(rows, self.documents))]
 
     def shuffle(self, block: int, count: int) -> Ints:
@@ -327,7 +327,7 @@ class SourceStream:
         """Bytes of the pages of one block (256 runs of neighboring documents) in a lazy folder; 0 elsewhere."""
         if self._bins is None or not self.documents:
             return 0
-        tokens = self.tokens * min(1.0, CHUNK * BLOCK / self.documents)
+        tokens = self.tokens * min(1.0, GROUP * BLOCK / self.documents)
         return min(self._bins.pages, int(tokens * self._itemsize) // PAGE + BLOCK) * PAGE
 
     def _prefetch_next_block(self, documents: Documents) -> None:
@@ -363,7 +363,7 @@ class SourceStream:
 
     def _make_epoch(self, epoch: int) -> _Epoch:
         order = EpochOrder(self.documents, self.seed, self.name, epoch)
-        tokens = [int(self._chunk_tokens[order.chunks_of(block)].sum()) for block in range(order.blocks)]
+        tokens = [int(self._group_tokens[order.groups_of(block)].sum()) for block in range(order.blocks)]
         return _Epoch(order, np.cumsum([0, *tokens]))
 
     def _make_block(self, epoch: int, block: int) -> Documents:
@@ -387,9 +387,9 @@ class SourceStream:
         return shuffle_chunks(documents, self.chunk, moved)
 
     @cached_property
-    def _chunk_tokens(self) -> Ints:
-        """Tokens of each chunk of documents; reads only the pointers at the chunks' edges."""
-        edges = chunk_edges(self.documents)
+    def _group_tokens(self) -> Ints:
+        """Tokens of each group of documents; reads only the pointers at the groups' edges."""
+        edges = group_edges(self.documents)
         if self._bins is not None:
             self._bins.lazy.fetch(self._file("tokens", shard, ".idx") for shard in range(len(self._numbers)))
         before = np.full(len(edges), self.tokens)

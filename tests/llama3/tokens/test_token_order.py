@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from herd.llama3.tokens import source_stream
-from herd.llama3.tokens.source_stream import EpochOrder, Permutation, chunk_edges, shuffled_order, splitmix64
+from herd.llama3.tokens.source_stream import EpochOrder, Permutation, group_edges, shuffled_order, splitmix64
 
 MASK = 2**64 - 1
 
@@ -65,23 +65,23 @@ def test_permutation_is_pinned() -> None:
 
 
 def test_permutation_is_uniform() -> None:
-    """Where chunk 0 of 10 goes over 5,000 keys: chi-square with 9 degrees of freedom, p = 0.001 at 27.9."""
+    """Where group 0 of 10 goes over 5,000 keys: chi-square with 9 degrees of freedom, p = 0.001 at 27.9."""
     places = [int(Permutation(10, f"0/general/{epoch}")(0, 1)[0]) for epoch in range(5000)]
     assert ((np.bincount(places, minlength=10) - 500) ** 2 / 500).sum() < 27.9
 
 
 @given(st.integers(1, 400), st.integers(1, 9), st.integers(1, 9), st.integers(0, 2))
-def test_blocks_hold_every_document_once(documents: int, chunk: int, block: int, epoch: int) -> None:
+def test_blocks_hold_every_document_once(documents: int, group: int, block: int, epoch: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source_stream, "CHUNK", chunk)
+        patch.setattr(source_stream, "GROUP", group)
         patch.setattr(source_stream, "BLOCK", block)
         found = EpochOrder(documents, 3, "code", epoch)
         blocks = [found.rows_of(number) for number in range(found.blocks)]
-        edges = chunk_edges(documents)
+        edges = group_edges(documents)
     assert sorted(np.concatenate(blocks).tolist()) == list(range(documents))
     assert all(np.all(np.diff(rows) > 0) for rows in blocks)
-    assert all(len(rows) <= chunk * block for rows in blocks)
-    assert edges.tolist() == [*range(0, documents, chunk), documents]
+    assert all(len(rows) <= group * block for rows in blocks)
+    assert edges.tolist() == [*range(0, documents, group), documents]
     for number, rows in enumerate(blocks):
         assert sorted(found.shuffle(number, len(rows)).tolist()) == list(range(len(rows)))
 

@@ -64,7 +64,7 @@ def test_no_ramp_and_no_number_of_ranks_changes_what_is_trained_on(
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of six documents, so that small datasets have several."""
-    monkeypatch.setattr(source_stream, "CHUNK", 2)
+    monkeypatch.setattr(source_stream, "GROUP", 2)
     monkeypatch.setattr(source_stream, "BLOCK", 3)
 
 
