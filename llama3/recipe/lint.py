@@ -16,6 +16,9 @@ PLACEHOLDER = re.compile(r"<[^<>|]+>")
 MANY_EPOCHS = 5
 """Passes over conversations that earn a warning; Llama 2 made 2 (arXiv 2307.09288, section 3.1)."""
 
+FEW_CHUNKS = 16
+"""Chunks of a batch. With 8, shuffling them gained 9 % of bits per byte (docs/benchmarks/2026-11-26-quickstart.md)."""
+
 
 def lint(recipe: Recipe) -> list[str]:
     """Return the warnings about `recipe`; each names its field."""
@@ -25,7 +28,7 @@ def lint(recipe: Recipe) -> list[str]:
     return [
         *_stage_length_warnings(schedule),
         *recipe.lr.decay.warnings(schedule.timeline, final_rate),
-        *_data_warnings(recipe),
+        *_data_warnings(recipe, schedule),
         *_order_warnings(schedule),
         *_conversation_warnings(schedule),
     ]
@@ -78,7 +81,7 @@ def _stage_length_warnings(schedule: Schedule) -> Iterator[str]:
         )
 
 
-def _data_warnings(recipe: Recipe) -> Iterator[str]:
+def _data_warnings(recipe: Recipe, schedule: Schedule) -> Iterator[str]:
     """Warn about sequences too long for RoPE, continued pretraining without replay, and cut documents."""
     scaling, longest = recipe.model.rope_scaling, max(max(stage.lengths) for stage in recipe.stages)
     if scaling is not None and longest > scaling.factor * scaling.original:
@@ -91,6 +94,13 @@ def _data_warnings(recipe: Recipe) -> Iterator[str]:
         yield (
             f"init_from: every token comes from sources.{domains[0]}.0: without text like that of the first training "
             "the model forgets what it knew; add such a source, e.g. for half of the tokens"
+        )
+    pretrained = [part for span in schedule.spans if span.stage.kind == "pretrain" for part in span.segments]
+    main, chunk = max(pretrained, key=lambda part: part.end - part.start, default=None), recipe.chunk_tokens
+    if main and recipe.tokens.shuffle == "documents" and main.batch < FEW_CHUNKS * chunk:
+        yield (
+            f"tokens.shuffle: a batch of stage {main.stage} has {main.batch / chunk:g} chunks of {chunk} tokens, so "
+            "the next pages of few documents; write tokens: {chunk_tokens: 256 tokens, shuffle: chunks}"
         )
     unit = recipe.tokens.chunk_tokens
     for stage in recipe.stages if unit else []:
