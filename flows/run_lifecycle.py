@@ -226,9 +226,15 @@ def _close(context: Context, state: State, status: str, error: str) -> None:
         context.tracker.close(record.mlflow_run, status)
     if mlflow_of(context.tracker).stale and status == "FINISHED":  # a killed run has no time to wait
         mlflow_of(context.tracker).reach.wait(PATIENCE_S, context.console.log)
-    catch_up(context)
+    try:
+        catch_up(context)
+        run_done(context)
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # a full disk; the run has ended all the same, and the reconciler sends the rest
+        context.console.log(f"[yellow]{record.name} has ended, and not all of it is shown: {escape(str(error))}[/]")
     remove_gauges(context.root, record.name)
-    run_done(context)
     run_ended(context.record, context.root.uri)
 
 

@@ -193,8 +193,8 @@ def _end_flow_run(
     """Give the flow run of a dead process its final state, if it has none or a wrong one."""
     state = flow_run.state
     if state is not None and record.state == "finished" and (state.is_failed() or state.is_crashed()):
-        if not UNREACHED.search(state.message or ""):
-            return
+        if state.is_failed() and not UNREACHED.search(state.message or ""):
+            return  # an error of what follows the end; Crashed only says that the process was killed there
         after: PrefectState = Completed(message=f"{record.name} finished")
     else:
         if state is None or not (state.is_running() or state.is_cancelling() or state.is_pending()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 from contextlib import suppress
@@ -14,6 +15,7 @@ import pytest
 
 from herd.flows.run_lifecycle import _close, _closing
 from herd.llama3.recipe.load import load_recipe
+from herd.llama3.recipe.schedule import Schedule
 from herd.storage.lease import LeaseLost, lease
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
@@ -60,6 +62,17 @@ def run(root: Root) -> RunRecord:
     Runs(root).save(record)
     mark_open(root, record.name)
     return record
+
+
+def test_what_cannot_be_shown_at_the_end_fails_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = TrackedRun(Root.parse(tmp_path / "root"))
+    context, span = run.context, Schedule(run.context.recipe).trained[-1]
+    context.made[f"evaluate-{span.name}"] = evaluation = run.evaluate(run.stage(span, run.tokens(), None))
+    shutil.rmtree(evaluation.folder)
+    _close(context, "finished", "FINISHED", "")
+    assert context.runs.find(context.record.name).state == "finished"
+    assert context.tracker.client.get_run(context.record.mlflow_run).info.status == "FINISHED"
+    assert f"{context.record.name} has ended, and not all of it is shown: " in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow

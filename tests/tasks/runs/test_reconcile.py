@@ -265,6 +265,16 @@ def test_a_finished_run_is_no_failure_because_prefect_was_slow(
     assert state_of(client, made) == state
 
 
+def test_a_run_that_was_killed_after_its_end_is_finished(client: SyncPrefectClient, root: Root, run: RunRecord) -> None:
+    made = flow_run(client, root, run, Crashed(message="Execution was cancelled by the runtime environment."))
+    run.state, run.ended = "finished", now()
+    Runs(root).save(run)
+    assert [line.after for line in reconcile_record(root, client, f"runs/{run.name}") if line.where == "Prefect"] == [
+        "Completed"
+    ]
+    assert state_of(client, made) == "Completed"
+
+
 def test_who_takes_a_run_over_ends_the_flow_run_of_the_dead_attempt(client: SyncPrefectClient) -> None:
     by_hand = client.create_flow_run(pipeline, name="tiny-1")
     deployment = client.create_deployment(client.create_flow(pipeline), name="taken", tags=["auto-resume"])
