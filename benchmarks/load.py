@@ -11,7 +11,6 @@ import asyncio
 import math
 import os
 import re
-import resource
 import shlex
 import shutil
 import sqlite3
@@ -139,7 +138,7 @@ class LoadSession:
         return f"http://127.0.0.1:{port}", psutil.Process(process.pid)
 
     @cached_property
-    def ended(self) -> tuple[int, float, float]:
+    def ended(self) -> tuple[int, float]:
         """What came of the queued runs."""
         return queue_runs(self.settings)
 
@@ -401,15 +400,13 @@ def mlflow(run: LoadSession, name: str) -> Row:
 
 def queued(run: LoadSession, name: str) -> Row:
     """Queue runs of one recipe at once on one root, by `herd up` and its deployment, and wait until all have ended."""
-    finished, cpu, wall = run.ended
+    finished, wall = run.ended
     count = run.settings.queued
-    if name == "queued/cpu":
-        return measured(name, cpu / count, f"servers, worker and {count} runs, of which the first makes everything")
     return measured(name, 100 * finished / count, f"{finished} of {count} in {wall:.0f} s, by record and by Prefect")
 
 
-def queue_runs(given: LoadSettings) -> tuple[int, float, float]:
-    """Return how many of the queued runs finished by record and by Prefect, CPU seconds of all, and wall seconds."""
+def queue_runs(given: LoadSettings) -> tuple[int, float]:
+    """Return how many of the queued runs finished by record and by Prefect, and the seconds until all had ended."""
     from prefect import get_client
     from prefect.client.schemas.objects import TERMINAL_STATES, StateType
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
@@ -419,7 +416,7 @@ def queue_runs(given: LoadSettings) -> tuple[int, float, float]:
     root, (prefect, mlflow_port) = Root.parse(given.folder / "queued"), free_ports(2)
     environment = {**os.environ, "PREFECT_HOME": str(given.folder / "prefect-up"), "HERD_THREADS": "1"}
     ports = ["--prefect-port", str(prefect), "--mlflow-port", str(mlflow_port)]
-    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.monotonic()
     with child("up", [*given.herd, "up", "--root", root.uri, *ports], given.folder, environment) as up:
         access = root.local / ACCESS
         while not access.exists():
@@ -448,8 +445,7 @@ def queue_runs(given: LoadSettings) -> tuple[int, float, float]:
         ended = [name for name, state in states.items() if state == StateType.COMPLETED]
         finished = sum(records.get(name) == "finished" for name in ended)
         wall = time.monotonic() - began
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return finished, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall
+    return finished, wall
 
 
 MEASURES: dict[str, Callable[[LoadSession, str], Row]] = {
@@ -465,7 +461,6 @@ MEASURES: dict[str, Callable[[LoadSession, str], Row]] = {
     "postgres/list": mlflow,
     "postgres/curves": mlflow,
     "queued/ended": queued,
-    "queued/cpu": queued,
 }
 
 

@@ -270,7 +270,6 @@ LOAD_TARGETS: Mapping[str, Target] = {
     "postgres/list": Target(3, "CPU s", "at most"),
     "postgres/curves": Target(3, "CPU s", "at most"),
     "queued/ended": Target(100, "% of the runs"),
-    "queued/cpu": Target(None, "CPU s a run"),
 }
 """Every row of `python -m benchmarks load`, in order."""
 
