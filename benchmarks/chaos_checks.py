@@ -125,6 +125,7 @@ def _scratch(world: World, family: str) -> str:
 def _false_states(world: World, family: str, root: Root) -> list[str]:
     """Return where record, MLflow and Prefect do not agree on how a run ended, and whether none ended well."""
     from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
     from prefect import get_client
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -135,7 +136,10 @@ def _false_states(world: World, family: str, root: Root) -> list[str]:
                 if record.state in ("running", "finished"):
                     false.append(f"{record.name}: {record.state}, without a run in MLflow or Prefect")
                 continue
-            tracked = MlflowClient(world.mlflow.uri).get_run(record.mlflow_run).info.status
+            try:
+                tracked = MlflowClient(world.mlflow.uri).get_run(record.mlflow_run).info.status
+            except MlflowException:  # it was away when the run began
+                tracked = "nothing"
             state = client.read_flow_run(UUID(record.prefect_run)).state
             said = f"record {record.state}, MLflow {tracked}, Prefect {state.name if state else 'nothing'}"
             if (
