@@ -138,11 +138,6 @@ class LoadSession:
         return f"http://127.0.0.1:{port}", psutil.Process(process.pid)
 
     @cached_property
-    def ended(self) -> tuple[int, float]:
-        """What came of the queued runs."""
-        return queue_runs(self.settings)
-
-    @cached_property
     def postgres(self) -> str:
         """URI of MLflow's database on a Postgres of this session. Raises NotMeasured where there is none."""
         return self._stack.enter_context(full_postgres(Runs(self.root).all(), self.settings.postgres_points))
@@ -400,8 +395,7 @@ def mlflow(run: LoadSession, name: str) -> Row:
 
 def queued(run: LoadSession, name: str) -> Row:
     """Queue runs of one recipe at once on one root, by `herd up` and its deployment, and wait until all have ended."""
-    finished, wall = run.ended
-    count = run.settings.queued
+    (finished, wall), count = queue_runs(run.settings), run.settings.queued
     return measured(name, 100 * finished / count, f"{finished} of {count} in {wall:.0f} s, by record and by Prefect")
 
 

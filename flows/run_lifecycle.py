@@ -229,10 +229,7 @@ def _close(context: Context, state: State, status: str, error: str) -> None:
     try:
         catch_up(context)
         run_done(context)
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # a full disk; the run has ended all the same, and the reconciler sends the rest
+    except (OSError, ValueError) as error:  # a full disk: the run has ended, and the reconciler sends the rest
         context.console.log(f"[yellow]{record.name} has ended, and not all of it is shown: {escape(str(error))}[/]")
     remove_gauges(context.root, record.name)
     run_ended(context.record, context.root.uri)

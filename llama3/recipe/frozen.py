@@ -49,7 +49,7 @@ def frozen_fields(recipe: Recipe, position: int) -> dict[str, Any]:
         elif isinstance(plain[key], dict):
             frozen[key] = {name: value for name, value in plain[key].items() if name not in free}
     frozen["data_seed"] = recipe.documents_seed
-    shuffle = {name: value for name, value in plain["tokens"].items() if name == "shuffle"}
+    shuffle = recipe.tokens.model_dump(include={"shuffle"})  # empty by default
     frozen["tokens"] = {"chunk_tokens": str(Tokens(recipe.chunk_tokens)), **shuffle}
     frozen["segments"], frozen["average"] = [], None
     for span in schedule.spans:

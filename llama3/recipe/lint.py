@@ -15,7 +15,6 @@ PLACEHOLDER = re.compile(r"<[^<>|]+>")
 """Text that the user must replace: `s3://<your-bucket>/web/*.parquet`."""
 MANY_EPOCHS = 5
 """Passes over conversations that earn a warning; Llama 2 made 2 (arXiv 2307.09288, section 3.1)."""
-
 FEW_CHUNKS = 16
 """Chunks of a batch. With 8, shuffling them gained 9 % of bits per byte (docs/benchmarks/2026-11-26-quickstart.md)."""
 
@@ -28,8 +27,8 @@ def lint(recipe: Recipe) -> list[str]:
     return [
         *_stage_length_warnings(schedule),
         *recipe.lr.decay.warnings(schedule.timeline, final_rate),
-        *_data_warnings(recipe, schedule),
-        *_order_warnings(schedule),
+        *_data_warnings(recipe),
+        *_batch_warnings(recipe, schedule),
         *_conversation_warnings(schedule),
     ]
 
@@ -81,7 +80,7 @@ def _stage_length_warnings(schedule: Schedule) -> Iterator[str]:
         )
 
 
-def _data_warnings(recipe: Recipe, schedule: Schedule) -> Iterator[str]:
+def _data_warnings(recipe: Recipe) -> Iterator[str]:
     """Warn about sequences too long for RoPE, continued pretraining without replay, and cut documents."""
     scaling, longest = recipe.model.rope_scaling, max(max(stage.lengths) for stage in recipe.stages)
     if scaling is not None and longest > scaling.factor * scaling.original:
@@ -95,13 +94,6 @@ def _data_warnings(recipe: Recipe, schedule: Schedule) -> Iterator[str]:
             f"init_from: every token comes from sources.{domains[0]}.0: without text like that of the first training "
             "the model forgets what it knew; add such a source, e.g. for half of the tokens"
         )
-    pretrained = [part for span in schedule.spans if span.stage.kind == "pretrain" for part in span.segments]
-    main, chunk = max(pretrained, key=lambda part: part.end - part.start, default=None), recipe.chunk_tokens
-    if main and recipe.tokens.shuffle == "documents" and main.batch < FEW_CHUNKS * chunk:
-        yield (
-            f"tokens.shuffle: a batch of stage {main.stage} has {main.batch / chunk:g} chunks of {chunk} tokens, so "
-            "the next pages of few documents; write tokens: {chunk_tokens: 256 tokens, shuffle: chunks}"
-        )
     unit = recipe.tokens.chunk_tokens
     for stage in recipe.stages if unit else []:
         for seq_len in stage.lengths:
@@ -112,9 +104,15 @@ def _data_warnings(recipe: Recipe, schedule: Schedule) -> Iterator[str]:
                 )
 
 
-def _order_warnings(schedule: Schedule) -> Iterator[str]:
-    """Warn about a batch or a sequence that is smaller than the one before."""
+def _batch_warnings(recipe: Recipe, schedule: Schedule) -> Iterator[str]:
+    """Warn about batches of few documents, and about a batch or a sequence that is smaller than the one before."""
     pretrained = [part for span in schedule.spans if span.stage.kind == "pretrain" for part in span.segments]
+    main, chunk = max(pretrained, key=lambda part: part.end - part.start, default=None), recipe.chunk_tokens
+    if main and recipe.tokens.shuffle == "documents" and main.batch < FEW_CHUNKS * chunk:
+        yield (
+            f"tokens.shuffle: a batch of stage {main.stage} has {main.batch / chunk:g} chunks of {chunk} tokens, so "
+            "the next pages of few documents; write tokens: {chunk_tokens: 256 tokens, shuffle: chunks}"
+        )
     for before, after in pairwise(pretrained):
         if after.batch < before.batch * 0.9:
             yield f"stages.{after.stage}.batch: {Tokens(after.batch)} is smaller than {Tokens(before.batch)} before it"

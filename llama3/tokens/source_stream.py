@@ -217,8 +217,7 @@ def shuffle_chunks(documents: Documents, size: int, order: Ints) -> Documents:
     starts, total = documents.start - documents.start[0], int(documents.length.sum())
     edges = np.union1d(starts, np.arange(0, total, size))
     of = np.searchsorted(starts, edges, "right") - 1
-    place = np.empty(len(order) + 1, np.int64)
-    place[order], place[-1] = np.arange(len(order)), len(order)
+    place = np.append(np.argsort(order), len(order))
     moved = np.argsort(place[edges // size], kind="stable")
     of, begin, length = of[moved], (edges - starts[of])[moved], np.diff(edges, append=total)[moved]
     pieces = documents[of]

@@ -150,10 +150,9 @@ class TokenStream:
         self.datasets = mix_datasets(recipe)
         self.unit = int(recipe.chunk_tokens)
         """Consecutive tokens from one dataset."""
-        self.shuffle = recipe.tokens.shuffle
         index = read_index(folder, [dataset.name for dataset in self.datasets])
         self._end_token = int(index["end"])
-        chunk = self.unit if self.shuffle == "chunks" else None
+        chunk = self.unit if recipe.tokens.shuffle == "chunks" else None
         self._streams = [
             SourceStream(dataset.name, folder / dataset.name, index["leaves"][dataset.name], recipe.seed, chunk)
             for dataset in self.datasets
@@ -316,7 +315,7 @@ class TokenStream:
         moves a unit before `stop` (the last units of a mix depend on where the mix ends).
         """
         spans = [span.identity(self.datasets, stop) for span in self.spans if span.start < stop and span.end > start]
-        shuffle = {} if self.shuffle == "documents" else {"shuffle": self.shuffle}
+        shuffle = self.recipe.tokens.model_dump(include={"shuffle"})  # empty by default
         return {"seed": self.recipe.seed, "unit": self.unit, **shuffle, "spans": spans}
 
     def check(self) -> None:
