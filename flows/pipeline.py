@@ -25,7 +25,6 @@ from herd.storage.artifact import Artifact
 from herd.tasks.launch.local import Agents
 from herd.tasks.pipeline_steps import PipelineStep, first_step, last_step, pipeline_steps
 from herd.tasks.promotion.promote import promote_model
-from herd.tasks.report.run import write_report
 from herd.tasks.stages.data import (
     annotate_documents,
     collect_documents,
@@ -55,7 +54,6 @@ def run_recipe(config: PipelineParameters) -> FlowResult:
     check_attempts(lambda flow: progress_of_run(config.root_at, recipe, flow))
     with open_run(config, recipe) as context:
         decision = run_chain(context, until)
-    write_report(context)
     return FlowResult(context.record.name, run_message(context, decision))
 
 

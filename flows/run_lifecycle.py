@@ -48,6 +48,7 @@ from herd.tasks.models.lookup import label_of_alias
 from herd.tasks.pipeline_steps import step_names
 from herd.tasks.plan.recipe import RunPlan, make_plan, plan_markdown, stage_table, summary_lines
 from herd.tasks.promotion.log import PENDING_APPROVAL
+from herd.tasks.report.run import write_report
 from herd.tasks.runs.preflight import preflight
 from herd.tasks.runs.provenance import CLUSTER, code_version, record_provenance
 from herd.tasks.runs.records import RunRecord, Runs, State, mark_open, now, trained_stages
@@ -229,8 +230,11 @@ def _close(context: Context, state: State, status: str, error: str) -> None:
     try:
         catch_up(context)
         run_done(context)
+        if state == "finished":
+            write_report(context)
     except (OSError, ValueError) as error:  # a full disk: the run has ended, and the reconciler sends the rest
         context.console.log(f"[yellow]{record.name} has ended, and not all of it is shown: {escape(str(error))}[/]")
+        context.console.log(f"its report: herd report {record.name}")
     remove_gauges(context.root, record.name)
     run_ended(context.record, context.root.uri)
 

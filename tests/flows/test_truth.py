@@ -64,15 +64,33 @@ def run(root: Root) -> RunRecord:
     return record
 
 
-def test_what_cannot_be_shown_at_the_end_fails_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("lacking", ["scores", "report"])
+def test_what_cannot_be_shown_at_the_end_fails_no_run(
+    lacking: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = TrackedRun(Root.parse(tmp_path / "root"))
     context, span = run.context, Schedule(run.context.recipe).trained[-1]
     context.made[f"evaluate-{span.name}"] = evaluation = run.evaluate(run.stage(span, run.tokens(), None))
-    shutil.rmtree(evaluation.folder)
+    page = context.runs.folder(context.record.name) / "report.html"
+    if lacking == "scores":
+        shutil.rmtree(evaluation.folder)
+    else:
+        page.mkdir()
     _close(context, "finished", "FINISHED", "")
     assert context.runs.find(context.record.name).state == "finished"
     assert context.tracker.client.get_run(context.record.mlflow_run).info.status == "FINISHED"
-    assert f"{context.record.name} has ended, and not all of it is shown: " in " ".join(capsys.readouterr().out.split())
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"{context.record.name} has ended, and not all of it is shown: " in told
+    assert f"its report: herd report {context.record.name}" in told
+
+
+def test_only_a_finished_run_gets_its_report(tmp_path: Path) -> None:
+    context = TrackedRun(Root.parse(tmp_path / "root")).context
+    page = context.runs.folder(context.record.name) / "report.html"
+    _close(context, "failed", "FAILED", "ValueError: no")
+    assert not page.exists()
+    _close(context, "finished", "FINISHED", "")
+    assert page.exists()
 
 
 @pytest.mark.slow
