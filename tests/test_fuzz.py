@@ -43,7 +43,8 @@ from herd.tasks.cluster import load_cluster
 from herd.tasks.models.serve import ChatRequest, CompletionRequest
 
 CASES = 100
-SECONDS_A_MB, LEAST_S = 1.0, 1.0
+SECONDS_A_MB, LEAST_S, PARQUET_S = 1.0, 1.0, 6.0
+"""Arrow allocates what the header of a Parquet page claims, up to 2 GiB: 0.8 GB took 0.2 to 2.2 s."""
 RECIPE = (Path(__file__).parents[1] / "recipes" / "quickstart.yaml").read_bytes()
 SPLICES = (
     b"\0",
@@ -166,7 +167,8 @@ def fault(read: Callable[[Path], object], path: Path) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     seconds = time.process_time() - began
-    return f"{seconds:.1f} s" if seconds > max(LEAST_S, SECONDS_A_MB * path.stat().st_size / 1e6) else ""
+    allowed = max(PARQUET_S if path.suffix == ".parquet" else LEAST_S, SECONDS_A_MB * path.stat().st_size / 1e6)
+    return f"{seconds:.1f} s" if seconds > allowed else ""
 
 
 def try_cases(name: str, count: int) -> None:
