@@ -17,6 +17,8 @@ RUN pip install --no-cache-dir --no-deps /tmp/wheels/*.whl && rm -r /tmp/wheels 
     && useradd --create-home --uid 1000 herd
 USER herd
 WORKDIR /home/herd
+# a volume whose folder is not in the image belongs to root
+RUN mkdir data
 # programs that a model writes run without network and files; a job's ranks share memory: docker run --shm-size 8g
 ENV HERD_ROOT=/home/herd/data
 VOLUME /home/herd/data

@@ -180,8 +180,10 @@ def check_limits() -> Iterator[CheckResult]:
     if soft >= FILES or soft == resource.RLIM_INFINITY:
         yield CheckResult("open files", "ok", f"{soft:,} per process")
     else:
-        most = "65536" if hard == resource.RLIM_INFINITY else str(hard)
-        yield CheckResult("open files", "warn", f"{soft:,} per process", f"ulimit -n {most} in the shell of herd")
+        most = 65536 if hard == resource.RLIM_INFINITY else hard
+        raised, allowed = f"ulimit -n {most} in the shell of herd", "docker run --ulimit nofile=65536, or limits.conf"
+        todo = raised if most >= FILES else allowed
+        yield CheckResult("open files", "warn", f"{soft:,} per process", todo)
 
 
 def check_root(root: Root) -> Iterator[CheckResult]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import socket
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from herd.tasks.doctor import (
     CheckResult,
     check_gpus,
     check_hub,
+    check_limits,
     check_ports,
     check_root,
     check_run,
@@ -74,6 +76,19 @@ def test_gpus_that_a_cluster_promises_must_be_there() -> None:
     for cluster in (NODES, Cluster(device="cuda")):
         lacking = one(check_gpus(0, cluster), "gpu")
         assert (lacking.state, lacking.what) == ("fail", "none is visible here, and the cluster file promises GPUs")
+
+
+@pytest.mark.parametrize(
+    ("hard", "remedy"),
+    [
+        (resource.RLIM_INFINITY, "ulimit -n 65536 in the shell of herd"),
+        (20_000, "ulimit -n 20000 in the shell of herd"),
+        (1024, "docker run --ulimit nofile=65536, or limits.conf"),
+    ],
+)
+def test_the_remedy_for_few_open_files_can_be_followed(hard: int, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (1024, hard))
+    assert one(check_limits(), "open files") == CheckResult("open files", "warn", "1,024 per process", remedy)
 
 
 @pytest.mark.parametrize(
