@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from herd.llama3.parallel.layout import Backend, Layout
 from herd.llama3.recipe.base import read_yaml
+from herd.llama3.recipe.load import fault_lines
 from herd.llama3.recipe.units import Bytes
 from herd.llama3.train.profiler import Profile
 from herd.storage.processes import processors
@@ -314,12 +315,7 @@ def load_cluster(path: Path, **changes: Any) -> Cluster:
     try:
         return Cluster.model_validate({**data, **changes})
     except ValidationError as error:
-        faults = (
-            (".".join(str(part) for part in fault["loc"]), fault["msg"].removeprefix("Value error, "))
-            for fault in error.errors()
-        )
-        lines = (f"cluster.{name}: {message}" if name else message for name, message in faults)
-        raise ValueError("\n".join(lines)) from None
+        raise ValueError(fault_lines(error, Cluster, str(path), "cluster")) from None
 
 
 def cluster_reference() -> str:

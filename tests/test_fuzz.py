@@ -153,7 +153,7 @@ PARSERS: dict[str, tuple[str, bytes, Callable[[Path], object]]] = {
 
 def names(error: Exception, path: Path) -> bool:
     """Return whether the error names the file or its folder."""
-    return path.stem in str(error) or path.parent.name in str(error)
+    return path.name in str(error) or path.parent.name in str(error)
 
 
 def fault(read: Callable[[Path], object], path: Path) -> str:
@@ -210,5 +210,5 @@ def test_bytes_that_reach_new_branches_give_a_result_or_an_error_with_a_name(
     count = int(os.environ.get("HERD_FUZZ_CASES", "100000")) // 5
     command = [sys.executable, "-m", "tests.fuzz", name, str(count)]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     record_property("summary", f"{name}: {count:,} files by coverage")

@@ -212,12 +212,12 @@ def element(items: list[Any], key: str, override: str) -> int:
     raise RecipeError(f"override {override!r}: there is no element {key!r} in that list")
 
 
-def fault_lines(error: ValidationError, model: type[BaseModel], name: str) -> str:
-    """Return a line for each fault that `model` found in the file `name`: field, value, remedy."""
+def fault_lines(error: ValidationError, model: type[BaseModel], name: str, section: str = "") -> str:
+    """Return a line for each fault that `model` found in the file `name`: field (below `section`), value, remedy."""
     lines = []
     root = model.__name__.lower()
     for fault in error.errors():
-        field = ".".join(map(str, fault["loc"])) or root
+        field = ".".join(map(str, ([section] if section else []) + [*fault["loc"]])) or root
         message = fault["msg"].removeprefix("Value error, ")
         if fault["type"] == "extra_forbidden":
             models = [model]
@@ -225,7 +225,7 @@ def fault_lines(error: ValidationError, model: type[BaseModel], name: str) -> st
                 fields = [field for m in models for key, field in m.model_fields.items() if part in (key, field.alias)]
                 models = [inner for field in fields for inner in models_in(field.annotation)] or models
             keys = [info.alias or key for m in models for key, info in m.model_fields.items()]
-            close = difflib.get_close_matches(str(fault["loc"][-1]), keys, n=1, cutoff=0.4)
+            close = difflib.get_close_matches(str(fault["loc"][-1]), keys, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"the keys here are {', '.join(keys)}"
             lines.append(f"{field}: unknown key; {hint}")
         elif fault["type"] == "missing":

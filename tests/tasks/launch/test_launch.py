@@ -387,9 +387,14 @@ def test_a_cluster_is_a_file_of_yaml(tmp_path: Path) -> None:
     file.write_text("processes: 6\nlayout: {tp: 4}\n")
     with pytest.raises(ValueError, match=r"cluster\.layout: tp 4 x cp 1 x pp 1 = 4 does not divide 6 processes"):
         load_cluster(file)
-    file.write_text("slurm: {partion: gpu}\n")
-    with pytest.raises(ValueError, match=r"cluster\.slurm\.partion: Extra inputs are not permitted"):
-        load_cluster(file)
+    for text, told in (
+        ("slurm: {partion: gpu}\n", r"slurm\.partion: unknown key; did you mean 'partition'\?"),
+        ("processes: 0\n", "processes: 0: input should be greater than or equal to 1"),
+        ("'':\n", ": unknown key; the keys here are processes, threads"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=rf"/cluster\.yaml: cluster\.{told}"):
+            load_cluster(file)
 
 
 def test_the_key_tells_roots_apart_and_not_their_spellings(tmp_path: Path) -> None:
