@@ -264,7 +264,7 @@ def fill_statements(runs: Sequence[RunRecord], points: int, no: str) -> Iterator
         [],
     )
     yield (
-        f"INSERT INTO latest_metrics ({names}) SELECT key, 2.0, 1767225600000 + {each} * 60000, {each} * 4194304, "
+        f"INSERT INTO latest_metrics ({names}) SELECT key, 2.0, {1767225600000 + each * 60000}, {each * 4194304}, "
         f"{no}, run_uuid FROM load_keys CROSS JOIN runs",
         [],
     )
