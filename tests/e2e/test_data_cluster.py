@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -59,7 +61,10 @@ def test_the_commands_of_the_tutorial(command: Herd, tmp_path: Path) -> None:
     (herd_data,) = [words[1:] for words in commands(PAGE) if words[0].endswith("/herd")]
     here = command(*herd_data[:2], "--root", str(tmp_path / "here"), forked=False)
     command.variables.update(HERD_ROOT=f"s3://{BUCKET}/herd", HERD_SCRATCH=str(tmp_path / "scratch"))
-    there = command(*herd_data, forked=False)
+    with ExitStack() as taken:
+        with suppress(OSError):  # the port of Dask's dashboard: another run has it
+            taken.enter_context(socket.create_server(("127.0.0.1", 8787)))
+        there = command(*herd_data, forked=False)
     assert "distributed" not in there
     assert [line for line in here.splitlines() if "kept" in line] == [
         line for line in there.splitlines() if "kept" in line
