@@ -456,5 +456,5 @@ def test_the_doctor_looks_at_every_node(running: None, tmp_path: Path) -> None:
         }  # fmt: skip
     assert list(root.local.iterdir()) == []
     elsewhere = cluster.model_copy(update={"slurm": cluster.slurm.model_copy(update={"python": "/nowhere/python"})})
-    with pytest.raises(SchedulerRefused, match=r"srun: .*No such file or directory"):
+    with pytest.raises(SchedulerRefused, match=r"(?s)srun: .*No such file or directory"):
         diagnose_nodes(root, elsewhere)

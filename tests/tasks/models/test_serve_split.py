@@ -43,6 +43,7 @@ def serving(folder: Path, root: Path) -> Iterator[tuple[Forked, httpx.Client, li
     words = ["serve", str(folder), "--tp", "2", "--port", address.rpartition(":")[2][:-1], "--root", str(root)]
     process = Forked("herd.flows.cli.main", *words, environment=dict(os.environ))
     try:
+        assert process.stdout.readline() == "loading the model\n"
         line = process.stdout.readline()
         assert line == f"{folder} is served at {address} and {address}v1 by 2 processes; Ctrl-C stops it\n"
         ranks = psutil.Process(process.pid).children()
