@@ -181,8 +181,9 @@ def check_limits() -> Iterator[CheckResult]:
         yield CheckResult("open files", "ok", f"{soft:,} per process")
     else:
         most = 65536 if hard == resource.RLIM_INFINITY else hard
-        raised, allowed = f"ulimit -n {most} in the shell of herd", "docker run --ulimit nofile=65536, or limits.conf"
-        todo = raised if most >= FILES else allowed
+        todo = f"ulimit -n {most} in the shell of herd"
+        if most < FILES:  # the hard limit, which a shell cannot raise
+            todo = "docker run --ulimit nofile=65536, or limits.conf"
         yield CheckResult("open files", "warn", f"{soft:,} per process", todo)
 
 

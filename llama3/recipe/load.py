@@ -217,7 +217,7 @@ def fault_lines(error: ValidationError, model: type[BaseModel], name: str, secti
     lines = []
     root = model.__name__.lower()
     for fault in error.errors():
-        field = ".".join(map(str, ([section] if section else []) + [*fault["loc"]])) or root
+        field = ".".join([*filter(None, [section]), *map(str, fault["loc"])]) or root
         message = fault["msg"].removeprefix("Value error, ")
         if fault["type"] == "extra_forbidden":
             models = [model]
