@@ -337,6 +337,7 @@ def _json_lines(
                 if isinstance(row, Fault):
                     skips.fault(file.uri, location, row, len(line))
                 elif rows.add(row):
+                    del line, row  # this frame waits while the batch is normalized and written
                     yield from rows.take()
 
 
