@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from herd.llama3.recipe.base import read_yaml
+from herd.llama3.recipe.load import fault_lines
 from herd.llama3.train.device import PEAKS
 
 PRESETS = files("herd.llama3.planner") / "presets"
@@ -146,12 +147,7 @@ def validate_description(kind: type[Kind], data: dict[str, Any], field: str) -> 
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        lines = []
-        for fault in error.errors():
-            key = ".".join([field, *map(str, fault["loc"])])
-            given = f" (it is {fault['input']!r})" if isinstance(fault["input"], int | float | str) else ""
-            lines.append(f"{key}: {fault['msg'].removeprefix('Value error, ')}{given}")
-        raise ValueError("\n".join(lines)) from None
+        raise ValueError(fault_lines(error, kind, section=field)) from None
 
 
 def load_accelerator(named: str | dict[str, Any], near: Path | None = None, sparse: bool = False) -> Accelerator:

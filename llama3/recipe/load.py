@@ -212,10 +212,11 @@ def element(items: list[Any], key: str, override: str) -> int:
     raise RecipeError(f"override {override!r}: there is no element {key!r} in that list")
 
 
-def fault_lines(error: ValidationError, model: type[BaseModel], name: str, section: str = "") -> str:
+def fault_lines(error: ValidationError, model: type[BaseModel], name: str = "", section: str = "") -> str:
     """Return a line for each fault that `model` found in the file `name`: field (below `section`), value, remedy."""
-    lines = []
+    lines: list[str] = []
     root = model.__name__.lower()
+    listed: set[tuple[int | str, ...]] = set()
     for fault in error.errors():
         field = ".".join([*filter(None, [section]), *map(str, fault["loc"])]) or root
         message = fault["msg"].removeprefix("Value error, ")
@@ -226,15 +227,19 @@ def fault_lines(error: ValidationError, model: type[BaseModel], name: str, secti
                 models = [inner for field in fields for inner in models_in(field.annotation)] or models
             keys = [info.alias or key for m in models for key, info in m.model_fields.items()]
             close = difflib.get_close_matches(str(fault["loc"][-1]), keys, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"the keys here are {', '.join(keys)}"
-            lines.append(f"{field}: unknown key; {hint}")
+            if close:
+                hint = f"; did you mean {close[0]!r}?"
+            else:
+                hint = "" if fault["loc"][:-1] in listed else f"; the keys here are {', '.join(keys)}"
+                listed.add(fault["loc"][:-1])
+            lines.append(f"{field}: unknown key{hint}")
         elif fault["type"] == "missing":
             lines.append(f"{field}: is missing")
         elif fault["type"] == "value_error":
             lines += [line if field == root else f"{field}: {line}" for line in message.split("\n")]
         else:
             lines.append(f"{field}: {fault['input']!r}: {message[0].lower()}{message[1:]}")
-    return "\n".join(f"{name}: {line}" for line in lines)
+    return "\n".join(f"{name}: {line}" if name else line for line in lines)
 
 
 def models_in(annotation: object) -> list[type[BaseModel]]:
