@@ -35,7 +35,7 @@ from herd.storage.objects import atomic_file
 if TYPE_CHECKING:
     from herd.llama3.data.kernels.ngrams import Table
 
-STEP, PLAN = "written", "output/plan"
+STEP, COUNTS = "written", "output/counts"
 SHARD_BYTES = 64_000_000
 """Text per file, of text shards and of curated documents."""
 PIECES = 8
@@ -132,36 +132,44 @@ class OutputFile(NamedTuple):
 
 def write_documents(runner: Runner, job: CurationJob) -> list[str]:
     """Write the documents that no step dropped into `job.folder`/documents and return the names of the files."""
-    if not job.files(PLAN):
+    if not job.files(COUNTS):
         # Files of about SHARD_BYTES per domain, counted before lines are removed.
         sizes: dict[Domain, int] = dict.fromkeys((shard.domain for shard in job.shards), 0)
         for row in count_survivors(runner, job, "end").to_pylist():
             sizes[row["domain"]] += row["bytes"]
-        counts = {domain: max(1, -(-size // SHARD_BYTES)) for domain, size in sizes.items()}
-        plan_rows = [OutputFile(domain, number, count) for domain, count in counts.items() for number in range(count)]
-        write_table(pa.Table.from_pylist([file._asdict() for file in plan_rows]), job.file(PLAN, 0))
-    files = plan_files(job)
-    documents = _documents(job, len(files))
+        counts = {"domain": list(sizes), "files": [max(1, -(-size // SHARD_BYTES)) for size in sizes.values()]}
+        write_table(pa.table(counts), job.file(COUNTS, 0))
+    files = _file_counts(job)
+    documents = _documents(job, files)
     run_step(runner, job, documents.step(), map_documents, range(len(job.shards)))
     documents.merge(runner, job)
-    run_step(runner, job, "output/files", write_file, range(len(files)))
-    return [file.name for file in files]
+    run_step(runner, job, "output/files", write_file, range(documents.parts))
+    return [_output_file(files, item).name for item in range(documents.parts)]
 
 
-def plan_files(job: CurationJob) -> list[OutputFile]:
-    """Return the curated files that the job writes, in order."""
-    return [OutputFile(**row) for row in read_table(job.file(PLAN, 0)).to_pylist()]
+def _file_counts(job: CurationJob) -> dict[Domain, int]:
+    """Return how many curated files the job writes of each domain, in the order of the files."""
+    counts = read_table(job.file(COUNTS, 0))
+    return dict(zip(counts["domain"].to_pylist(), counts["files"].to_pylist(), strict=True))
 
 
-def _documents(job: CurationJob, files: int) -> Shuffle:
-    return Shuffle("output/documents", len(job.shards), files, job.fan, compression="zstd")
+def _output_file(files: dict[Domain, int], item: int) -> OutputFile:
+    for domain, count in files.items():
+        if item < count:
+            return OutputFile(domain, item, count)
+        item -= count
+    raise IndexError(item)
+
+
+def _documents(job: CurationJob, files: dict[Domain, int]) -> Shuffle:
+    return Shuffle("output/documents", len(job.shards), sum(files.values()), job.fan, compression="zstd")
 
 
 def map_documents(job: CurationJob, index: int) -> None:
     """Finish the documents of a shard that no stage dropped, send them to their files, and write WRITTEN for them."""
     from herd.llama3.data.dedup.lines import bad_lines  # imports numba
 
-    domain, files = job.shards[index].domain, plan_files(job)
+    domain, files = job.shards[index].domain, _file_counts(job)
     survivors = job.survivors(index, "end", ("row", "topic", "rank"))
     bad = bad_lines(job, index)
     rows, done = survivors["row"].to_numpy(), 0
@@ -178,23 +186,24 @@ def map_documents(job: CurationJob, index: int) -> None:
             written.append(outcomes)
     table = pa.concat_tables(finished)
     heads = np.array([int(document_id[:8], 16) for document_id in table["id"].to_pylist()], np.int64)
-    place, count = next((place, file.files) for place, file in enumerate(files) if file.domain == domain)
+    first = sum(files[other] for other in list(files)[: list(files).index(domain)])
     write_table(pa.concat_tables(written), job.file(STEP, index))
-    _documents(job, len(files)).write(job, index, table, place + ((heads + 1) * count - 1) // _ID_SPAN)
+    _documents(job, files).write(job, index, table, first + ((heads + 1) * files[domain] - 1) // _ID_SPAN)
 
 
 def write_file(job: CurationJob, item: int) -> None:
     """Write one curated file."""
-    files = plan_files(job)
-    table = _documents(job, len(files)).read(job, item)
+    files = _file_counts(job)
+    table = _documents(job, files).read(job, item)
     table = table.take(pc.sort_indices(table, sort_keys=[("id", "ascending"), ("url", "ascending")]))
     heads = pc.utf8_slice_codeunits(table["id"], 0, 8).to_numpy(zero_copy_only=False).astype(str)
     options = {"compression": "zstd", "compression_level": 3, "use_dictionary": _REPEATED_COLUMNS}
+    file = _output_file(files, item)
     with (
-        atomic_file(f"{job.folder}/documents/{files[item].name}") as temporary,
+        atomic_file(f"{job.folder}/documents/{file.name}") as temporary,
         pq.ParquetWriter(temporary, CURATED_SCHEMA, **options) as writer,
     ):
-        bounds = np.searchsorted(heads, [files[item].bound(piece) for piece in range(PIECES + 1)])
+        bounds = np.searchsorted(heads, [file.bound(piece) for piece in range(PIECES + 1)])
         for start, stop in pairwise(bounds.tolist()):
             writer.write_table(table.slice(start, stop - start).combine_chunks(), row_group_size=1024)
     write_table(pa.table({}), job.file("output/files", item))

@@ -1,7 +1,7 @@
 """Extract the answer from generated text and compare it with the gold answers.
 
-A task gives regular expressions: `Writing.extract` finds the answer (the last match, because a model that reasons ends
-with its answer), `Writing.ignore` removes what does not matter ("$1,000." is 1000). Answers are compared as text:
+A task gives regular expressions: `GenerationSettings.extract` finds the answer (the last match, because a model that
+reasons ends with its answer), `ignore` removes what does not matter ("$1,000." is 1000). Answers are compared as text:
 "0.5" is not "1/2".
 """
 

@@ -159,7 +159,7 @@ def _grade(
 
 
 def answer_program(prompt: Prompt, answer: str) -> str:
-    """Return the program that exits with 0 if `generate_batch` is right."""
+    """Return the program that exits with 0 if `answer` is right."""
     return f"{prompt.program}{answer}\n{prompt.tests}"
 
 
@@ -286,9 +286,8 @@ def evaluate(
     Returns {key: value} of every score (keys begin with `eval/`), plus `requests` (digest of all requests and prompts),
     `documents`, `questions`, `document_bytes` (length to which documents are cut), `window` (positions the model sees
     at once: the recipe's longest sequence, or the model's own limit if shorter), `skipped` ({task: reason}),
-    `count_too_long` ({key: questions that were not asked and count as wrong}), `count_unjudged` ({key: questions left
-    out of the score}) and
-    `baselines` (`core 1`: table and version behind `eval/core`).
+    `too_long` ({key: questions that were not asked and count as wrong}), `unjudged` ({key: questions left out of the
+    score}) and `baselines` (`core 1`: table and version behind `eval/core`).
     `conversations` is a file of held-out conversations, whose answers are scored too.
     With `ranks`, several processes call this with the same arguments and share the work; rank 0 writes.
     Raises ValueError if there are no held-out documents, a task is invalid, or model and tokenizer do not match.

@@ -95,7 +95,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """From token ids to logits or to the loss of targets, or a pipeline stage of that.
 
-    Weights are not initialized here (see `init`).
+    Weights are not initialized here (see `initial_value`).
     """
 
     def __init__(

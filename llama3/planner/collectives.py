@@ -23,7 +23,7 @@ from herd.llama3.planner.topology import Fabric, Layer
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
 Algorithm = Literal["ring", "tree", "halving nearest-first", "halving farthest-first"]
 """Halving's order is that of a reduce-scatter, whose first step sends half of the data. An all-gather runs it backward
-(doubling), so with nearest-first neighbors always comms the most."""
+(doubling), so neighbors exchange the most with nearest-first."""
 LIBRARY: tuple[Algorithm, ...] = ("ring", "tree")
 """Algorithms of NCCL."""
 ALL: tuple[Algorithm, ...] = (*LIBRARY, "halving nearest-first", "halving farthest-first")

@@ -124,9 +124,9 @@ def inspect(
     while len(uses) <= limit and start + size < stop:
         size *= 4
         uses = stream.documents(start, min(start + size, stop), limit + 1)
-    sql_list = uses[:limit]
+    listed = uses[:limit]
     excerpts = []
-    for use in sql_list if tokenizer else []:
+    for use in listed if tokenizer else []:
         assert tokenizer is not None
         end = use.position + min(excerpt, use.last - use.first + 1)
         excerpts.append(tokenizer.decode(stream.read(use.position, end).tokens.tolist()))
@@ -137,7 +137,7 @@ def inspect(
         sources=totals["source"],
         languages=totals["language"],
         licenses=totals["license"],
-        documents=sql_list,
+        documents=listed,
         excerpts=excerpts,
         complete=len(uses) <= limit,
     )

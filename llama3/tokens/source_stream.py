@@ -1,6 +1,6 @@
 """The endless stream of one dataset: its documents in shuffled order, epoch after epoch, readable at any token.
 
-Token j is in epoch j // tokens; binary search finds its block (see `shuffle.py`) and its document in the block. Memory
+Token j is in epoch j // tokens; binary search finds its block (see `Permutation`) and its document in the block. Memory
 holds the tokens per group and the orders of the last few blocks; shards are mapped on demand. A block is read in up to
 256 separate runs, so bins should be in the page cache, on an SSD, or paged from an object store.
 """

@@ -1,7 +1,7 @@
 """Replay failures on a real training run here: what the planner says of its effective time beside what came of it.
 
 A trace drawn from the published failure counts is scaled to minutes and injected into a run of a stage (see
-`failure_script`), which recovers through the same launcher, follower and count of attempts as any stage. Predicted from
+`FaultInjector`), which recovers through the same launcher, follower and count of attempts as any stage. Predicted from
 a stretch without failures: the same trace played through the simulation, the closed form, and the spread over other
 traces. Measured: steps that count, each once, over wall time. Both are in MLflow on the replay's own run, whose family
 is that of the recipe with `-replay`. What this gives up: many machines, and any cause but a dead or stopped process.

@@ -229,7 +229,7 @@ def decided(record: Promotion, shown: bool) -> str:
 
 
 # `promotions/<family>/<n>.json`, each record written once. Each holds the digest of the one before it, so a changed or
-# missing record is found; the loss of the newest is not. With a key (storage/signing.py) the newest must be signed.
+# missing record is found; the loss of the newest is not. With a key (storage/digests.py) the newest must be signed.
 
 FOLDER, KIND = "promotions", "promotion"
 _DOCUMENT = re.compile(r"(\d{8})\.json")

@@ -297,7 +297,9 @@ def split_lines(pieces: Iterator[bytes], longest: int = MAX_LINE) -> Iterator[li
             pending, size = bytearray(lines[-1]), len(lines[-1])
             yield complete
     if size:
-        yield [pending if size <= longest else size]
+        last: list[Line] = [pending if size <= longest else size]
+        del pending  # the caller takes the line out of the list
+        yield last
 
 
 def read_all(pieces: Iterable[bytes], longest: int = MAX_LINE) -> bytes | int:

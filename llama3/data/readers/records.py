@@ -406,6 +406,7 @@ def _csv(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchBui
                 continue
             clean = {name: cell for name, cell in record.items() if not _SURROGATE.search(cell)}
             if rows.add(_fields(clean, clean[source.text], location, source)):
+                del cells, record, clean
                 yield from rows.take()
 
 
@@ -447,6 +448,7 @@ def _warc(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchBu
         url = headers.get("warc-target-uri", "").strip("<>")
         record = {"url": url, "date": headers.get("warc-date"), "format": form}
         if rows.add(_fields(record, text, location, source)):
+            del page, body, text
             yield from rows.take()
 
 
@@ -525,6 +527,7 @@ def _whole(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchB
     if isinstance(text, Fault):
         skips.fault(file.uri, file.uri, text, data if isinstance(data, int) else len(data))
     elif rows.add(_fields({"format": file.kind}, text, file.uri, source)):
+        del data, text
         yield from rows.take()
 
 

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from herd.llama3.data.collect import collect
-from herd.llama3.data.readers.files import SourceError
+from herd.llama3.data.readers.files import ReadErrors, SourceError
 from herd.llama3.data.readers.sources import (
     check_sources,
     estimate_text,
     fingerprint,
     open_source,
+    read_source,
     source_names,
     survey,
 )
@@ -268,6 +270,31 @@ def test_formats_that_people_have_give_their_documents(tmp_path: Path, name: str
     (tmp_path / name).write_bytes(data)
     assert texts_of(uri=str(tmp_path / name)) == TEXTS
     assert texts_of(uri=str(tmp_path)) == TEXTS
+
+
+LONG = "some words " * 500_000
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.jsonl", json.dumps({"text": LONG}).encode()),
+        ("a.txt", LONG.encode()),
+        ("a.warc", record(b"conversion", 0, LONG.encode())),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_reader_that_waits_holds_no_document(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    tracemalloc.start()
+    try:
+        batches = read_source(Source(uri=str(tmp_path / name)), "general", 0, ReadErrors(True))
+        batch = next(batches)
+        assert len(batch) == 1
+        del batch
+        assert tracemalloc.get_traced_memory()[0] < len(LONG) / 2
+    finally:
+        tracemalloc.stop()
 
 
 def test_csv_keeps_lines_inside_quotes_and_names_what_is_wrong(tmp_path: Path) -> None:
