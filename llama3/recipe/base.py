@@ -73,10 +73,21 @@ def read_yaml(path: Path, place: str = "", remedy: str = "name a YAML file") -> 
 
 
 def _expanded_size(node: yaml.Node, sizes: dict[int, float]) -> float:
-    """Return the number of values of a node with all aliases expanded; infinite if it contains itself."""
+    """Return the number of values of a node with all aliases expanded; infinite if it contains itself.
+
+    Raises yaml.YAMLError for a key that is there twice, of which YAML would silently take the last.
+    """
     if id(node) not in sizes:
         sizes[id(node)] = math.inf
-        children = chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+        children = node.value
+        if isinstance(node, yaml.MappingNode):
+            children = chain(*node.value)
+            lines: dict[tuple[str, str], int] = {}
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+                line, name = key.start_mark.line + 1, (key.tag, key.value)
+                if name in lines:
+                    raise yaml.YAMLError(f"{key.value!r} is in lines {lines[name]} and {line}; write it once")
+                lines[name] = line
         nested = isinstance(node, yaml.CollectionNode)
         sizes[id(node)] = 1 + (sum(_expanded_size(child, sizes) for child in children) if nested else 0)
     return sizes[id(node)]

@@ -180,6 +180,15 @@ def test_a_kilobyte_of_aliases_is_refused_before_it_unfolds(bomb: str, tmp_path:
         load_recipe(QUICKSTART, [f"sources={inline}"])
 
 
+def test_a_key_that_is_there_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("slurm: {time: '1:00:00'}\nprocesses: 8\nslurm:\n  account: a\n")
+    with pytest.raises(RecipeError, match=r"r\.yaml: is not YAML: 'slurm' is in lines 1 and 3; write it once"):
+        load_recipe(tmp_path / "r.yaml")
+    with pytest.raises(yaml.YAMLError, match="'a' is in lines 2 and 2"):
+        read_plain("x:\n- {a: 1, b: 2, a: 1}\n")
+    assert read_plain("{1: a, '1': b}") == {1: "a", "1": "b"}
+
+
 def test_small_aliases_are_allowed() -> None:
     text = "a: &a {x: 1, y: [2]}\nb: {<<: *a, x: 3}\nc: [*a, *a]\n"
     assert read_plain(text) == yaml.safe_load(text)
