@@ -6,6 +6,8 @@ COPY . .
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:3.12-slim
+# Triton builds its launcher with a C compiler, on a GPU
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 COPY requirements.txt constraints.txt /tmp/
 # torch comes alone from its index, which is asked for nothing else

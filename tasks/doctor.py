@@ -160,10 +160,19 @@ def check_gpus(gpus: int, cluster: Cluster) -> Iterator[CheckResult]:
         yield CheckResult("nccl", "ok", nccl)
     else:
         yield CheckResult("nccl", "fail", f"torch {version} has none, so that GPUs cannot communicate", CUDA_BUILD)
+    yield check_compiler()
     free, total = torch.cuda.mem_get_info(0)
     if free < 0.9 * total:
         what = f"{format_bytes(free)} of {format_bytes(total)} are free on the first GPU"
         yield CheckResult("gpu", "warn", what, "end the other processes on it (nvidia-smi)")
+
+
+def check_compiler() -> CheckResult:
+    """Look for the C compiler with which Triton builds its launcher on a GPU machine."""
+    if found := shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang"):
+        return CheckResult("C compiler", "ok", found)
+    what = "none, and Triton needs one for `compile: true` and for FlexAttention"
+    return CheckResult("C compiler", "fail", what, "install gcc and libc6-dev, or set CC")
 
 
 def check_limits() -> Iterator[CheckResult]:

@@ -20,6 +20,7 @@ from herd.tasks import doctor
 from herd.tasks.cluster import Cluster
 from herd.tasks.doctor import (
     CheckResult,
+    check_compiler,
     check_gpus,
     check_hub,
     check_limits,
@@ -76,6 +77,22 @@ def test_gpus_that_a_cluster_promises_must_be_there() -> None:
     for cluster in (NODES, Cluster(device="cuda")):
         lacking = one(check_gpus(0, cluster), "gpu")
         assert (lacking.state, lacking.what) == ("fail", "none is visible here, and the cluster file promises GPUs")
+
+
+def test_the_c_compiler_that_triton_needs_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    lacking = check_compiler()
+    assert (lacking.check, lacking.state, lacking.todo) == (
+        "C compiler",
+        "fail",
+        "install gcc and libc6-dev, or set CC",
+    )
+    for name in ("clang", "mycc", "gcc"):
+        (tmp_path / name).touch(mode=0o755)
+        assert check_compiler().what == str(tmp_path / {"mycc": "clang"}.get(name, name))
+    monkeypatch.setenv("CC", "mycc")
+    assert check_compiler().what == str(tmp_path / "mycc")
 
 
 @pytest.mark.parametrize(
