@@ -29,7 +29,7 @@ from herd.storage.root import Root
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import HTMLResponse
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 WORKING_DIRECTORY = IMPORT_FOLDER if (IMPORT_FOLDER / "pyproject.toml").is_file() else Path.cwd()
@@ -86,7 +86,10 @@ def server_variables(root: Root, port: int, *names: str) -> dict[str, str]:
 
 
 def create_app() -> ASGIApp:
-    """Return Prefect's application behind a check of the Host header, with a page to sign in."""
+    """Return Prefect's application behind a check of the Host header, with a page to sign in.
+
+    Its pages reach this server only: they ask a host of Amplitude's for settings even if analytics are disabled.
+    """
     from prefect.server.api.server import create_app as prefect_app
     from prefect.settings import get_current_settings
     from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -100,8 +103,19 @@ def create_app() -> ASGIApp:
     app.router.routes.insert(0, Route("/sign-in", sign_in))  # first: Prefect's last route matches every path
     origins = get_current_settings().server.api.cors_allowed_origins.split(",")
     names = [urlsplit(origin).hostname or "*" for origin in origins]
+    sockets = [origin.replace("http", "ws", 1) for origin in origins]
+    policy = f"connect-src 'self' {' '.join([*origins, *sockets])}".encode()
+
+    async def confined(scope: Scope, receive: Receive, send: Send) -> None:
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"content-security-policy", policy)]
+            await send(message)
+
+        await app(scope, receive, answer)
+
     # Around the application, not in it: the server calls its own application by another host name.
-    return TrustedHostMiddleware(app, allowed_hosts=names, www_redirect=False)
+    return TrustedHostMiddleware(confined, allowed_hosts=names, www_redirect=False)
 
 
 def sign_in_link(server: str, password: str) -> str:

@@ -101,6 +101,10 @@ def test_it_answers_its_own_process_and_ends_with_it(tmp_path: Path) -> None:
         assert status(api, "admin/version") == status(api, "admin/version", "of:another server") == 401
         assert status(api, "admin/version", password) == 200
         assert status(api, "admin/version", password, Host="evil.example") == 400
+        policy = httpx.get(health).headers["content-security-policy"]
+        assert (
+            policy == f"connect-src 'self' {api.removesuffix('/api')} {api.replace('http', 'ws').removesuffix('/api')}"
+        )
         assert (
             httpx.post(f"{api}/flows/filter", auth=tuple(password.split(":")), json={}).status_code == 403
         )  # no token
