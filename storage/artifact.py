@@ -64,7 +64,7 @@ class DamagedArtifact(OSError, ValueError):
 
 
 class UntrustedArtifact(DamagedArtifact):
-    """No trusted key signed the manifest (storage/signing.py). The artifact is refused, not quarantined."""
+    """No trusted key signed the manifest (storage/digests.py). The artifact is refused, not quarantined."""
 
 
 class Manifest(BaseModel):
@@ -282,8 +282,9 @@ def verify_folder(folder: Path) -> None:
     prefix = "" if base == folder else f"{folder.name}/"
     local, files = base.parents[1], {name: entry for name, entry in manifest.files.items() if name.startswith(prefix)}
     stamp = verified_files(local, manifest.label)
-    lock = file_lock(local, f"{VERIFIED}/{manifest.label}") if os.access(local, os.W_OK) else nullcontext()
-    with lock:
+    # With the boot, as the stamp: a lock of all hosts of a mounted root would have them hash one after the other.
+    name = f"{VERIFIED}/{manifest.label}-{_boot_name()}"
+    with file_lock(local, name) if os.access(local, os.W_OK) else nullcontext():
         wrong = wrong_files(base, files, stamp)
     if wrong:
         stamp.forget()

@@ -31,6 +31,7 @@ from herd.storage.filesystem import (
     FetchedListing,
     StoreError,
     answer_of,
+    is_below,
     is_object_store,
     list_remote_files,
     message_of,
@@ -205,10 +206,9 @@ def _folder_above(target: Target) -> str:
 
 
 def _safe(path: str) -> str:
-    parts = PurePosixPath(path).parts
-    if path.startswith("/") or ".." in parts or "\0" in path or "\\" in path or not parts:
+    if not is_below(path):
         raise FetchRefused(f"{path!r} is not a name below a folder; leave the file out with ignore:, or rename it")
-    return "/".join(parts)
+    return PurePosixPath(path).as_posix()
 
 
 def _repository(place: HfUri) -> str:
@@ -512,6 +512,8 @@ def _complete(
                         raise StoreError(f"more bytes come than the {file.size:,} that its store lists")
                     out.write(data)
                     progress(len(data))
+                if file.size and out.tell() <= begin:
+                    raise StoreError("the store sends no more bytes")
         except (_Changed, FetchRefused, InterruptedError):
             raise
         except Exception as error:

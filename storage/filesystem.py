@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib import import_module
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 TRIES, FIRST_WAIT_S = 4, 0.5
@@ -76,6 +76,12 @@ def is_local(uri: str) -> bool:
 def local_path(uri: str) -> Path:
     """Return the path that a local `uri` names."""
     return Path(uri.removeprefix("file://")).expanduser()
+
+
+def is_below(name: str) -> bool:
+    """Return whether `name`, which a store may have made up, stays below the folder that it is joined to."""
+    parts = PurePosixPath(name).parts
+    return bool(parts) and not (name.startswith("/") or ".." in parts or "\0" in name or "\\" in name)
 
 
 def is_object_store(uri: str) -> bool:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from herd.storage.filesystem import (
     StoreError,
     filesystem_of,
+    is_below,
     is_local,
     is_object_store,
     local_path,
@@ -356,6 +357,8 @@ def _downloaded(uri: str, pid: int) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="herd-copy-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name in list_objects(uri):
+        if not is_below(name):
+            raise ValueError(f"{uri}/{name}: {name!r} is not a name below a folder; delete or rename the object")
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         get_file(f"{uri}/{name}", folder / name)
     return folder

@@ -11,9 +11,10 @@ import logging
 import os
 import pickle
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
+from pathlib import PurePosixPath
 from typing import Any
 
 from prefect import task
@@ -62,9 +63,12 @@ def _threads(count: int) -> Runner:
         if count == 1 or len(items) < 2:
             run_serial(job, step, counted, items)
             return
-        with ThreadPoolExecutor(count, thread_name_prefix=step) as pool:
-            for future in [pool.submit(counted, job, item) for item in items]:
+        pool = ThreadPoolExecutor(count, thread_name_prefix=step)
+        try:
+            for future in as_completed([pool.submit(counted, job, item) for item in items]):
                 future.result()
+        finally:  # after an error or Ctrl-C the items that began end, the others must not begin
+            pool.shutdown(cancel_futures=True)
 
     return runner
 
@@ -87,9 +91,12 @@ def run_batch(job: str, step: str, first: int, work: Any, items: list[int], copi
 
 
 def _store_job(job: Any) -> str:
-    """Write a job into its folder and return where; with a million shards it is too large to go with every batch."""
+    """Write a job into its folder and return where; with a million shards it is too large to go with every batch.
+
+    The name is the file's SHA-256, which goes to the workers through Prefect and not through the folder.
+    """
     data = pickle.dumps(job)
-    uri = f"{job.folder}/jobs/{hashlib.sha256(data).hexdigest()[:16]}.pickle"
+    uri = f"{job.folder}/jobs/{hashlib.sha256(data).hexdigest()}.pickle"
     with atomic_file(uri) as temporary:
         temporary.write_bytes(data)
     return uri
@@ -97,7 +104,10 @@ def _store_job(job: Any) -> str:
 
 @lru_cache(maxsize=2)
 def _load_job(uri: str) -> Any:
-    return pickle.loads(read_file(uri))
+    data = read_file(uri)
+    if (found := hashlib.sha256(data).hexdigest()) != PurePosixPath(uri).stem:  # a pickle can run any code
+        raise ValueError(f"{uri}: has the SHA-256 {found}; check who can write into its folder, then run again")
+    return pickle.loads(data)
 
 
 def _submitting(runner: TaskRunner[Any], workers: int) -> Runner:

@@ -33,7 +33,7 @@ from herd.tasks.format import format_bytes, format_duration
 from herd.tasks.plan.calibrate import KIND as CALIBRATION
 from herd.tasks.promotion.log import aliased_labels
 from herd.tasks.runs.progress import IN_PROGRESS
-from herd.tasks.runs.records import RunRecord, Runs
+from herd.tasks.runs.records import OPEN, RunRecord, Runs, read_records
 from herd.tasks.study.records import Studies
 from herd.tasks.tracking.mlflow import MLflowTracker
 from herd.tasks.tracking.mlflow_store import NAME, VARIABLE, database_uri, tracking_uri
@@ -175,16 +175,24 @@ def plan_gc(
 
 def delete_items(root: Root, plan: GcPlan) -> list[GcItem]:
     """Delete what `plan` says, each under its lease, and return what was deleted; what is in use by now is kept."""
-    store, records = open_store(root), Runs(root).all(strict=True)
-    live = live_families(root, records)
-    used = {step.artifact for record in records if is_open(record, plan.made) for step in record.steps.values()}
+    store, runs = open_store(root), Runs(root)
+    seen, live, used = dict[str, RunRecord](), set[str](), set[str]()
     deleted = []
     for item in plan.doomed:
         name = item.label.split("/", 1)[1]
-        if item.label in used or any(_named(name, family) for family in live):
-            continue
         try:
             with lease(root, item.label, HOLDER):
+                # The deletions before this one may have taken hours. Only runs with an open mark can have begun since,
+                # and the lease of a record that is as before is not looked at again: in a store that takes seconds.
+                marked = set(root.names("runs")).intersection(root.names(OPEN))
+                records = read_records(runs.find, sorted(marked), strict=True) if seen else runs.all(strict=True)
+                changed = [record for record in records if seen.get(record.name) != record]
+                live |= live_families(root, changed)
+                open_runs = [record for record in changed if seen or is_open(record, plan.made)]
+                used |= {step.artifact for record in open_runs for step in record.steps.values()}
+                seen |= {record.name: record for record in changed}
+                if item.label in used or any(_named(name, family) for family in live):
+                    continue
                 if item.kind == UNFINISHED:
                     if not root.is_local:
                         remove_all(root.join(IN_PROGRESS, name))

@@ -8,6 +8,7 @@ no artifact, and the journal of a stage that trains on another machine. MLflow n
 from __future__ import annotations
 
 import json
+import logging
 import queue
 import threading
 import time
@@ -52,6 +53,7 @@ MAX_QUEUED = 200_000
 IDLE_S = 5.0
 DRAIN_S = 60.0
 CATCH_UP_INTERVAL_S = 30.0
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -214,7 +216,7 @@ def watch_outages(context: Context) -> None:
             context.console.log("  MLflow answers again")
             return
         context.record.mlflow_stale = True
-        with suppress(LeaseLost):
+        with suppress(LeaseLost, OSError):  # the next change writes it
             context.runs.save(context.record)
         message = f"MLflow cannot be reached ({escape(why)}); the run goes on, what it misses is sent later"
         context.console.log(f"  [yellow]{message}[/]")
@@ -238,7 +240,7 @@ def catch_up(context: Context) -> bool:
                 context.console.log("  MLflow has everything again")
     if record.mlflow_stale != mlflow.stale:
         record.mlflow_stale = mlflow.stale
-        with suppress(LeaseLost):
+        with suppress(LeaseLost, OSError):
             context.runs.save(record)
     return not mlflow.stale
 
@@ -295,13 +297,20 @@ class Sender:
                 points = []
             if points is None:
                 return
-            if isinstance(points, dict):
-                for run in self.runs:
-                    self.tracker.set_tags(run, points)
-            elif points:
-                self._queued -= len(points)
-                self.tracker.log_points(self.runs, points)
-            reach, now = self._mlflow.reach, time.monotonic()
-            if reach.stale and reach.available() and now - self._caught_up_at > CATCH_UP_INTERVAL_S:
-                self._caught_up_at = now
-                self._catch_up()
+            try:
+                self._send(points)
+            except Exception:  # a thread that ended here would lose the points after these without a word
+                self._mlflow.reach.stale = True
+                log.exception("MLflow may lack points of this run; they are sent again later")
+
+    def _send(self, points: list[MetricPoint] | dict[str, str]) -> None:
+        if isinstance(points, dict):
+            for run in self.runs:
+                self.tracker.set_tags(run, points)
+        elif points:
+            self._queued -= len(points)
+            self.tracker.log_points(self.runs, points)
+        reach, now = self._mlflow.reach, time.monotonic()
+        if reach.stale and reach.available() and now - self._caught_up_at > CATCH_UP_INTERVAL_S:
+            self._caught_up_at = now
+            self._catch_up()

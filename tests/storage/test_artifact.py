@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import herd.storage.artifact
-from herd.storage.artifact import ArtifactSpec, DamagedArtifact, Manifest, Store, flatten
+from herd.storage.artifact import ArtifactSpec, DamagedArtifact, Manifest, Store, flatten, verify_folder
 from herd.storage.digests import FileDigest, digest_file, digest_json
 from herd.storage.filesystem import glob, write_atomic
 from herd.storage.root import Root
@@ -224,6 +226,20 @@ def test_a_file_is_read_once_a_boot_and_again_after_a_write_or_a_boot(
     assert read == ["a.txt"] * 4
     store.delete(design().label)
     assert not (tmp_path / ".verified" / design().label).exists()
+
+
+def test_hosts_that_share_a_root_verify_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(Store(tmp_path), design())
+    together = threading.Barrier(2)
+
+    def digest(place: Path) -> FileDigest:
+        together.wait(10)
+        return digest_file(place)
+
+    monkeypatch.setattr(herd.storage.artifact, "digest_file", digest)
+    monkeypatch.setattr(herd.storage.artifact, "_boot_name", lambda: threading.current_thread().name)
+    with ThreadPoolExecutor(2, thread_name_prefix="host") as hosts:
+        list(hosts.map(verify_folder, [tmp_path / design().label] * 2))
 
 
 @given(

@@ -463,6 +463,22 @@ def test_an_object_that_changes_while_it_comes_begins_again(
     assert sum(came) == len(newer)
 
 
+def test_a_store_that_sends_nothing_is_given_up(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri, asked = f"{bucket}/silent/a.jsonl", list[int]()
+    filesystem_of(uri).pipe_file(uri, BIG)
+
+    def nothing(file: Any, begin: int) -> Iterator[bytes]:
+        asked.append(begin)
+        assert len(asked) < 20, "it asks without end"
+        yield b""
+
+    monkeypatch.setattr(fetch, "_get_object", nothing)
+    monkeypatch.setattr(fetch, "TRIES", 2)
+    with pytest.raises(StoreError, match=r"a\.jsonl: StoreError: the store sends no more bytes \(2 tries\)"):
+        get(tmp_path, uri)
+    assert asked == [0, 0]
+
+
 @pytest.mark.slow
 def test_faults_on_the_way_to_a_bucket_end_in_the_object(
     moto_endpoint: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from herd.storage import objects
 from herd.storage.digests import parallel_map
 from herd.storage.filesystem import StoreTimeout, filesystem_of
 from herd.storage.objects import (
@@ -20,6 +21,7 @@ from herd.storage.objects import (
     list_children,
     list_objects,
     list_objects_in,
+    local_folder,
     put_bytes,
     put_file,
     remove,
@@ -76,6 +78,16 @@ def test_what_another_process_wrote_is_seen_at_once(uri: str) -> None:
     other.pipe_file(f"{uri}/new", b"1")
     assert list_children(uri) == {"new": 1}
     assert filesystem_of(uri).exists(f"{uri}/new")
+
+
+@pytest.mark.parametrize("name", ["../evil", "models/../../evil", "/tmp/evil", "a\\..\\evil"])
+def test_a_folder_is_not_copied_to_outside_of_its_place(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = list[Path]()
+    monkeypatch.setattr(objects, "list_objects", lambda uri: [name])
+    monkeypatch.setattr(objects, "get_file", lambda uri, path: written.append(path))
+    with pytest.raises(ValueError, match="is not a name below a folder; delete or rename the object"):
+        local_folder("s3://bucket/folder")
+    assert written == []
 
 
 def test_of_writers_that_create_the_same_one_wins(uri: str) -> None:

@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +24,7 @@ from herd.llama3.data.curate import curate
 from herd.llama3.data.mapreduce import run_serial
 from herd.llama3.recipe.load import load_recipe
 from herd.tasks.cluster import Cluster
-from herd.tasks.executors import data_runner, item_memory
+from herd.tasks.executors import _load_job, _store_job, data_runner, item_memory, run_batch
 from tests.tasks.dask_chain import write_on_dask
 
 
@@ -128,6 +132,32 @@ def test_threads_do_every_item_once_and_pass_errors_on() -> None:
             assert sorted(seen) == list(range(20))
             with pytest.raises(ValueError, match="item 7"):
                 runner("bad", "step", work, range(20))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_after_an_error_or_a_stop_no_queued_item_begins(error: type[BaseException]) -> None:
+    begun = list[int]()
+
+    def work(job: Any, item: int) -> None:
+        begun.append(item)
+        time.sleep(0.1)
+        if item == 1 and error is ValueError:
+            raise ValueError
+        if item == 1:
+            os.kill(os.getpid(), signal.SIGINT)  # to the main thread, which waits
+
+    with data_runner(Cluster(threads=2)) as runner, pytest.raises(error):
+        runner("job", "step", work, range(100))  # type: ignore[arg-type]
+    assert len(begun) < 10
+
+
+def test_a_stored_job_that_was_replaced_is_not_loaded(tmp_path: Path) -> None:
+    uri = _store_job(SimpleNamespace(folder=str(tmp_path)))
+    run_batch.fn(uri, "step", 0, lambda job, item: None, [0], "")
+    _load_job.cache_clear()
+    Path(uri).write_bytes(pickle.dumps(SimpleNamespace(folder="elsewhere")))
+    with pytest.raises(ValueError, match=r"pickle: has the SHA-256 .*; check who can write into its folder"):
+        run_batch.fn(uri, "step", 0, lambda job, item: None, [0], "")
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

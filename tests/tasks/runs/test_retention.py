@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import time
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from uuid import UUID
@@ -20,7 +21,7 @@ from rich.console import Console as RichConsole
 
 from herd.flows.maintenance import clean_up
 from herd.llama3.evaluate.gate import Decision
-from herd.storage.artifact import Artifact, ArtifactSpec
+from herd.storage.artifact import Artifact, ArtifactSpec, Store
 from herd.storage.filesystem import write_atomic
 from herd.storage.lease import lease
 from herd.storage.object_artifact import open_store
@@ -40,7 +41,7 @@ from herd.tasks.runs.gc import (
     plan_rows,
     with_inputs,
 )
-from herd.tasks.runs.records import RunRecord, Runs, StepRecord
+from herd.tasks.runs.records import RunRecord, Runs, StepRecord, mark_open
 from herd.tasks.study.records import Studies, StudyRecord
 from tests.tasks.standing_root import commit
 
@@ -206,6 +207,35 @@ def test_a_run_that_started_between_plan_and_deletion_keeps_its_family(root: Roo
     ended(root, 3, [], "running")
     with lease(root, "runs/tiny-3", "tiny-3"):
         assert {item.label.split("/")[0] for item in delete_items(root, plan)} == {"collected"}
+
+
+@pytest.mark.parametrize(
+    ("family", "state", "left"), [("tiny", "running", 3), ("other", "running", 1), ("other", "finished", 1)]
+)
+def test_what_comes_into_use_during_the_deletions_stays(
+    root: Root, family: str, state: str, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of the family begins, or one of another family reuses an artifact, while the first is deleted."""
+    ended(root, 9, [], family="old")
+    lost = [commit(root, "tokens", "tiny", seed=str(seed)) for seed in range(4)]
+    plan, delete, gone = planned(root, keep=1), Store.delete, list[str]()
+
+    with ExitStack() as stack:
+
+        def begin(store: Store, label: str) -> None:
+            delete(store, label)
+            gone.append(label)
+            if len(gone) == 1:
+                reused = next(artifact for artifact in lost if artifact.label != label)
+                record = ended(root, 3, [reused] if family == "other" else [], state, family)
+                mark_open(root, record.name)
+                if family == "tiny":
+                    stack.enter_context(lease(root, f"runs/{record.name}", record.name))
+
+        monkeypatch.setattr(Store, "delete", begin)
+        assert [item.label for item in delete_items(root, plan)] == gone
+    assert {each.label for each in lost}.difference(gone) == {each.label for each in open_store(root).all("tokens")}
+    assert len(lost) - len(gone) == left
 
 
 def test_half_done_work_goes_after_a_month_unless_somebody_is_at_it(root: Root) -> None:

@@ -22,10 +22,11 @@ from herd.tasks.report.card import describe_model
 from herd.tasks.runs.gc import TRASH, GcItem, GcPlan, delete_rows, plan_gc, plan_rows
 from herd.tasks.runs.records import Runs, StepRecord
 from herd.tasks.stages.follow import JournalTailer
-from herd.tasks.tracking.backfill import backfill_run, catch_up, watch_outages
+from herd.tasks.tracking.backfill import Sender, backfill_run, catch_up, watch_outages
 from herd.tasks.tracking.mlflow import MLflowTracker
 from herd.tasks.tracking.registry import Registry
 from herd.tasks.tracking.steps import Thinning
+from herd.tasks.tracking.tracker import MetricPoint
 from tests.tasks.mlflow_server import empty_database, use
 from tests.tasks.tracked_run import TrackedRun, models, records, seen, two_runs
 
@@ -149,6 +150,45 @@ def test_a_run_that_never_reached_mlflow_is_whole_when_it_answers(
     assert {run["status"] for run in shown.values()} == {"FINISHED"}
     assert len(shown["tiny-1"]["points"][metrics.LOSS]) == 20
     assert MLflowTracker(root, "tiny").client.get_run(record.steps["main"].mlflow_run).info.run_name == "tiny-1 main"
+
+
+def test_an_outage_of_mlflow_and_of_the_root_stops_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, f"http://127.0.0.1:{free_port()}")
+    context = TrackedRun(Root.parse(tmp_path)).context
+    tracker, save = context.tracker, context.runs.save
+
+    def away(record: Any) -> None:
+        raise OSError("the root is away")
+
+    monkeypatch.setattr(context.runs, "save", away)
+    watch_outages(context)
+    tracker.reach.away = False
+    assert not tracker.log_points([context.record.mlflow_run], [MetricPoint(metrics.LOSS, 1.0, 1.0, 1)])
+    context.record.mlflow_stale = False
+    assert not catch_up(context)
+    save(context.record)
+    assert Runs(Root.parse(tmp_path)).find("tiny-1").mlflow_stale
+
+
+def test_points_after_an_unexpected_error_are_sent_and_the_sender_does_not_claim_that_all_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker, sent = MLflowTracker(Root.parse(tmp_path), "tiny"), []
+
+    def log_points(runs: list[str], points: list[MetricPoint]) -> bool:
+        sent.append(points[0].position)
+        if sent == [1]:
+            raise ZeroDivisionError("unexpected")
+        return True
+
+    monkeypatch.setattr(tracker, "log_points", log_points)
+    monkeypatch.setattr(tracker.reach, "available", lambda: False)
+    sender = Sender(tracker, ["run"], lambda: None)
+    for position in (1, 2):
+        sender.put([MetricPoint(metrics.LOSS, 1.0, 1.0, position)])
+    assert not sender.drain()
+    assert sent == [1, 2]
+    assert "ZeroDivisionError: unexpected" in caplog.text
 
 
 def test_an_unfinished_stage_is_published_from_its_journal(root: Root, tmp_path: Path) -> None:
