@@ -42,6 +42,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from herd.flows.local_server import (
+    ACCESS,
     LOOPBACK,
     PASSWORD,
     POOL,
@@ -55,6 +56,7 @@ from herd.flows.local_server import (
     worker_command,
     write_access,
 )
+from herd.storage.lease import LeaseHeld, lease
 from herd.storage.processes import IMPORT_FOLDER
 from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole, working
@@ -85,6 +87,7 @@ def setup(root: Root, api: str = "", notify: str = "") -> list[str]:
     Existing objects are kept, also changed ones; only the address `notify` (see `send_events`) replaces an earlier one.
     Raises ValueError if no server is configured: a temporary one would lose them.
     """
+    check_working_directory()
     with temporary_settings({PREFECT_API_URL: api} if api else {}):
         if not PREFECT_API_URL.value():
             raise ValueError(
@@ -127,6 +130,16 @@ def setup(root: Root, api: str = "", notify: str = "") -> list[str]:
                     client.create_automation(automation)
                 created[f"automation {automation.name!r}"] = missing
     return [f"{thing}: {'created' if new else 'exists'}" for thing, new in created.items()]
+
+
+def check_working_directory(folder: Path = WORKING_DIRECTORY) -> None:
+    """Raise ValueError if a module in `folder` would be imported in place of herd.
+
+    Prefect puts the folder first on the path of a deployment's process, whatever PYTHONSAFEPATH says.
+    """
+    for path in (folder / "herd.py", folder / "herd/__init__.py"):
+        if path.exists() and not path.samefile(IMPORT_FOLDER / "herd/__init__.py"):
+            raise ValueError(f"{path}: Prefect would import it in place of herd; rename it, or start in another folder")
 
 
 def deploy(environment: dict[str, str]) -> None:
@@ -245,20 +258,25 @@ console = Console(highlight=False, soft_wrap=True)
 def serve(root: Root, prefect_port: int, mlflow_port: int, host: str = LOOPBACK, notify: str = "") -> None:
     """Start the missing servers, print the two addresses, and reconcile runs until a signal or a server ends it.
 
-    Raises ValueError if a port is taken.
+    Raises ValueError if a port is taken, LeaseHeld if another `herd up` serves the root: both would write one database.
     """
 
     def interrupt(signum: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    servers = Servers.from_environment(prefect_port, mlflow_port, host)
+    check_working_directory()
     root.local.mkdir(parents=True, exist_ok=True)
-    chosen = get_current_settings().server.api.auth_string is not None
-    environment = servers.environment(root)
-    os.environ.update(environment)
-    refresh_global_settings_context()  # this process is a client of the server, too
-    signal.signal(signal.SIGTERM, interrupt)
     with ExitStack() as children:
+        try:
+            children.enter_context(lease(Root.parse(root.local), "up", "herd up"))
+        except LeaseHeld as held:
+            raise LeaseHeld(f"{held}; its addresses are in {root.local / ACCESS}, and Ctrl-C there ends it") from None
+        servers = Servers.from_environment(prefect_port, mlflow_port, host)
+        chosen = get_current_settings().server.api.auth_string is not None
+        environment = servers.environment(root)
+        os.environ.update(environment)
+        refresh_global_settings_context()  # this process is a client of the server, too
+        signal.signal(signal.SIGTERM, interrupt)
         started = {
             health: children.enter_context(child(name, command, root.local, environment))
             for name, command, health in servers.commands(root)

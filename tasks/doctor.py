@@ -97,6 +97,9 @@ def diagnose(root: Root, cluster: Cluster, recipe: Recipe | None = None) -> list
     for name, check in checks:
         try:
             findings += check()
+        except PermissionError as error:
+            todo = "ask the owner for the permission, or choose another folder (--root)"
+            findings.append(CheckResult(name, "fail", f"{error.filename}: {error.strerror}", todo))
         except Exception as error:
             findings.append(CheckResult(name, "fail", f"{type(error).__name__}: {error}", "repair this first"))
     return findings
@@ -305,7 +308,7 @@ def check_hub(recipe: Recipe) -> Iterator[CheckResult]:
     if get_token():
         yield CheckResult("hub token", "ok", "there is one")
     else:
-        todo = "export HF_TOKEN=..., or huggingface-cli login"
+        todo = "export HF_TOKEN=..., or hf auth login"
         yield CheckResult("hub token", "warn", "none: gated data are refused, and limits are lower", todo)
 
 

@@ -111,7 +111,7 @@ def check_transformer(folder: Path) -> None:
     if missing:
         raise ValueError(f"{folder} has no {', '.join(missing)}; name a folder with {', '.join(FILES)}")
     if importlib.util.find_spec("transformers") is None:
-        raise ValueError("a transformer needs the package transformers; give in the checkout: make install-dev")
+        raise ValueError("a transformer needs the package transformers; pip install transformers")
 
 
 def transformer_facts(folder: Path) -> Facts:

@@ -47,7 +47,7 @@ def write_gguf(
     Raises ValueError if there is no tokenizer, or package gguf is not installed.
     """
     if importlib.util.find_spec("gguf") is None:
-        raise ValueError("format gguf: package gguf is not installed; in the checkout: make install-dev")
+        raise ValueError("format gguf: package gguf is not installed; pip install gguf")
     if tokenizer is None:
         raise ValueError("format gguf: the file holds the tokenizer, but the model has none; put tokenizer.model there")
     from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType

@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.markup import escape
-from rich.table import Table
 
 from herd.llama3.evaluate.gate import Decision, Evidence, GateRow
 from herd.llama3.recipe.units import tokens
 from herd.storage.digests import READERS, digest_json, parallel_map, sign, signature_error
 from herd.storage.lease import LeaseTiming
 from herd.storage.root import Root
+from herd.tasks.format import FittedTable
 
 PROMOTED: Literal["promoted"] = "promoted"
 REJECTED: Literal["rejected"] = "rejected"
@@ -381,10 +381,10 @@ def _known_log(root: Root, family: str) -> Log:
     return log
 
 
-COLUMNS = ("n", "time", "what", "model", "holds", "by", "why")
+COLUMNS = ("n", "time", "decision", "model", "holds", "by", "why")
 
 
-def promotion_table(root: Root, family: str) -> Table:
+def promotion_table(root: Root, family: str) -> FittedTable:
     """Return the log as a table for the terminal, oldest first.
 
     Raises ValueError if the family has no log, or it is damaged.
@@ -394,9 +394,7 @@ def promotion_table(root: Root, family: str) -> Table:
     for alias, label in sorted(current_aliases(log).items()):
         aliases.setdefault(label, []).append(alias)
     newest = {record.artifact: record.n for record in log}
-    table = Table(box=None, pad_edge=False)
-    for column in COLUMNS:
-        table.add_column(column, overflow="fold", no_wrap=column != "why")
+    table = FittedTable("", COLUMNS, left_out=("why", "by", "holds", "time"), numbers=("n",))
     for record in log:
         time, model = record.time[:16].replace("T", " "), record.artifact.rpartition("/")[2]
         what = record.kind if record.alias == CHAMPION else f"{record.kind} ({record.alias})"

@@ -101,7 +101,7 @@ class RunRecord(BaseModel):
     """Last step requested; empty: all."""
     steps: dict[str, StepRecord] = {}
     verdict: str = ""
-    """`promoted`, `refused`, or empty while there is none."""
+    """`promoted`, `rejected`, or empty while there is none."""
     error: str = ""
     mlflow_run: str = ""
     mlflow_experiment: str = ""
@@ -171,7 +171,7 @@ class Runs:
         """Return the run called `name`. Raises ValueError naming the runs that exist."""
         record = self._read(name)
         if record is None:
-            known = ", ".join(self.root.names("runs")) or "none yet; start one with: herd run RECIPE"
+            known = ", ".join(record.name for record in self.all()) or "none yet; start one with: herd run RECIPE"
             raise ValueError(f"run {name!r} does not exist under {self.root.uri}; runs: {known}")
         return record
 

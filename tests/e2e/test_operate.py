@@ -16,7 +16,8 @@ from prefect.settings import (
 )
 
 from herd.flows.local_server import DATABASE, server_variables, write_access
-from herd.flows.serve import Servers, mlflow_command
+from herd.flows.serve import Servers, check_working_directory, mlflow_command
+from herd.storage.lease import lease
 from herd.storage.processes import free_port
 from herd.storage.root import Root
 from tests.e2e.conftest import NewHerd
@@ -29,6 +30,25 @@ def test_a_taken_port_is_refused(new_herd: NewHerd, tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         printed = new_herd(tmp_path / "root")("up", "--prefect-port", str(port), status=2, server=False)
     assert f"port {port} is taken; choose another" in printed
+
+
+def test_a_second_up_on_a_root_is_refused(new_herd: NewHerd, tmp_path: Path) -> None:
+    root = Root.parse(tmp_path / "root")
+    with lease(root, "up", "herd up"):
+        printed = new_herd(root.local)("up", "--prefect-port", str(free_port()), status=1, server=False)
+    told = " ".join(printed.split())
+    assert f"is used by herd up (process {os.getpid()}" in told
+    assert f"its addresses are in {root.local / 'prefect.env'}" in told
+
+
+def test_a_module_that_would_be_imported_in_place_of_herd_is_named(tmp_path: Path) -> None:
+    (tmp_path / "herd").mkdir()
+    check_working_directory(tmp_path)
+    for name in ("herd/__init__.py", "herd.py"):
+        (tmp_path / name).touch()
+        with pytest.raises(ValueError, match=f"{name}: Prefect would import it in place of herd; rename it"):
+            check_working_directory(tmp_path)
+    check_working_directory()
 
 
 def test_servers_that_run_elsewhere_are_used_and_none_is_started(

@@ -150,7 +150,7 @@ def check_sources(recipe: Recipe) -> list[str]:
     curate = recipe.curate
     fail, faults = curate.on_error == "fail", []
     if not importlib.util.find_spec(curate.extractor):
-        remedy = "in the checkout: make install-dev, or write resiliparse"
+        remedy = "pip install trafilatura lxml_html_clean, or write resiliparse"
         faults.append(f"curate.extractor: {curate.extractor} is not installed; {remedy}")
     for domain, sources in recipe.sources.items():
         files: list[File] = []

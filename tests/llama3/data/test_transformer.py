@@ -109,7 +109,7 @@ def test_the_package_may_be_missing(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: find(name, *rest) if name != "transformers" else None
     )
-    with pytest.raises(ValueError, match=r"needs the package transformers; give in the checkout: make install-dev"):
+    with pytest.raises(ValueError, match=r"needs the package transformers; pip install transformers"):
         check_transformer(folder)
 
 

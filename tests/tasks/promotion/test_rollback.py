@@ -204,3 +204,6 @@ def test_the_command_tells_what_it_did(tmp_path: Path, monkeypatch: pytest.Monke
     assert "rolled back" in last
     assert "Ada" in last
     assert "loops" in last
+    narrow = CliRunner().invoke(app, words, env={"COLUMNS": "80", "TTY_COMPATIBLE": "1"}).output
+    assert "no room for: why" in narrow
+    assert next(line for line in narrow.splitlines() if line.startswith("3 ")).split()[3:5] == ["rolled", "back"]

@@ -150,7 +150,7 @@ def test_an_extractor_that_is_not_there_is_said_before_work(
     recipe = make_recipe({"general": [{"uri": write_jsonl("a.jsonl", ["words"])}]}, extractor="trafilatura")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     [fault] = check_sources(recipe)
-    assert fault.startswith("curate.extractor: trafilatura is not installed; in the checkout: make install-dev")
+    assert fault.startswith("curate.extractor: trafilatura is not installed; pip install trafilatura")
 
 
 def test_a_later_broken_record_stops_the_reading(tmp_path: Path) -> None:
