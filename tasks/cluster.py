@@ -17,7 +17,7 @@ from herd.llama3.recipe.load import fault_lines
 from herd.llama3.recipe.units import Bytes
 from herd.llama3.train.profiler import Profile
 from herd.storage.processes import processors
-from herd.storage.secrets import names_secret, refuse_secrets
+from herd.storage.secrets import holds_secret, names_secret, refuse_secrets
 
 
 def _one_line(text: str) -> str:
@@ -51,11 +51,24 @@ class Nodes(BaseModel):
     python: Line = ""
     """Python interpreter on the nodes; empty: the path of this one, which must exist there too."""
     environment: dict[Variable, str] = {}
-    """Variables for every process, such as NCCL_SOCKET_IFNAME or NCCL_IB_HCA; they win over those that herd sets."""
+    """Variables for every process, such as NCCL_SOCKET_IFNAME or NCCL_IB_HCA; they win over those that herd sets. A
+    secret is refused."""
     poll_s: float = Field(default=5.0, gt=0)
     """Seconds between two calls of the scheduler."""
     preflight: bool = True
     """Measure every node for some seconds at the start of an attempt; one far below the others is excluded."""
+
+    @field_validator("environment")
+    @classmethod
+    def _no_secret(cls, environment: dict[str, str]) -> dict[str, str]:
+        for name, value in environment.items():
+            if names_secret(name) or holds_secret(value):
+                raise ValueError(
+                    f"{name} holds a secret, and would be written into scripts, manifests and records; for Slurm "
+                    "export it before herd run (sbatch passes it on), or source a private file in slurm.setup; on "
+                    "Kubernetes name a Secret in kubernetes.secrets"
+                )
+        return environment
 
     def nodes(self, processes: int) -> int:
         """Return how many nodes `processes` need."""

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +23,7 @@ from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.train.job import GRACE_S, AttemptResult
 from herd.storage.filesystem import write_atomic
 from herd.tasks.cluster import Cluster
-from herd.tasks.errors import TrainingFailed
+from herd.tasks.errors import SchedulerRefused, TrainingFailed
 
 REAP_S = 5.0
 """From the end of the ranks' grace to the end of their agent."""
@@ -28,6 +31,8 @@ SHUTDOWN_S = GRACE_S + REAP_S
 """Longest shutdown of an agent whose ranks have nothing to save."""
 WATCH_S = 0.1
 """Between two polls of a launch: part of every restart."""
+LOST_S = 120.0
+"""How long a query of a scheduler may fail: Slurm's backup controller takes over after 120 s by default."""
 NO_OUTCOME = -signal.SIGKILL
 """Status of an attempt whose agents left no outcome."""
 
@@ -88,16 +93,55 @@ class Launcher(Protocol):
 
 
 def wait(launch: Launch, stopped: Callable[[], bool] = lambda: False) -> AttemptResult:
-    """Wait until `launch` has ended and return how; stop it if the wait is interrupted, or `stopped` says so."""
-    try:
+    """Wait until `launch` has ended and return how; stop it if the wait is interrupted, or `stopped` says so.
+
+    Raises SchedulerRefused as `stopped_on_error` does.
+    """
+    with stopped_on_error(launch):
         while (outcome := launch.poll()) is None:
             if stopped():
                 raise InterruptedError(f"{launch.label} was stopped")
             time.sleep(WATCH_S)
-    except BaseException:
-        launch.stop()
-        raise
     return outcome
+
+
+@contextmanager
+def stopped_on_error(launch: Launch) -> Iterator[None]:
+    """Stop `launch` if the block raises; leave it alone if that is because its scheduler does not answer.
+
+    Raises SchedulerRefused with what to do then.
+    """
+    try:
+        try:
+            yield
+        except SchedulerRefused:  # the job itself may be well, and the next supervisor finds it
+            raise
+        except BaseException:
+            launch.stop()
+            raise
+    except SchedulerRefused as error:
+        raise SchedulerRefused(
+            f"{error}\n{launch.label} was not stopped and may still run; when the scheduler answers, the same command "
+            "(in Prefect: Retry) follows it again, and herd stop RUN ends a training job"
+        ) from error
+
+
+def query(*command: str, forgotten: str | None = None) -> str:
+    """Return the output of a command that changes nothing, "" if it fails with the message `forgotten`.
+
+    It is repeated while it fails, and runs in its own session, so that Ctrl-C does not interrupt it. Raises
+    SchedulerRefused with its error message after LOST_S.
+    """
+    deadline = time.monotonic() + LOST_S
+    while True:
+        done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+        if done.returncode == 0:
+            return done.stdout.strip()
+        if forgotten and forgotten in done.stderr:
+            return ""
+        if time.monotonic() > deadline:
+            raise SchedulerRefused(f"{shlex.join(command)}: failed for {LOST_S:.0f} s: {done.stderr.strip()}")
+        time.sleep(1.0)
 
 
 def launch_key(job: Path) -> str:

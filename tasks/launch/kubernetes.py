@@ -27,6 +27,7 @@ from herd.tasks.launch.base import (
     agent_command,
     agent_variables,
     keep_job,
+    query,
     same_job,
     trainer_environment,
 )
@@ -58,7 +59,7 @@ class KubernetesLauncher:
     def capacity(self) -> int:
         """Return how many processes the ready nodes could run, including nodes in use."""
         settings = self.cluster.kubernetes
-        listed = json.loads(kubectl("get", "nodes", "--output=json"))
+        listed = json.loads(get("nodes"))
         excluded = self.excluded()
         listed["items"] = [node for node in listed["items"] if node["metadata"]["name"] not in excluded]
         nodes = ready_nodes(listed, settings.gpu if settings.gpus else "", settings.processes_per_node)
@@ -128,7 +129,7 @@ class KubernetesLaunch:
 
     def read(self) -> Manifest | None:
         """Return the job as `kubectl get` shows it, or None if it does not exist."""
-        text = kubectl("get", *self.kubectl_args, "--ignore-not-found", "--output=json")
+        text = get(*self.kubectl_args, "--ignore-not-found")
         return json.loads(text) if text else None
 
     def poll(self) -> AttemptResult | None:
@@ -143,7 +144,7 @@ class KubernetesLaunch:
     def waits(self) -> bool:
         """Return whether a pod does not run yet."""
         selector = f"--selector=herd/job={self.name}"
-        listed = json.loads(kubectl("get", "pods", self.kubectl_args[0], selector, "--output=json"))["items"]
+        listed = json.loads(get("pods", self.kubectl_args[0], selector))["items"]
         return not listed or any(pod["status"]["phase"] != "Running" for pod in listed)
 
     def used_s(self) -> None:
@@ -331,6 +332,11 @@ def ready_nodes(listed: Manifest, resource: str, amount: int) -> int:
         if up and not node["spec"].get("unschedulable"):
             count += not resource or int(node["status"]["allocatable"].get(resource, 0)) >= amount
     return count
+
+
+def get(*arguments: str) -> str:
+    """Return the JSON of `kubectl get`. Raises SchedulerRefused without an answer for LOST_S."""
+    return query("kubectl", "get", *arguments, "--output=json", "--request-timeout=30s")
 
 
 def kubectl(*arguments: str, stdin: str | None = None) -> str:

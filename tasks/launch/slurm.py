@@ -27,6 +27,7 @@ from herd.tasks.launch.base import (
     agent_command,
     agent_variables,
     keep_job,
+    query,
     same_job,
     trainer_environment,
 )
@@ -36,8 +37,6 @@ QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "
 USABLE = "idle,mixed,allocated,completing,reserved,planned"
 STOP_S = 60.0
 """Slurm's own grace (KillWait, 30 s by default) and some more."""
-LOST_S = 30.0
-"""How long squeue may fail: a controller that restarts is away for seconds."""
 
 SCRIPT = """\
 #!/bin/bash
@@ -273,16 +272,7 @@ def _state(job_id: str) -> str:
 
 def _squeue(*options: str) -> str:
     """Return what squeue lists, "" for a job that it forgot. Raises SchedulerRefused without an answer for LOST_S."""
-    deadline = time.monotonic() + LOST_S
-    while True:
-        done = subprocess.run(["squeue", "--noheader", *options], capture_output=True, text=True)
-        if done.returncode == 0:
-            return done.stdout.strip()
-        if "Invalid job id" in done.stderr:
-            return ""
-        if time.monotonic() > deadline:
-            raise SchedulerRefused(f"squeue: {done.stderr.strip()}")
-        time.sleep(1.0)
+    return query("squeue", "--noheader", *options, forgotten="Invalid job id")
 
 
 def _ask(*command: str) -> str:

@@ -18,11 +18,11 @@ from rich.markup import escape
 
 from herd.llama3.train import metrics
 from herd.llama3.train.health import HealthTail
-from herd.llama3.train.job import HUNG, AttemptResult
+from herd.llama3.train.job import HUNG, AttemptResult, StopEstimate
 from herd.llama3.train.journal import HEALTH, Journal, Record, Rewind, Tail, end_attempt, read_attempts, valid_records
 from herd.storage.filesystem import write_atomic
 from herd.tasks.console import ProgressLine
-from herd.tasks.launch.base import WATCH_S, Launch
+from herd.tasks.launch.base import WATCH_S, Launch, stopped_on_error
 from herd.tasks.launch.hosts import Hosts
 from herd.tasks.stages.alerts import Alerts
 from herd.tasks.stages.evaluate import CheckpointOffers
@@ -70,10 +70,12 @@ class JournalTailer:
         self.health: HealthTail | None = None
         self.faults: set[tuple[str, str]] = set()
         """Host and fault of the attempt, as recorded."""
-        self.context, self.runs, self.tail, self.line = context, runs, Tail(journal), line
+        self.context, self.runs, self.tail, self.line, self.end = context, runs, Tail(journal), line, end
         self.thinning = Thinning(steps, end)
         self.sender = Sender(context.tracker, runs, lambda: catch_up(context))
         self.position = self.began = -1
+        self.recorded = 0.0
+        """When the last record was made, by the clock of rank 0."""
         self.heard = self.last_sent = self.examined = time.monotonic()
         self.unsent: list[MetricPoint] = []
         self.losses: deque[float] = deque(maxlen=SMOOTHED)
@@ -95,26 +97,27 @@ class JournalTailer:
         """Follow until the trainer ends and return how; stops the trainer if interrupted or if it hangs.
 
         `start` is the stage's first position. A trainer hangs if it records no step for `step_timeout_s`; before its
-        first step, if it uses no processor for as long, or logs no line for `startup_s`.
+        first step, if it uses no processor for as long, or logs no line for `startup_s`. While it waits for a save, it
+        may take the time limit of one. Raises SchedulerRefused as `stopped_on_error` does.
         """
         self.began, self.heard = self.position, time.monotonic()
-        self.launched = self.logged = self.heard
+        self.launched = self.logged = self.sized = self.heard
         self.used_s, self.log_bytes = 0.0, 0
         self.health, self.faults, self.followed = HealthTail(launch.logs), set(), time.time()
         if self.alerts:
             self.alerts.restarted()
         try:
-            while (outcome := launch.poll()) is None:
-                self._take(start)
-                if why := self._silent(step_timeout_s, startup_s, launch):
-                    launch.stop()
-                    outcome = AttemptResult(status=HUNG, message=f"{why}; it was stopped")
-                    break
-                until = time.monotonic() + POLL_S
-                while time.monotonic() < until and launch.poll() is None:
-                    time.sleep(WATCH_S)
+            with stopped_on_error(launch):
+                while (outcome := launch.poll()) is None:
+                    self._take(start)
+                    if why := self._silent(step_timeout_s, startup_s, launch):
+                        launch.stop()
+                        outcome = AttemptResult(status=HUNG, message=f"{why}; it was stopped")
+                        break
+                    until = time.monotonic() + POLL_S
+                    while time.monotonic() < until and launch.poll() is None:
+                        time.sleep(WATCH_S)
         except BaseException:
-            launch.stop()
             self.sender.drain(INTERRUPTED_S)
             raise
         self.examined = -math.inf
@@ -134,14 +137,25 @@ class JournalTailer:
             used_s = launch.used_s()
             if used_s is None or used_s - self.used_s > IDLE * (now - self.heard):
                 self.used_s, self.heard = used_s or 0.0, now
-        if (size := sum(log.stat().st_size for log in launch.logs.glob("rank-*.log"))) != self.log_bytes:
-            self.logged, self.log_bytes = now, size
-        why = ""
-        if now - self.heard > step_timeout_s:
+            if now - self.sized > startup_s / 100:  # there may be thousands of logs
+                size = sum(log.stat().st_size for log in launch.logs.glob("rank-*.log"))
+                if size != self.log_bytes:
+                    self.logged = now
+                self.sized, self.log_bytes = now, size
+        else:
+            self.logged = now
+        why, silent_s = "", now - self.heard
+        if silent_s > step_timeout_s:
             why = f"it did nothing for {step_timeout_s:,.0f} s before its first step" if starting else ""
             why = why or f"no step for {step_timeout_s:,.0f} s"
-        elif starting and now - self.logged > startup_s:
+        elif starting and (silent_s := now - self.logged) > startup_s:
             why = f"no step and no line of log for {startup_s:,.0f} s"
+        saving_since = StopEstimate.read(self.tail.path.parent).saving_since if why else 0.0
+        # A save waits for the one before it, and the end of a stage for the last. Both times are those of rank 0.
+        if saving_since > self.recorded or (saving_since and 0 <= self.end <= self.position):
+            from herd.llama3.train.checkpoint.manager import TIMEOUT_S  # imports torch
+
+            why = f"no step for {TIMEOUT_S:,.0f} s while it saves a checkpoint" if silent_s > TIMEOUT_S else ""
         if why and launch.waits():  # last: it may query a scheduler
             self.heard = self.logged = now
             return ""
@@ -174,7 +188,7 @@ class JournalTailer:
         if records:
             if self.position == self.began and (attempts := read_attempts(self.tail.path.parent)):
                 self.sender.tag(environment_tags(attempts[-1].get("environment") or {}))
-            self.position, self.heard = records[-1].position, time.monotonic()
+            self.position, self.recorded, self.heard = records[-1].position, records[-1].time, time.monotonic()
             mean = {metrics.LOSS: sum(self.losses) / len(self.losses)} if self.losses else {}
             values = {**records[-1].metrics, **mean, **self.held_out}
             self.line.update(

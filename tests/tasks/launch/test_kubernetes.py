@@ -24,7 +24,9 @@ from pydantic import ValidationError
 from herd.llama3.train import launch
 from herd.llama3.train.job import AttemptResult
 from herd.tasks.cluster import Cluster
-from herd.tasks.launch.base import orphans
+from herd.tasks.errors import SchedulerRefused
+from herd.tasks.launch import base
+from herd.tasks.launch.base import orphans, stopped_on_error, wait
 from herd.tasks.launch.kubernetes import KubernetesLauncher, ended, job_name, manifest, manifest_text, ready_nodes
 
 JOB, LOGS = Path("/herd/work/main-1a2b/job.json"), Path("/herd/runs/tiny-1/logs/main/attempt 2")
@@ -293,10 +295,16 @@ def test_no_kubectl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 KUBECTL = """\
 #!{python}
-# Stands for kubectl and a cluster with room for one job: a file.
+# Stands for kubectl and a cluster with room for one job: a file. If there is a file `away`, the next call fails.
 import json, sys, yaml
 from pathlib import Path
 file, words = Path(__file__).with_name("job.json"), [word for word in sys.argv[1:] if not word.startswith("--")]
+away = Path(__file__).with_name("away")
+if away.exists():
+    away.unlink()
+    sys.exit("Unable to connect to the server")
+if words[0] == "get" and "--request-timeout=30s" not in sys.argv:
+    sys.exit("it may hang")
 match words:
     case ["get", "pods"]:
         print(json.dumps({{"items": [{{"status": {{"phase": "Running"}}}}] if file.exists() else []}}))
@@ -311,11 +319,46 @@ match words:
 """
 
 
-def test_a_new_supervisor_finds_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """A cluster with the kubectl above."""
     (tmp_path / "kubectl").write_text(KUBECTL.format(python=sys.executable))
     (tmp_path / "kubectl").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    cluster = Cluster.model_validate({"kubernetes": {"mount": str(tmp_path), "poll_s": 1e-9}})
+    return Cluster.model_validate({"kubernetes": {"mount": str(tmp_path), "poll_s": 1e-9}})
+
+
+def test_a_job_outlives_an_api_server_that_does_not_answer(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, away = tmp_path / "job", tmp_path / "away"
+    job.write_text("{}")
+    launcher = KubernetesLauncher(cluster, "main-1a2b")
+    launch = launcher.start(job, 1, tmp_path / "attempt-1")
+    away.touch()
+    assert launch.poll() is None, "one call failed"
+    assert not away.exists()
+    away.touch()
+    assert not launch.waits()
+    monkeypatch.setattr(base, "LOST_S", 0.0)
+    away.touch()
+    remedy = (
+        r"(?s)kubectl get .*Unable to connect.*JobSet herd-main-1a2b was not stopped.*the same command .*follows it"
+    )
+    with pytest.raises(SchedulerRefused, match=remedy):
+        wait(launch)
+    live = launcher.live(job)
+    assert live is not None
+    away.touch()
+    with pytest.raises(SchedulerRefused, match=r"(?s)kubectl delete .*was not stopped"), stopped_on_error(live):
+        raise KeyboardInterrupt
+    assert launcher.live(job) is not None
+    with pytest.raises(KeyboardInterrupt), stopped_on_error(live):
+        raise KeyboardInterrupt
+    assert launcher.live(job) is None
+
+
+def test_a_new_supervisor_finds_the_job(cluster: Cluster, tmp_path: Path) -> None:
     job, first, second = (tmp_path / name for name in ("job", "attempt-1", "attempt-2"))
     job.write_text("{}")
     launcher = KubernetesLauncher(cluster, "main-1a2b")

@@ -26,7 +26,8 @@ from herd.tasks.cluster import Cluster, EvaluationCluster, load_cluster
 from herd.tasks.console import TerminalConsole
 from herd.tasks.doctor import diagnose_nodes
 from herd.tasks.errors import SchedulerRefused
-from herd.tasks.launch.base import Launch, fitting, orphans
+from herd.tasks.launch import base
+from herd.tasks.launch.base import Launch, fitting, orphans, stopped_on_error, wait
 from herd.tasks.launch.hosts import Hosts
 from herd.tasks.launch.slurm import SlurmLaunch, SlurmLauncher, slurm_script
 from herd.tasks.runs.records import Runs
@@ -77,6 +78,19 @@ def test_what_would_become_a_command_is_refused_by_name(tmp_path: Path, field: s
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump({"launcher": "slurm", "slurm": {field: value}}))
     with pytest.raises(ValueError, match=rf"(?s)cluster\.slurm\.{field}.*(write one line|invalid name of a variable)"):
         load_cluster(tmp_path / "cluster.yaml")
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "kubernetes"])
+@pytest.mark.parametrize(("name", "value"), [("HF_TOKEN", "x1y2z3"), ("HTTPS_PROXY", "http://me:x1y2z3@proxy:3128")])
+def test_a_secret_is_refused_because_scripts_and_manifests_are_kept(
+    tmp_path: Path, launcher: str, name: str, value: str
+) -> None:
+    settings = {"environment": {"NCCL_IB_PKEY": "1", name: value}}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump({"launcher": launcher, launcher: settings}))
+    message = rf"cluster\.{launcher}\.environment: {name} holds a secret.*slurm\.setup.*kubernetes\.secrets"
+    with pytest.raises(ValueError, match=message) as refused:
+        load_cluster(tmp_path / "cluster.yaml")
+    assert "x1y2z3" not in str(refused.value)
 
 
 def test_a_folder_with_a_line_break_in_its_name_is_refused(tmp_path: Path) -> None:
@@ -426,6 +440,26 @@ def test_excluded_nodes_are_not_counted_and_not_used(tmp_path: Path, monkeypatch
     assert launcher.capacity() == 1
     launcher.start(job(tmp_path, ASKED), 1, tmp_path / "logs")
     assert "#SBATCH --exclude=n1,n3\n" in (tmp_path / "logs" / "job.sbatch").read_text()
+
+
+def test_a_job_outlives_a_controller_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """squeue fails once, then knows the job until it is canceled."""
+    away, canceled = tmp_path / "away", tmp_path / "canceled"
+    squeue = f"rm {away} 2> /dev/null && echo Unable to contact slurm controller >&2 && exit 1\n[ -e {canceled} ]"
+    stand_ins(tmp_path, monkeypatch, squeue=f"{squeue} || echo PENDING", scancel=f"touch {canceled}")
+    launch = SlurmLaunch("7", tmp_path, 0.0)
+    away.touch()
+    assert launch.poll() is None
+    assert not away.exists()
+    monkeypatch.setattr(base, "LOST_S", 0.0)
+    away.touch()
+    remedy = r"(?s)squeue .*Unable to contact.*Slurm job 7 was not stopped.*the same command .*follows it"
+    with pytest.raises(SchedulerRefused, match=remedy):
+        wait(launch)
+    assert not canceled.exists()
+    with pytest.raises(KeyboardInterrupt), stopped_on_error(launch):
+        raise KeyboardInterrupt
+    assert canceled.exists()
 
 
 def test_a_job_is_complete_when_every_node_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def test_an_unknown_run_names_the_known_ones(tmp_path: Path) -> None:
         runs.find("x-1")
     runs.begin(load_recipe(QUICKSTART), "abc")
     (tmp_path / "runs/plan-quickstart-h100").mkdir()  # of `herd plan compare`: no run
-    with pytest.raises(ValueError, match="runs: quickstart-1$"):
+    with pytest.raises(ValueError, match=r"runs: quickstart-1$"):
         runs.find("quickstart-2")
     with pytest.raises(ValueError, match="has not finished a training stage"):
         model_folder(Root.parse(tmp_path), "quickstart-1")

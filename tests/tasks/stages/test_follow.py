@@ -16,13 +16,13 @@ from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.train import job as jobs
 from herd.llama3.train import metrics
 from herd.llama3.train.health import HealthSample
-from herd.llama3.train.job import AttemptResult
+from herd.llama3.train.job import AttemptResult, StopEstimate
 from herd.llama3.train.journal import HEALTH, Journal, Record, device_hours, read_attempts, read_journal, to_parquet
 from herd.storage.artifact import Store
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
 from herd.tasks.console import TerminalConsole
-from herd.tasks.errors import TrainingFailed
+from herd.tasks.errors import SchedulerRefused, TrainingFailed
 from herd.tasks.launch import base as launch_base
 from herd.tasks.launch.hosts import Hosts
 from herd.tasks.launch.local import Agents, LocalLauncher, rank_process
@@ -66,7 +66,7 @@ def launcher() -> Iterator[LocalLauncher]:
 @pytest.mark.fault("F9")
 def test_a_trainer_that_falls_silent_is_stopped(context: Context, launcher: LocalLauncher, tmp_path: Path) -> None:
     """One process alone: no peer waits for it."""
-    path = job(tmp_path, ASKED, timeout_s=1)
+    path = job(tmp_path, recipe(stages=stages(4000), checkpoint={"every": "1 h"}), timeout_s=1)
     launch = launcher.start(path, 1, tmp_path / "logs" / "attempt-1")
     while len(records(path)) < 3:
         assert launch.poll() is None
@@ -174,6 +174,100 @@ def test_a_trainer_that_is_busy_and_never_begins_is_stopped(context: Context, tm
         launch = LocalLauncher(Cluster(), agents).start(path, 1, tmp_path / "logs" / "attempt-1")
         ended = follower.follow(launch, 0, 60.0, 0.4)  # half a second is too short to import torch in
     assert ended == AttemptResult(status=HUNG, message="no step and no line of log for 0 s; it was stopped")
+
+
+class Silent:
+    """A trainer on another machine that records at most one step."""
+
+    label, lasts_s, lines = "job 7", float("inf"), False
+
+    def __init__(self, logs: Path, position: int = STEP) -> None:
+        self.logs, self.position, self.stopped, self.began = logs, position, 0, time.monotonic()
+
+    def poll(self) -> AttemptResult | None:
+        if self.position:
+            with Journal(self.logs / "journal.jsonl") as journal:
+                journal.add(Record(time.time(), self.position, {metrics.LOSS: 2.0}))
+            self.position = 0
+        if self.lines:
+            with (self.logs / "rank-0.log").open("a") as log:
+                log.write("compiles\n")
+        return AttemptResult(status=0) if time.monotonic() - self.began > self.lasts_s else None
+
+    def waits(self) -> bool:
+        return False
+
+    def used_s(self) -> None:
+        return None
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+
+def test_a_trainer_that_waits_for_a_slow_save_is_given_the_time_of_a_save(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save waits for the one before it, or the end of the stage does, and no step is recorded meanwhile."""
+    monkeypatch.setattr("herd.llama3.train.checkpoint.manager.TIMEOUT_S", 1.0)
+    saved, hung = "no step for 1 s while it saves a checkpoint; it was stopped", "no step for 0 s; it was stopped"
+    launch, end, now = Silent(tmp_path), 3 * STEP, time.time()
+    follower = JournalTailer(context, [context.record.mlflow_run], tmp_path / "journal.jsonl", 3, Unseen(), end)
+    for position, saving_since, message in (
+        (STEP, now + 60, saved),
+        (2 * STEP, now - 60, hung),  # a step was recorded since the save began
+        (end, now - 60, saved),
+        (end + STEP, 0.0, hung),
+    ):
+        launch.position = position
+        StopEstimate(saving_since=saving_since).write(tmp_path)
+        began = time.monotonic()
+        assert follower.follow(launch, 0, 0.1).message == message
+        assert (time.monotonic() - began > 1.0) == (message == saved)
+
+
+@pytest.mark.parametrize(("error", "stops"), [(SchedulerRefused("no answer"), 0), (KeyboardInterrupt(), 1)])
+def test_a_trainer_is_left_alone_if_its_scheduler_does_not_answer(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, stops: int
+) -> None:
+    launch = Silent(tmp_path)
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(launch, "poll", fail)
+    follower = JournalTailer(context, [context.record.mlflow_run], tmp_path / "journal.jsonl", 3, Unseen())
+    with pytest.raises(type(error), match="" if stops else "job 7 was not stopped and may still run"):
+        follower.follow(launch, 0, 60.0)
+    assert launch.stopped == stops
+
+
+@pytest.mark.parametrize(
+    ("position", "lines", "startup_s", "status", "most"),
+    [(0, False, 0.5, HUNG, 2), (0, True, 0.5, 0, 9), (0, False, 500.0, 0, 0), (STEP, True, 0.5, 0, 0)],
+    ids=["silent", "logs", "not yet due", "trains"],
+)
+def test_logs_are_looked_at_only_before_the_first_step_and_when_it_matters(
+    context: Context,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    position: int,
+    lines: bool,
+    startup_s: float,
+    status: int,
+    most: int,
+) -> None:
+    """There is one for each of thousands of ranks, on a file system that all nodes share."""
+    launch, looked, glob = Silent(tmp_path, position), list[str](), Path.glob
+    launch.lasts_s, launch.lines = 1.8, lines
+
+    def counted(folder: Path, pattern: str) -> Iterator[Path]:
+        looked.append(pattern)
+        return glob(folder, pattern)
+
+    monkeypatch.setattr(Path, "glob", counted)
+    follower = JournalTailer(context, [context.record.mlflow_run], tmp_path / "journal.jsonl", 3, Unseen())
+    assert follower.follow(launch, 0, 60.0, startup_s).status == status
+    assert (most > 0) <= looked.count("rank-*.log") <= most
 
 
 def begun_rank() -> psutil.Process | None:
