@@ -71,9 +71,12 @@ def plan_recipe(
         if cluster:
             from herd.tasks.plan.options import open_cluster
             from herd.tasks.plan.presets import fabric_of
+            from herd.tasks.runs.preflight import layout_faults
 
             cluster = fabric_of(cluster)
             fabric, here = open_cluster(cluster, sparse)
+            if here is not None and (faults := layout_faults(plan.recipe, here, plan.rows)):
+                raise ValueError("\n".join(faults))
         if fabric is None:
             options = {"--gpus": gpus, "--html": html, "--write": write, "--hosts": hosts, "--json": json_ and cluster}
             if given := [name for name, value in options.items() if value]:
@@ -86,7 +89,6 @@ def plan_recipe(
                 return
             _print_plan(plan)
             if here is not None:  # the devices are unknown: only the memory of the fullest process can be computed
-                here.layout.check(plan.recipe.model, plan.rows, here.processes)
                 for line in memory_lines(plan, here.layout, here.processes, here.micro_batch):
                     out.print(line)
                 out.print("[dim]cluster.fabric is not given: step times are unknown (herd plan presets: clusters)[/]")

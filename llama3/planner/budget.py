@@ -1,6 +1,7 @@
 """Time, money, energy and storage of a recipe on a cluster: sums over its stages, with every price a parameter.
 
-    days = sum of steps x step time / goodput;  GPU-hours = GPUs x hours;  money = GPU-hours x price + storage;
+    days = sum of steps x step time / goodput;  GPU-hours = GPUs x hours;
+    money = GPU-hours x (1 + spares) x price + storage;
     energy = GPU-hours x (GPU watts x load + server watts / GPUs) x PUE
 
 Most defaults are assumed, since nobody publishes prices. People, failed experiments and network power are not counted.
@@ -57,7 +58,7 @@ class Prices:
     """Prices and power; each field states the source of its default."""
 
     gpu_hour: float = 2.5
-    """Money per GPU-hour. Assumed: rented H100s went for 2 to 4 USD in 2024 and 2025."""
+    """USD per GPU-hour. Assumed: rented H100s went for 2 to 4 in 2024 and 2025."""
     gpu_watts: float = 700.0
     """Of one GPU (arXiv 2407.21783, section 3.3.1)."""
     gpu_load: float = 0.9
@@ -67,9 +68,9 @@ class Prices:
     pue: float = 1.1
     """Power of the site over that of its servers. Assumed, as of large sites."""
     gb_month: float = 0.02
-    """Money per GB and month of storage. Assumed, as of object stores."""
+    """USD per GB and month of storage. Assumed, as of object stores."""
     spare_share: float = 0.0
-    """Spare hosts as a share of the job; they cost as much as the others."""
+    """Spare hosts as a share of the job; they cost as much as the others, and their idle power is not counted."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -139,8 +140,8 @@ class Budget:
 
     @property
     def mwh(self) -> float:
-        """Energy in MWh."""
-        return self.gpu_hours * (1 + self.prices.spare_share) * self.prices.watts / 1e6
+        """Energy in MWh, without spares."""
+        return self.gpu_hours * self.prices.watts / 1e6
 
     def as_dict(self) -> dict[str, Any]:
         """Return every figure, by stage and in total."""

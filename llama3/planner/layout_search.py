@@ -8,8 +8,8 @@ Zero-bubble schedules, HSDP and tensor parallelism over more than one server are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -57,6 +57,13 @@ class LayoutQuery:
     """Share of `memory_bytes` that stays free."""
     compiled: bool = False
     """Whether compiled blocks are searched too."""
+    steps: Mapping[int, int] = field(default_factory=dict)
+    """Steps of every sequence length that shares the layout, `seq_len` among them; empty: `seq_len` alone."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Every sequence length, `seq_len` first, then the longest: the one that most often does not fit."""
+        return [self.seq_len, *sorted({*self.steps} - {self.seq_len}, reverse=True)]
 
     @property
     def limit(self) -> float:
@@ -92,6 +99,8 @@ class Candidate:
     """Per GPU, 6N and causal attention."""
     margin: float
     """Bytes left under the limit."""
+    mean_step_s: float
+    """Seconds of a step, as a mean over the steps of all lengths of the query."""
 
     @property
     def dp(self) -> int:
@@ -124,25 +133,32 @@ class SearchResult:
 
 
 def search_layouts(query: LayoutQuery, model: StepModel) -> SearchResult:
-    """Return every layout of `query`, the fitting ones by time per step."""
+    """Return every layout of `query`, the fitting ones by time per step, the mean of all lengths."""
     result = SearchResult(query)
     for cut, micro_batch in enumerate_layouts(query):
         try:
             cut.check(query.config, query.rows, query.world)
-            cut.check_sequence(query.seq_len)
-            _check_batch(query, cut, micro_batch)
+            _check_batch(query, cut, query.seq_len, micro_batch)
+            for seq_len in query.lengths:
+                cut.check_sequence(seq_len)
+                _check_batch(query, cut, seq_len)
         except ValueError as error:
             result.rejected.append(Rejected(cut, micro_batch, str(error)))
             continue
-        count = query.batch // query.seq_len // (cut.dp(query.world) * micro_batch)
-        load = Load(query.seq_len, micro_batch, count, query.precision)
-        for layout in _pipelines(query, cut, count):
-            fitting = _first_that_fits(query, layout, load)
+        loads = [_load(query, cut, seq_len, micro_batch) for seq_len in query.lengths]
+        for layout in _pipelines(query, cut, loads[0].micro_batches):
+            fitting = _first_that_fits(query, layout, loads)
             if isinstance(fitting, Rejected):
                 result.rejected.append(fitting)
-            else:
-                result.fitting.append(make_candidate(query, fitting[0], load, fitting[1], model))
-    result.fitting.sort(key=lambda candidate: (candidate.time.total, candidate.memory.total))
+                continue
+            candidate = make_candidate(query, fitting[0], loads[0], fitting[1], model)
+            if query.steps:
+                spent = query.steps[query.seq_len] * candidate.time.total
+                for load in loads[1:]:
+                    spent += query.steps[load.seq_len] * model.predict(candidate.layout, query.world, load).total
+                candidate = replace(candidate, mean_step_s=spent / sum(query.steps.values()))
+            result.fitting.append(candidate)
+    result.fitting.sort(key=lambda candidate: (candidate.mean_step_s, candidate.memory.total))
     return result
 
 
@@ -151,7 +167,7 @@ def make_candidate(query: LayoutQuery, layout: Layout, load: Load, needs: RankMe
     time = model.predict(layout, query.world, load)
     work = flops_per_token(query.config, query.rows, query.seq_len).causal * query.batch
     tflops = work / query.world / time.total / 1e12
-    return Candidate(layout, load, query.world, needs, time, tflops, query.limit - needs.total)
+    return Candidate(layout, load, query.world, needs, time, tflops, query.limit - needs.total, time.total)
 
 
 def evaluate_layout(query: LayoutQuery, layout: Layout, micro_batch: int, model: StepModel) -> Candidate:
@@ -161,21 +177,25 @@ def evaluate_layout(query: LayoutQuery, layout: Layout, micro_batch: int, model:
     """
     layout.check(query.config, query.rows, query.world)
     layout.check_sequence(query.seq_len)
-    _check_batch(query, layout, 1)
-    sequences = query.batch // query.seq_len // layout.dp(query.world)
-    load = Load(query.seq_len, *split_micro_batches(layout, sequences, micro_batch), query.precision)
+    _check_batch(query, layout, query.seq_len)
+    load = _load(query, layout, query.seq_len, micro_batch)
     return make_candidate(query, layout, load, _fullest(query, layout, load, every=True), model)
 
 
-def _check_batch(query: LayoutQuery, layout: Layout, micro_batch: int) -> None:
+def _check_batch(query: LayoutQuery, layout: Layout, seq_len: int, micro_batch: int = 1) -> None:
     """Raise ValueError if the sequences of a step do not divide evenly."""
     dp = layout.dp(query.world)
-    sequences = query.batch // query.seq_len
+    sequences = query.batch // seq_len
     if sequences % (dp * micro_batch):
         raise ValueError(
             f"batch: {sequences} sequences do not split over dp {dp} x micro-batch {micro_batch}; "
             f"{dp * micro_batch} must divide them"
         )
+
+
+def _load(query: LayoutQuery, layout: Layout, seq_len: int, micro_batch: int) -> Load:
+    sequences = query.batch // seq_len // layout.dp(query.world)
+    return Load(seq_len, *split_micro_batches(layout, sequences, micro_batch), query.precision)
 
 
 def split_micro_batches(layout: Layout, sequences: int, most: int) -> tuple[int, int]:
@@ -192,7 +212,7 @@ def split_micro_batches(layout: Layout, sequences: int, most: int) -> tuple[int,
 def enumerate_layouts(query: LayoutQuery) -> Iterator[tuple[Layout, int]]:
     """Yield every combination of TP, CP and PP that divides the GPUs, with every micro-batch."""
     for tp in _powers(query.server_gpus):
-        for cp in _powers(max(1, query.seq_len // LEAST_CHUNK)):
+        for cp in _powers(max(1, max(query.lengths) // LEAST_CHUNK)):
             left, odd = divmod(query.world, tp * cp)
             if odd:
                 continue
@@ -213,17 +233,25 @@ def _powers(most: int) -> list[int]:
     return [1 << exponent for exponent in range(most.bit_length())]
 
 
-def _first_that_fits(query: LayoutQuery, layout: Layout, load: Load) -> tuple[Layout, RankMemory] | Rejected:
-    """Return the layout with the cheapest entry of the ladder that fits, or why none does."""
-    rungs = [layout.model_copy(update=fields) for fields in query.ladder]
+def _first_that_fits(query: LayoutQuery, layout: Layout, loads: Sequence[Load]) -> tuple[Layout, RankMemory] | Rejected:
+    """Return the layout with the cheapest entry of the ladder that fits every load, or why none does.
+
+    With the layout comes the memory of the first load.
+    """
+    first, rungs = loads[0], [layout.model_copy(update=fields) for fields in query.ladder]
     for number, tried in enumerate(rungs):
-        needs = _fullest(query, tried, load)
-        if needs.total <= query.limit:
-            return tried, needs
+        needs: dict[Load, RankMemory] = {}
+        for load in loads:
+            least = needs[load] = _fullest(query, tried, load)
+            if least.total > query.limit:
+                break
+        else:
+            return tried, needs[first]
+        loads = sorted(loads, key=lambda other: other is not load)  # the next entry fails at the same one most often
         # Most layouts that fail at all fail at the end of the ladder too; looking there first saves the others.
         if number == 0 and (least := _fullest(query, rungs[-1], load)).total > query.limit:
             break
-    return Rejected(layout, load.micro_batch, f"memory: {memory_error(least, query.limit)}", least.total)
+    return Rejected(layout, first.micro_batch, f"memory: {memory_error(least, query.limit)}", least.total)
 
 
 def _fullest(query: LayoutQuery, layout: Layout, load: Load, every: bool = False) -> RankMemory:

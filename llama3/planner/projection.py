@@ -1,7 +1,8 @@
 """Projection of a recipe on a cluster: a layout, a step time and memory for each stage, and which unknowns matter.
 
-Every trained part gets the fastest layout that fits, on the requested GPUs or as many as the cluster has. A stage of
-several sequence lengths without gates keeps one layout. Time between stages is not modeled.
+Every trained part gets the fastest layout that fits, on the requested GPUs or as many as the cluster has; of layouts
+that are as fast, the one with the largest micro-batch. A stage of several sequence lengths without gates keeps one
+layout, the fastest for all of them. Time between stages is not modeled.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ from herd.llama3.recipe.schema import Recipe
 PIPELINE, CHUNK = 16, 8192
 """Pipeline ranks, and tokens per context-parallel rank, that limit the GPUs of a stage without a requested number."""
 Quantity = Literal["days", "gpu_hours", "money", "mwh"]
+TIE = 0.01
+"""Relative difference of step times that is less than the model's error."""
+ENOUGH_TOKENS = 8192
+"""Tokens of a GPU's micro-batch above which a larger one is not preferred."""
 NUDGE = 1e-5
 """Relative change of a parameter for its elasticity."""
 
@@ -153,11 +158,13 @@ def segment_query(
 def _project_span(
     recipe: Recipe, rows: int, fabric: Fabric, curves: Curves, span: StageSpan, place: StagePlacement, most: int
 ) -> list[ProjectedSegment]:
-    """Return the segments of a span, all on the layout that is fastest for the segment with most tokens.
+    """Return the segments of a span, all on the layout with the least time for them together.
 
     `most`: GPUs, if none are requested. A proposed layout leaves `HEADROOM` of a GPU's memory free, or, if none can,
     `RESERVE`.
     """
+    heaviest = max(span.segments, key=lambda segment: segment.tokens)
+    steps = {segment.seq_len: segment.steps for segment in span.segments}
 
     def on_layout(
         gpus: int, layout: Layout, micro_batch: int, reserve: float, result: SearchResult | None
@@ -167,47 +174,55 @@ def _project_span(
         for segment in span.segments:
             query = segment_query(recipe, rows, fabric, segment, gpus, reserve)
             best = evaluate_layout(query, layout, micro_batch, fabric_step_model(query, fabric, curves))
-            searched = result if result is not None and result.query.seq_len == segment.seq_len else None
-            parts.append(
-                ProjectedSegment(span.name, segment, best, searched, best.tflops / fabric.accelerator.dense_tflops)
-            )
+            mfu = best.tflops / fabric.accelerator.dense_tflops
+            parts.append(ProjectedSegment(span.name, segment, best, result if segment is heaviest else None, mfu))
         return parts
 
     if place.layout is not None:
         parts = on_layout(place.gpus, place.layout, place.micro_batch, RESERVE, None)
         for part in parts:
             query = segment_query(recipe, rows, fabric, part.segment, place.gpus)
-            check_fits(span.name, query, part.best, fabric, curves)
+            check_fits(span.name, replace(query, steps=steps), part.best, fabric, curves)
         return parts
-    heaviest = max(span.segments, key=lambda segment: segment.tokens)
-    world, faults = place.gpus or max_gpus(fabric, span, most), ""
+    largest = place.gpus or max_gpus(fabric, span, most)
+    # No number was requested: halve until a layout fits.
+    sizes = [largest] if place.gpus else [largest >> halvings for halvings in range(largest.bit_length())]
     for reserve in (HEADROOM, RESERVE):
-        query = segment_query(recipe, rows, fabric, heaviest, world, reserve)
-        result = search_layouts(query, fabric_step_model(query, fabric, curves))
-        while not (result.fitting or place.gpus or query.world == 1):  # no number was requested: halve until one fits
-            query = replace(query, world=query.world // 2)
+        results = []
+        for gpus in sizes:
+            query = replace(segment_query(recipe, rows, fabric, heaviest, gpus, reserve), steps=steps)
             result = search_layouts(query, fabric_step_model(query, fabric, curves))
-        for candidate in result.fitting:
-            layout, micro_batch = candidate.layout, candidate.load.micro_batch
-            try:
-                parts = on_layout(query.world, layout, micro_batch, reserve, result)
-            except ValueError as error:  # the layout is impossible for another length of the stage
-                faults = faults or str(error)
-                continue
-            if all(part.best.margin >= 0 for part in parts):
-                return parts
-            faults = faults or "memory"
-    result = _search(query, fabric, curves, span.name)
-    raise ValueError(
-        f"{span.name}: no layout of {result.query.world:,} GPUs serves all its lengths ({faults}); take other GPUs, "
-        "or let the stage advance from length to length, so that each has its own layout"
-    )
+            results.append(result)
+            if result.fitting:
+                if reserve == HEADROOM:  # with less memory free, a larger micro-batch is a risk
+                    _prefer_large_micro_batch(result)
+                best = result.fitting[0]
+                return on_layout(gpus, best.layout, best.load.micro_batch, reserve, result)
+    raise _nothing_fits(results[0], fabric, curves, span.name)
+
+
+def _prefer_large_micro_batch(result: SearchResult) -> None:
+    """Put first, of the layouts within `TIE` of the fastest, the one with most tokens in a GPU's micro-batch.
+
+    A small micro-batch costs launches, whose time is not modeled; `ENOUGH_TOKENS` hide them.
+    """
+
+    def tokens(candidate: Candidate) -> int:
+        return min(ENOUGH_TOKENS, candidate.load.micro_batch * candidate.load.seq_len // candidate.layout.cp)
+
+    slowest = result.fitting[0].mean_step_s * (1 + TIE)
+    best = max((candidate for candidate in result.fitting if candidate.mean_step_s <= slowest), key=tokens)
+    result.fitting.remove(best)
+    result.fitting.insert(0, best)
 
 
 def check_fits(name: str, asked: LayoutQuery, best: Candidate, fabric: Fabric, curves: Curves) -> None:
     """Raise ValueError, with a layout that would fit, if `best` needs more memory than a GPU has."""
     if best.margin < 0:
-        other = _search(asked, fabric, curves, name).fitting[0]
+        result = search_layouts(asked, fabric_step_model(asked, fabric, curves))
+        if not result.fitting:
+            raise _nothing_fits(result, fabric, curves, name)
+        other = result.fitting[0]
         raise ValueError(
             f"{name}: {_describe(best)} does not fit: {memory_error(best.memory, asked.limit)}; {_describe(other)} "
             f"would, with {other.memory.total / 1e9:.1f}"
@@ -223,29 +238,35 @@ def _describe(candidate: Candidate) -> str:
     )
 
 
-def _search(query: LayoutQuery, fabric: Fabric, curves: Curves, name: str) -> SearchResult:
-    """Return the layouts of a query. Raises ValueError, with a number of GPUs that would do, if none fits."""
-    result = search_layouts(query, fabric_step_model(query, fabric, curves))
-    if result.fitting:
-        return result
-    reasons = [rejected.why for rejected in result.rejected]
+def _nothing_fits(result: SearchResult, fabric: Fabric, curves: Curves, name: str) -> ValueError:
+    """Return the error of a search that found nothing, with numbers of GPUs that would do."""
+    query, reasons = result.query, [rejected.why for rejected in result.rejected]
     nearest = next((why for why in reasons if why.startswith("memory")), reasons[0])
-    enough = smallest_cluster(query, fabric, curves)
-    remedy = f"{enough:,} GPUs would do" if enough else f"no number of GPUs of {fabric.name} would do"
-    raise ValueError(
-        f"{name}: no layout of {query.world:,} GPUs fits sequences of {query.seq_len:,} ({nearest}); {remedy}"
+    lengths = " to ".join(f"{length:,}" for length in dict.fromkeys((min(query.lengths), max(query.lengths))))
+    remedy = f"no number of GPUs of {fabric.name} would do; take a larger cluster"
+    if enough := nearest_gpus(query, fabric, curves):
+        remedy = f"{' or '.join(f'{gpus:,}' for gpus in enough)} GPU{'s' * (enough[-1] > 1)} would do"
+    if len(query.lengths) > 1:
+        remedy += "; or let the stage advance from length to length, so that each has its own layout"
+    return ValueError(
+        f"{name}: no layout of {query.world:,} GPU{'s' * (query.world > 1)} fits sequences of {lengths} ({nearest}); "
+        f"{remedy}"
     )
 
 
-def smallest_cluster(query: LayoutQuery, fabric: Fabric, curves: Curves) -> int:
-    """Return the fewest servers' GPUs, doubling, on which a layout fits; 0 if none does up to the whole cluster."""
-    gpus = 1
-    while gpus <= fabric.gpus:
-        query = replace(query, world=gpus)
-        if search_layouts(query, fabric_step_model(query, fabric, curves)).fitting:
-            return gpus
-        gpus *= 2
-    return 0
+def nearest_gpus(query: LayoutQuery, fabric: Fabric, curves: Curves) -> list[int]:
+    """Return the nearest numbers of GPUs below and above `query.world` on which a layout fits, where there are any.
+
+    Powers of two are tried, and the whole cluster.
+    """
+    sizes = sorted({*(1 << exponent for exponent in range(fabric.gpus.bit_length())), fabric.gpus})
+    below, above = [size for size in sizes if size < query.world], [size for size in sizes if size > query.world]
+
+    def fits(gpus: int) -> bool:
+        asked = replace(query, world=gpus)
+        return bool(search_layouts(asked, fabric_step_model(asked, fabric, curves)).fitting)
+
+    return [size for side in (reversed(below), above) if (size := next(filter(fits, side), 0))]
 
 
 # Sensitivity: each unknown moves alone from its low to its high value; unknowns that move together are not modeled

@@ -152,7 +152,8 @@ def _small_fabric(named: str) -> dict[str, Any] | None:
     if not gpus or (gpus > server.gpus and gpus % server.gpus):
         near = max(1, round(gpus / server.gpus)) * server.gpus
         raise ValueError(f"{FIELD}: {named}: {gpus} GPUs are no whole servers of {server.gpus}; write {name}x{near}")
-    own = server.model_dump() | {"gpus": min(gpus, server.gpus)}
+    own, share = server.model_dump() | {"gpus": min(gpus, server.gpus)}, min(1, gpus / server.gpus)
+    own |= {name: share * own[name] for name in ("overhead_watts", "peak_watts")}  # a part of a server draws its part
     figures = {"network": "infiniband", "routing": "adaptive", "storage_gb_s": 20.0}
     sources = dict.fromkeys((*figures, "tiers"), "assumed; copy a preset for your own")
     tiers = [{"name": "cluster", "gpus": gpus}]

@@ -174,7 +174,7 @@ class Uptime:
     spread: MeanAndSpread
     """Effective training time over seeded traces at `interval_s`."""
     spares: int
-    """Spare hosts needed so that one is available 99 % of the time."""
+    """Spare hosts that save more waiting than they cost (`reliability.spare_hosts`)."""
     restart_budget_s: float | None
     """Longest restart that still gives `TARGET`; None if no restart does, or where the formula is not valid."""
     costs: CheckpointCosts

@@ -58,7 +58,9 @@ from herd.tasks.plan.tables import (
     best_table,
     format_amount,
     format_days,
+    format_digits,
     format_energy,
+    format_figure,
     format_memory,
     hall_facts,
     hall_line,
@@ -67,6 +69,7 @@ from herd.tasks.plan.tables import (
     rejected_table,
     stages_table,
     time_table,
+    time_unit,
 )
 from herd.tasks.runs.records import Runs
 from herd.tasks.tracking.mlflow import MLflowTracker
@@ -116,6 +119,9 @@ class ClusterPlan:
     """None if the cluster cannot evaluate the model; a warning of the plan says why."""
     hosts: tuple[str, ...] = ()
     """Name of each server's host; "" for one that other jobs use. Empty: not known, and all are free."""
+
+    def __repr__(self) -> str:
+        return f"<plan of {self.plan.recipe.name} on {self.named}: {self.budget.days:.3g} days>"
 
     @property
     def main(self) -> ProjectedSegment:
@@ -405,14 +411,17 @@ def print_cluster_plan(planned: ClusterPlan, out: Console, top: int) -> None:
     section("layouts", stages_table(projection))
     for line in extrapolation_warnings(planned):
         out.print(f"[yellow]warning[/]  {escape(line)}")
-    section(f"where a step of {main.stage} goes ({best.time.total:.2f} s)", time_table(main))
-    out.print(
-        f"memory   {format_memory(best, best.memory.total + best.margin)}, pipeline rank {best.memory.pipeline_rank}"
-    )
+    section(f"where a step of {main.stage} goes ({format_digits(best.time.total)} s)", time_table(main))
+    where = f", pipeline rank {best.memory.pipeline_rank}" if best.layout.pp > 1 else ""
+    out.print(f"memory   {format_memory(best, best.memory.total + best.margin)}{where}")
+    rate = main.segment.batch / best.time.total
+    each = f"{format_amount(rate / best.world)} of each GPU, " if best.world > 1 else ""
+    out.print(f"speed    {format_amount(rate)} tokens/s, {each}MFU {main.mfu:.1%}")
     if (result := main.found) is not None:
         title = f"{main.stage}: {result.considered:,} layouts, {len(result.fitting):,} fit"
         section(title, best_table(result, top), *([rejected_table(result)] if result.rejected else []))
-    section("network", network_table(planned.placement.traffic, best.world))
+    if planned.placement.traffic:
+        section("network", network_table(planned.placement.traffic, best.world))
     for line in (
         *placement_lines(planned),
         *budget_lines(planned),
@@ -436,20 +445,20 @@ def fabric_lines(fabric: Fabric, curves: str) -> Iterator[str]:
         for tier in fabric.tiers
     )
     flows = f", {fabric.queue_pairs} flows a pair" if fabric.queue_pairs > 1 else ""
-    servers = f"{fabric.servers:,} server{'s' * (fabric.servers > 1)}"
-    yield (
-        f"cluster  {fabric.name}: {fabric.gpus:,} {fabric.accelerator.name} in {servers}; {tiers}; "
-        f"{fabric.network}, {fabric.routing}{flows}"
-    )
+    servers, network = "1 server", ""  # which sends nothing through a switch
+    if fabric.servers > 1:
+        servers, network = f"{fabric.servers:,} servers", f"; {tiers}; {fabric.network}, {fabric.routing}{flows}"
+    yield f"cluster  {fabric.name}: {fabric.gpus:,} {fabric.accelerator.name} in {servers}{network}"
     yield f"devices  {curves}"
 
 
 def network_table(rows: Sequence[AxisTraffic], world: int) -> Table:
     """Return the layer that each axis crosses, and the bytes that a GPU sends there in a step."""
-    layers = rows[0].layers if rows else ()
-    table = plain_table("axis", "size", "crosses", *(f"{name}, GB" for name in layers), left=("axis", "crosses"))
+    used = [index for index in range(len(rows[0].layers)) if any(row.bytes[index] for row in rows)]
+    layers = (f"{rows[0].layers[index]}, GB" for index in used)
+    table = plain_table("axis", "size", "crosses", *layers, left=("axis", "crosses"))
     for row in rows:
-        sent = (f"{size / world / 1e9:,.2f}" if size else "" for size in row.bytes)
+        sent = (format_digits(row.bytes[index] / world / 1e9) if row.bytes[index] else "" for index in used)
         table.add_row(row.axis, str(row.size), row.crosses, *sent)
     return table
 
@@ -457,13 +466,11 @@ def network_table(rows: Sequence[AxisTraffic], world: int) -> Table:
 def placement_lines(planned: ClusterPlan) -> Iterator[str]:
     """Yield the bytes over the oversubscribed layer for each order of ranks."""
     cut = planned.placement
-    if cut.layer:
-        sizes = {
-            name: cut.crossing[name].get(cut.layer, 0.0) / 1e12 for name in ("recommended", "contiguous", "random")
-        }
-        parts = ", ".join(f"{name} {size:,.2f} TB" for name, size in sizes.items())
+    if cut.layer and planned.main.best.world > planned.projection.fabric.server.gpus:
+        sizes = {name: cut.crossing[name].get(cut.layer, 0.0) for name in ("recommended", "contiguous", "random")}
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
         if planned.hosts:
-            parts += f", hosts of the file in order {planned.host_order[1] / 1e12:,.2f} TB"
+            parts += f", hosts of the file in order {format_bytes(planned.host_order[1])}"
         yield f"placed   over the {cut.layer} layer in a step: {parts}"
     if variables := nccl_variables(planned.projection, planned.main):
         yield f"nccl     {', '.join(f'{name}={value}' for name, value in variables.items())}"
@@ -471,25 +478,32 @@ def placement_lines(planned: ClusterPlan) -> Iterator[str]:
 
 def budget_lines(planned: ClusterPlan) -> Iterator[str]:
     """Yield days, GPU-hours, money, energy and storage, and the unknowns they depend on most."""
-
-    budget, short = planned.budget, format_amount
+    budget, prices, short = planned.budget, planned.budget.prices, format_amount
+    price, spares = f"{prices.gpu_hour:g} per GPU-hour", planned.uptimes[planned.main.best.world].spares
+    if prices.gpu_hour == Prices.gpu_hour and "h100" not in planned.projection.fabric.accelerator.name.lower():
+        price += " (assumed, of an H100)"
+    if spares:
+        price += f", {short(budget.gpu_money)} with {spares} spare server{'s' * (spares > 1)}"
     yield ""
     yield (
-        f"takes    {format_days(budget.days)}, {short(budget.gpu_hours)} GPU-hours, {short(budget.money)} at "
-        f"{budget.prices.gpu_hour:g} per GPU-hour, {format_energy(budget.mwh)}"
+        f"takes    {format_days(budget.days)}, {short(budget.gpu_hours)} GPU-hours, "
+        f"{short(budget.gpu_hours * prices.gpu_hour)} USD at {price}, {format_energy(budget.mwh)}"
     )
     kept = budget.stored
+    text = "without text" if kept.text_bytes is None else f"with {format_bytes(kept.text_bytes)} of text"
     yield (
-        f"stores   tokens {format_bytes(kept.token_bytes)}, {kept.checkpoints:,.0f} checkpoints of "
-        f"{format_bytes(kept.checkpoint_bytes)}: {short(budget.storage_money)} at {budget.prices.gb_month:g} per "
-        "GB and month"
+        f"stores   {format_bytes(kept.total)} {text}: tokens {format_bytes(kept.token_bytes)}, "
+        f"{kept.checkpoints:,.0f} checkpoints of {format_bytes(kept.checkpoint_bytes)}; "
+        f"{short(budget.storage_money)} USD at {prices.gb_month:g} per GB and month"
     )
+    unit, a_day = time_unit(budget.days)
     for name, moving in planned.effects().items():
-        parts = "; ".join(
-            f"{effect.name} ({short(min(effect.low, effect.high))} to {short(max(effect.low, effect.high))})"
-            for effect in moving
-        )
-        yield f"{name.replace('_', '-'):<10}depend on {parts}"
+        scale, label = (a_day, unit) if name == "days" else (1, name.replace("_", "-"))
+        if getattr(budget, name) * scale < 0.01:  # every range would be "under 0.01"
+            continue
+        ranges = ((effect.name, sorted((effect.low * scale, effect.high * scale))) for effect in moving)
+        parts = "; ".join(f"{effect} ({short(low)} to {short(high)})" for effect, (low, high) in ranges)
+        yield f"{label:<10}depend on {parts}"
 
 
 def evaluation_lines(planned: ClusterPlan) -> Iterator[str]:
@@ -500,7 +514,8 @@ def evaluation_lines(planned: ClusterPlan) -> Iterator[str]:
     yield (
         f"scores   {cost.evaluations} evaluations{gates} in {planned.plan.recipe.evaluate.precision} on "
         f"{cost.processes} GPU{'s' * (cost.processes > 1)} (tp {cost.layout.tp} x pp {cost.layout.pp}, "
-        f"{cost.process_bytes / 1e9:,.1f} GB each): about {cost.seconds / 3600:,.1f} h, {cost.gpu_hours:,.0f} GPU-hours"
+        f"{cost.process_bytes / 1e9:,.1f} GB each): about {format_days(cost.seconds / 86_400)}, "
+        f"{format_amount(cost.gpu_hours)} GPU-hours"
     )
 
 
@@ -509,35 +524,36 @@ def uptime_lines(planned: ClusterPlan) -> Iterator[str]:
     for reliability in planned.uptimes.values():
         spread, cadence = reliability.spread, reliability.cadence
         yield (
-            f"failures {reliability.gpus:,} GPUs: one every {reliability.mtti_s / 3600:.1f} h; effective time "
-            f"{reliability.share:.1%} ({spread.low:.1%} to {spread.high:.1%}); {reliability.spares} spare "
-            f"server{'s' * (reliability.spares != 1)}"
+            f"failures {reliability.gpus:,} GPU{'s' * (reliability.gpus > 1)}: one every {_time(reliability.mtti_s)}; "
+            f"effective time {reliability.share:.1%} ({spread.low:.1%} to {spread.high:.1%}); "
+            f"{reliability.spares or 'no'} spare server{'s' * (reliability.spares > 1)}"
         )
         share = f"{cadence.share:.1%}" if cadence.share is not None else "effective time unknown: too many failures"
-        restart = "no restart is short enough for 90 %"
-        if reliability.restart_budget_s is not None:
-            longest, planned_restart = _time(reliability.restart_budget_s), _time(reliability.restart_s)
-            restart = f"restarts of up to {longest} leave 90 %, planned {planned_restart}"
+        restart, longest = "", reliability.restart_budget_s
+        if longest is None:
+            restart = "; no restart is short enough for 90 %"
+        elif longest < 86_400:  # no restart takes a day
+            restart = f"; restarts of up to {_time(longest)} leave 90 %, planned {_time(reliability.restart_s)}"
         yield (
             f"saving   every {_time(reliability.interval_s)} as the recipe says; best {_time(cadence.interval_s)} "
-            f"({share}); {restart}"
+            f"({share}){restart}"
         )
     fabric, main, state_bytes = planned.projection.fabric, planned.main, planned.budget.stored.checkpoint_bytes
     reliability, gpus = planned.uptimes[main.best.world], main.best.world
     costs, least = reliability.costs, state_bytes / fabric.storage_bytes_per_s(gpus)
-    seconds = f"a save blocks {costs.block_s:.3g} s and takes {costs.save_s:.3g} s, loading {costs.load_s:.3g} s"
-    yield f"         {seconds} ({costs.source}); its bytes alone need {least:.2g} s"
-    network = f"the frontend network, {fabric.server.frontend_gbit_s:g} Gb/s a server"
-    if not fabric.server.frontend_gbit_s:
-        loss = saving_loss(fabric, main, reliability, state_bytes)
-        network = f"the network of training, which costs {loss:.2%} of the time"
-    yield f"         saves and data use {network}"
+    block, save, load, bare = map(format_digits, (costs.block_s, costs.save_s, costs.load_s, least))
+    seconds = f"a save blocks {block} s and takes {save} s, loading {load} s"
+    yield f"         {seconds} ({costs.source}); its bytes alone need {bare} s"
+    if fabric.server.frontend_gbit_s:
+        yield f"         saves and data use the frontend network, {fabric.server.frontend_gbit_s:g} Gb/s a server"
+    elif loss := saving_loss(fabric, main, reliability, state_bytes):
+        yield f"         saves and data use the network of training, which costs {loss:.2%} of the time"
     if fabric.hall is not None:
         yield hall_line(hall_use(fabric.hall, fabric.server, gpus))
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
+    return format_days(seconds / 86_400)
 
 
 # Comparison of clusters for one recipe. The MLflow experiment `<recipe>-plan` has one run per cluster, replaced each
@@ -617,10 +633,10 @@ def fabrics_table(found: Sequence[ClusterProjection]) -> Table:
             plan.fabric.routing,
             f"{plan.share:.0%}",
             f"{best.world:,}",
-            f"{best.time.total:.3f}",
+            format_figure(best.time.total),
             f"{best.tflops:.0f}",
             f"{plan.uptime.share:.1%}",
-            f"{plan.days:.1f}",
+            format_digits(plan.days),
             format_amount(plan.gpu_hours),
             f"{plan.days / found[0].days - 1:+.1%}",
         )

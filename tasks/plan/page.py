@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, LogLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from herd.llama3.parallel.memory import RankCoords, RankMemory, memory
 from herd.llama3.parallel.pipeline_schedule import Times, action_end_times, actions
@@ -32,8 +32,9 @@ from herd.tasks.plan.tables import (
     format_memory,
     format_pipeline,
     rejection_reasons,
+    time_unit,
 )
-from herd.tasks.report.html import FAINT, INK, render
+from herd.tasks.report.html import DIM, INK, render
 from herd.tasks.report.plots import as_svg, styled, subplots
 
 LAYOUTS = 12
@@ -89,25 +90,21 @@ def plan_figures(planned: ClusterPlan) -> list[tuple[str, str, str]]:
         reliability.cadence.interval_s,
         reliability.interval_s,
     )
+    figures: list[tuple[str, str, str]] = []
+    if fabric.servers > 1:
+        note = "Each square is a server, its color the pipeline rank that it works on; gray servers are free."
+        plot = _topology_plot(fabric, planned.placement.placement, rank, best.layout.pp)
+        figures.append(("The job on the cluster", note, plot))
+    note = "What a GPU sends that goes up to each layer of the network and no further, by axis of parallelism."
+    figures.append(("Traffic of a step", note, _traffic_plot(planned.placement.traffic, best.world)))
+    if best.layout.pp > 1:
+        note = "Which rank works when" + ("; dark and light: virtual stages in turn." if best.layout.vpp > 1 else ".")
+        figures.append(("The pipeline", note, _pipeline_plot(main, parts)))
     return [
-        (
-            "The job on the cluster",
-            "Each square is a server, its color the pipeline rank that it works on; gray servers are free.",
-            _topology_plot(fabric, planned.placement.placement, rank, best.layout.pp),
-        ),
-        (
-            "Traffic of a step",
-            "What a GPU sends that goes up to each layer of the network and no further, by axis of parallelism.",
-            _traffic_plot(planned.placement.traffic, best.world),
-        ),
-        (
-            "The pipeline",
-            "Who works when; light and dark are virtual stages in turn.",
-            _pipeline_plot(main, parts),
-        ),
+        *figures,
         (
             "Memory of a GPU",
-            "At the fullest moment, by pipeline rank. Dashed: what a process may use.",
+            "At the fullest moment, by pipeline rank. Dashed: what a process may use; solid: all of it.",
             _memory_plot(needs, best.memory.total + best.margin, whole),
         ),
         ("How often to save", "Effective training time in closed form.", cadence),
@@ -159,6 +156,7 @@ MEMORY = {
 WIDTH = 8.0
 PIXELS = 2_400
 """Columns of the pipeline plot; anything shorter than a column is invisible."""
+MONEY = {"million": 1e6, "thousand": 1e3}
 SHOWN_ROUNDS = 2
 """Rounds of micro-batches in the pipeline plot; later ones repeat."""
 
@@ -224,7 +222,7 @@ def _bytes(value: float) -> str:
 
 @styled
 def _pipeline_plot(part: ProjectedSegment, parts: PipelineTiming) -> str:
-    """Return the schedule: forward and backward passes of the ranks over time, light and dark by vpp stage."""
+    """Return the schedule: forward and backward passes of the ranks over time, dark and light by vpp stage."""
     layout, load = part.best.layout, part.best.load
     contiguous = layout.microbatch_group_size or layout.pp
     count = min(load.micro_batches, SHOWN_ROUNDS * contiguous)
@@ -238,14 +236,13 @@ def _pipeline_plot(part: ProjectedSegment, parts: PipelineTiming) -> str:
         tone = 1 + action.stage // layout.pp % 2 + (2 if action.kind != "F" else 0)
         image[action.stage % layout.pp, int(begin / whole * PIXELS) : max(1, int(end / whole * PIXELS))] = tone
     figure, axis = subplots(figsize=(WIDTH, 0.16 * layout.pp + 1.1))
-    colors = ListedColormap([FREE, "#8fb3e0", "#3b6fb6", "#9fd3b5", "#3f9b6c"])
-    axis.imshow(
-        image, cmap=colors, vmin=0, vmax=4, aspect="auto", interpolation="nearest", extent=(0, whole, layout.pp, 0)
-    )
+    colors = ListedColormap([FREE, "#3b6fb6", "#8fb3e0", "#3f9b6c", "#9fd3b5"])
+    extent = (0, whole, layout.pp - 0.5, -0.5)
+    axis.imshow(image, cmap=colors, vmin=0, vmax=4, aspect="auto", interpolation="nearest", extent=extent)
     axis.grid(visible=False)
     axis.set_xlabel(f"seconds; {count} of {load.micro_batches} micro-batches")
     axis.set_ylabel("pipeline rank")
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+    axis.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     legend = {"forward": "#3b6fb6", "backward": "#3f9b6c", "waits": FREE}
     patches = [Rectangle((0, 0), 1, 1, color=color) for color in legend.values()]
     axis.legend(patches, list(legend), loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(legend))
@@ -263,9 +260,11 @@ def _memory_plot(ranks: Sequence[RankMemory], limit: float, whole: float) -> str
         axis.bar(places, each, bottom=bottom, color=color, label=name, width=0.8)
         bottom += each
     axis.axhline(limit / 1e9, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
-    axis.text(len(ranks) - 0.5, limit / 1e9 - 0.5, "limit", va="top", ha="right", fontsize=9)
+    edge = axis.get_yaxis_transform()
+    axis.text(0.995, limit / 1e9, "limit", va="bottom", ha="right", fontsize=9, transform=edge)
     axis.axhline(whole / 1e9, color=INK, linewidth=1.2)
     axis.set_ylim(top=whole / 1e9 * 1.08)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # one rank: 0, not -0.4 to 0.4
     axis.set_ylabel("GB")
     axis.set_xlabel("pipeline rank")
     axis.grid(axis="x", visible=False)
@@ -290,7 +289,7 @@ def _cadence_plot(share: Callable[[float], float | None], best_s: float, planned
     axis.set_ylim(max(0.0, best - 0.15), min(1.0, best + 0.03))
     axis.set_xscale("log")
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1%}"))
     axis.set_xlabel("minutes of work between two checkpoints")
     axis.set_ylabel("effective training time")
     return as_svg(figure)
@@ -300,15 +299,19 @@ def _cadence_plot(share: Callable[[float], float | None], best_s: float, planned
 def _cost_plot(points: Sequence[tuple[int, float, float]]) -> str:
     """Return money against days; `points`: GPUs, days, money."""
     figure, axis = subplots(figsize=(WIDTH, 3.0))
-    axis.plot([days for _, days, _ in points], [money / 1e6 for *_, money in points], color=FAINT, linewidth=1.6)
-    for gpus, days, money in points:
-        axis.plot([days], [money / 1e6], marker="o", color=PALETTE[0])
-        axis.annotate(f"{gpus:,} GPUs", (days, money / 1e6), xytext=(6, 5), textcoords="offset points", fontsize=9)
+    unit, a_day = time_unit(min((days for _, days, _ in points), default=1.0))
+    most = max((money for *_, money in points), default=0.0)
+    scale, name = next(((size, f"{word}s of ") for word, size in MONEY.items() if most >= size), (1.0, ""))
+    xs, ys = [days * a_day for _, days, _ in points], [money / scale for *_, money in points]
+    axis.plot(xs, ys, color=DIM, linewidth=1.6, marker="o", markerfacecolor=PALETTE[0], markeredgecolor=PALETTE[0])
+    for (gpus, *_), x, y in zip(points, xs, ys, strict=True):
+        axis.annotate(f"{gpus:,} GPUs", (x, y), xytext=(6, 5), textcoords="offset points", fontsize=9)
     axis.set_xscale("log")
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axis.xaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
-    axis.set_xlabel("days")
-    axis.set_ylabel("money, millions")
-    axis.margins(x=0.12, y=0.15)
+    axis.set_xlabel(unit)
+    axis.set_ylabel(f"{name}USD")
+    axis.margins(x=0.12)
+    axis.set_ylim(0, max(ys, default=1.0) * 1.15)
     return as_svg(figure)

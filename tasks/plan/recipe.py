@@ -61,6 +61,10 @@ class RunPlan:
     sources: list[DomainSurvey]
     conversations: Sequence[ConversationSurvey] = ()
 
+    def __repr__(self) -> str:  # the last line of a notebook's cell would print the whole recipe
+        sizes = f"{tokens(self.parameters)} parameters, {tokens(self.schedule.tokens)} tokens"
+        return f"<plan of {self.recipe.name}: {sizes}>"
+
     @property
     def parameters(self) -> int:
         return parameter_count(self.recipe.model, self.rows)

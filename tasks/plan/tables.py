@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
+from math import floor, log10
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from rich.table import Table
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.planner.collectives import ALL, collective_seconds, contiguous_group, crossover, fastest_algorithm
 from herd.llama3.planner.hardware import PRESETS, HallUse, gpus_within, hall_use
-from herd.llama3.planner.layout_search import Candidate, Rejected, SearchResult, memory_error
+from herd.llama3.planner.layout_search import Candidate, Rejected, SearchResult, memory_parts
 from herd.llama3.planner.projection import ProjectedSegment, Projection
 from herd.llama3.planner.routing import RING, RoutedJob, make_zone, ring_share, slowdown
 from herd.llama3.planner.topology import Fabric, Routing
@@ -61,16 +62,34 @@ def plain_table(*headers: str, left: Sequence[str] = ()) -> Table:
     return table
 
 
+def format_digits(value: float) -> str:
+    """Return three significant digits without an exponent: `6,228`, `7.01`, `0.000131`."""
+    decimals = 2 - floor(log10(value)) if 0 < value < 100 else 0
+    return f"{value:,.{decimals}f}"
+
+
 def format_amount(value: float) -> str:
-    """Return GPU-hours or money: `640`, `31,200`, `30.39M`."""
+    """Return GPU-hours, money, kWh or a time: `640`, `31,200`, `30.39M`, `under 0.01`."""
     if value >= 1e6:
         return f"{value / 1e6:,.4g}M"
+    if 0 < value < 0.01:
+        return "under 0.01"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def time_unit(days: float) -> tuple[str, int]:
+    """Return the unit in which a wall time is printed, and how many of it make a day."""
+    for least, unit, a_day in ((2, "days", 1), (1 / 24, "hours", 24), (1 / 1440, "minutes", 1440)):
+        if days >= least:
+            return unit, a_day
+    return "seconds", 86_400
+
+
 def format_days(days: float) -> str:
-    """Return a wall time: `77.3 days`, `5.2 hours`."""
-    return f"{days:,.1f} days" if days >= 2 else f"{days * 24:.3g} hours"
+    """Return a wall time: `77.2 days`, `18.8 hours`, `1 minute`."""
+    unit, a_day = time_unit(days)
+    amount = format_amount(days * a_day)
+    return f"{amount} {unit.removesuffix('s') if amount == '1' else unit}"
 
 
 def format_energy(mwh: float) -> str:
@@ -86,7 +105,7 @@ def format_layout(layout: Layout) -> str:
 
 def stages_table(projection: Projection) -> Table:
     """Return a row per segment: its layout, memory, step and days without interruptions."""
-    unit, seconds = ("days", 86_400) if sum(part.seconds for part in projection.parts) > 2 * 86_400 else ("hours", 3600)
+    unit, a_day = time_unit(sum(part.seconds for part in projection.parts) / 86_400)
     table = plain_table(
         "stage", "seq_len", "GPUs", DEGREES, "V·N·mb", "GB", "step s", "TFLOP/s", unit, "", left=("stage", "")
     )
@@ -99,10 +118,10 @@ def stages_table(projection: Projection) -> Table:
             f"{best.world:,}",
             format_degrees(best.layout, best.dp),
             format_pipeline(best),
-            f"{best.memory.total / 1e9:.1f}",
-            f"{best.time.total:.2f}",
+            format_digits(best.memory.total / 1e9),
+            format_digits(best.time.total),
             f"{best.tflops:.0f}",
-            f"{part.seconds / seconds:.2f}",
+            format_digits(part.seconds / 86_400 * a_day),
             format_layout(best.layout),
         )
     return table
@@ -127,7 +146,7 @@ def time_table(part: ProjectedSegment) -> Table:
     for name, value in sorted(seconds.items(), key=lambda pair: -pair[1]):
         share = value / part.best.time.total
         if share >= 0.0005:
-            table.add_row(NAMES[name], f"{value * 1e3:,.0f}", f"{share:.1%}", "█" * max(1, round(share * BAR)))
+            table.add_row(NAMES[name], format_digits(value * 1e3), f"{share:.1%}", "█" * max(1, round(share * BAR)))
     return table
 
 
@@ -135,15 +154,16 @@ def best_table(found: SearchResult, most: int) -> Table:
     """Return the fastest layouts."""
     table = plain_table("", DEGREES, "V·N·mb", "step s", "slower", "GB", "free GB", "", left=("",))
     table.columns[-1].no_wrap = False
+    fastest = min(candidate.mean_step_s for candidate in found.fitting)  # the first has the larger micro-batch
     for number, candidate in enumerate(found.fitting[:most], 1):
         table.add_row(
             str(number),
             format_degrees(candidate.layout, candidate.dp),
             format_pipeline(candidate),
-            f"{candidate.time.total:.2f}",
-            f"{candidate.time.total / found.fitting[0].time.total - 1:+.1%}",
-            f"{candidate.memory.total / 1e9:.1f}",
-            f"{candidate.margin / 1e9:.1f}",
+            format_digits(candidate.time.total),
+            f"{candidate.mean_step_s / fastest - 1:+.1%}",
+            format_digits(candidate.memory.total / 1e9),
+            format_digits(candidate.margin / 1e9),
             format_layout(candidate.layout),
         )
     return table
@@ -182,8 +202,10 @@ def rejected_table(found: SearchResult) -> Table:
 
 
 def format_memory(one: Candidate, limit: float) -> str:
-    """Return the memory of the fullest GPU by component."""
-    return memory_error(one.memory, limit)
+    """Return the memory of the fullest GPU by component, the largest first."""
+    sizes = sorted(memory_parts(one.memory).items(), key=lambda pair: -pair[1])
+    parts = ", ".join(f"{name} {format_digits(size / 1e9)}" for name, size in sizes)
+    return f"{format_digits(one.memory.total / 1e9)} GB of {format_digits(limit / 1e9)}: {parts}"
 
 
 def projection_json(projection: Projection, most: int) -> dict[str, Any]:

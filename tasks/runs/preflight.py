@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from functools import partial
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +25,7 @@ from herd.tasks.cluster import Cluster
 from herd.tasks.launch.hosts import Hosts
 from herd.tasks.launch.local import excluded_here
 from herd.tasks.models.start import embedding_rows, init_from_faults, known_tokenizer, with_local_models
+from herd.tasks.plan.options import processes_per_node
 from herd.tasks.plan.predict import device_memory, memory_faults, place_evaluation
 from herd.tasks.plan.recipe import (
     MOST_TOKENS_PER_BYTE,
@@ -109,8 +111,8 @@ def check_place(recipe: Recipe, cluster: Cluster, root: Root, thorough: bool = F
         faults = [linux, *faults]
     if faults:
         raise RecipeError("\n".join(faults))
-    layout_faults = _layout_faults(recipe, cluster, embedding_rows(root, recipe))
-    faults = [*_root_faults(root), *layout_faults, *tracking_faults(recipe.tracking)]
+    unfit = layout_faults(recipe, cluster, embedding_rows(root, recipe)) or _device_faults(recipe, cluster)
+    faults = [*_root_faults(root), *unfit, *tracking_faults(recipe.tracking)]
     if not faults and cluster.launcher == "local" and (excluded := excluded_here(Hosts(root).excluded())):
         faults.append(excluded)
     local = with_local_models(root, recipe)
@@ -151,8 +153,8 @@ def _root_faults(root: Root) -> list[str]:
     return faults
 
 
-def _layout_faults(recipe: Recipe, cluster: Cluster, rows: int) -> list[str]:
-    """Return faults of model, batches and sequences that do not divide over the processes of each stage."""
+def layout_faults(recipe: Recipe, cluster: Cluster, rows: int) -> list[str]:
+    """Return unknown stages, and model, batches, sequences and nodes that do not divide as each stage's layout says."""
     faults: dict[str, None] = {}  # stages that share a layout share its faults
     for span in Schedule(recipe).trained:
         place = cluster.for_stage(span.stage.name, span.name)
@@ -169,11 +171,26 @@ def _layout_faults(recipe: Recipe, cluster: Cluster, rows: int) -> list[str]:
                 check()
             except ValueError as error:
                 faults |= dict.fromkeys(str(error).splitlines())
+        for launcher, per_node in processes_per_node(place).items():
+            tp, count = place.layout.tp, min(per_node, place.processes)
+            if count % tp:
+                fault = (
+                    f"cluster.layout.tp: {tp} does not divide {launcher}.processes_per_node {count}, so tensor "
+                    f"parallelism would leave the node; write tp: {gcd(tp, count)}, or a multiple of {tp} as "
+                    "processes_per_node"
+                )
+                faults[fault] = None
     known = Schedule(recipe).names
     names = ", ".join(sorted(known))
-    unknown = [f"cluster.stages: {name} is not a stage ({names})" for name in sorted(set(cluster.stages) - known)]
-    if unknown or faults:
-        return [*unknown, *faults]
+    unknown = [
+        f"cluster.stages: {name} is not a stage of the recipe; write one of {names}"
+        for name in sorted(set(cluster.stages) - known)
+    ]
+    return [*unknown, *faults]
+
+
+def _device_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
+    """Return what does not fit the devices, where they are known."""
     faults = dict.fromkeys(memory_faults(recipe, cluster))
     device = device_memory(cluster)
     if recipe.evaluate.next_stage == "overlap" and cluster.launcher == "local" and device is not None and device.cuda:

@@ -90,6 +90,27 @@ def test_a_runs_file_without_a_fabric_tells_memory_and_no_speed(room: Path) -> N
     assert "step times are unknown" in found.output
 
 
+FAULTS = [
+    ("processes: 12\nlayout: {tp: 4}\n", "stages.main.batch: 1Mi is not a multiple of sequence 4096 x data-parallel"),
+    ("processes: 8\nstages: {nope: {processes: 4}}\n", "cluster.stages: nope is not a stage of the recipe; write one"),
+    ("processes: 8\nlayout: {tp: 3}\n", "cluster.layout: tp 3 x cp 1 x pp 1 = 3 does not divide 8 processes"),
+    (
+        "processes: 16\nlayout: {tp: 8}\nslurm: {processes_per_node: 4}\n",
+        "cluster.layout.tp: 8 does not divide slurm.processes_per_node 4",
+    ),
+]
+
+
+@pytest.mark.parametrize("fabric_line", ["", "fabric: small.yaml\n"])
+@pytest.mark.parametrize(("lines", "told"), FAULTS)
+def test_a_runs_file_is_checked_as_herd_run_does(room: Path, fabric_line: str, lines: str, told: str) -> None:
+    (room / "run.yaml").write_text(lines + fabric_line)
+    found = ask("recipe.yaml", "--cluster", "run.yaml")
+    assert found.exit_code == 2
+    assert told in " ".join(found.stderr.split())
+    assert found.stdout == ""
+
+
 MISTAKES = [
     (("--cluster", "small.yaml", "--gpus", "many"), "gpus: 'many' is not a number of GPUs"),
     (("--cluster", "small.yaml", "--gpus", "warmup=8"), "gpus: warmup is not a stage of the recipe; write one of long"),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +9,9 @@ import pytest
 from herd.llama3.model.flops import flops_per_token
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.planner.layout_search import SearchResult
-from herd.llama3.planner.projection import Projection, StagePlacement, max_gpus, project, smallest_cluster
+from herd.llama3.planner.projection import Projection, StagePlacement, max_gpus, nearest_gpus, project
+from herd.llama3.planner.topology import load_fabric
+from herd.llama3.recipe.load import load_recipe
 from herd.llama3.recipe.schedule import Schedule
 from tests.llama3.planner.plan_samples import ROWS, SMALL, curves, fabric, layout_query, projection, recipe
 
@@ -57,6 +61,45 @@ def test_lengths_that_are_trained_in_one_go_share_a_layout() -> None:
     assert min(short.best.margin, long.best.margin) >= 0
 
 
+def test_lengths_that_share_a_layout_take_the_one_with_the_least_time_for_all() -> None:
+    stage = "stages=[{name: main, until: 64Mi, seq_len: [2048, 16384], batch: 1Mi, mix: base}]"
+    short, _ = made(None, 16, stage, accelerator=TINY).parts
+    assert short.found is not None
+    spent = []
+    for candidate in short.found.fitting[:12]:
+        place = {"main": StagePlacement(16, candidate.layout, candidate.load.micro_batch)}
+        parts = made(place, 0, stage, accelerator=TINY).parts
+        spent.append(sum(part.seconds for part in parts))
+        steps = sum(part.segment.steps for part in parts)
+        assert candidate.mean_step_s == pytest.approx(spent[-1] / steps)
+    assert spent[0] <= 1.01 * min(spent)
+    assert spent[1:] == sorted(spent[1:])
+
+
+@pytest.mark.parametrize("gpus", [8, 16])
+def test_a_layout_is_found_that_needs_more_recomputation_for_the_longest_sequences(gpus: int) -> None:
+    """With the first entry of the ladder that fits 16Ki, 128Ki does not fit."""
+    stage = "{name: long, until: 64Gi, seq_len: [16384, 131072], batch: 8Mi, mix: base}"
+    eight = load_recipe(Path("recipes/llama3-8b.yaml"), [f"stages=[{stage}]", "evaluate.after=[]"])
+    lengths = project(eight, ROWS, load_fabric("roce-24k"), curves(), {}, gpus).parts
+    assert [part.segment.seq_len for part in lengths] == [16384, 131072]
+    assert lengths[0].best.layout == lengths[1].best.layout
+    assert all(part.best.memory.total <= 0.9 * 80e9 for part in lengths)
+    assert min(part.best.tflops for part in lengths) > 300
+
+
+def test_of_layouts_that_are_as_fast_the_largest_micro_batch_is_proposed() -> None:
+    """The smallest is a little faster by arithmetic, which does not count launches: 64 micro-batches in 0.18 s."""
+    small = load_recipe(Path("recipes/gpt2-24gb.yaml"))
+    part = project(small, 50_304, load_fabric("h100x8"), curves(), {}).main
+    assert part.best.load.micro_batch * part.segment.seq_len == 8192
+    assert part.found is not None
+    assert part.best == part.found.fitting[0]
+    fastest = min(candidate.time.total for candidate in part.found.fitting)
+    assert part.best.time.total <= 1.01 * fastest
+    assert part.best.memory.total <= 0.9 * 80e9
+
+
 def test_a_given_layout_is_judged_and_nothing_is_searched() -> None:
     layout = Layout(tp=2, cp=2, recompute="full")
     found = made({name: StagePlacement(16, layout, 2) for name in ("main", "long")})
@@ -92,20 +135,35 @@ def test_a_layout_that_does_not_fit_is_refused_with_one_that_does() -> None:
 
 
 def test_what_fits_nowhere_names_the_smallest_number_of_gpus_that_would_do() -> None:
-    with pytest.raises(ValueError, match=r"main: no layout of 1 GPUs fits sequences of 4,096 \(memory: ") as told:
+    with pytest.raises(ValueError, match=r"main: no layout of 1 GPU fits sequences of 4,096 \(memory: ") as told:
         made(None, 1, accelerator=TINY)
     enough = int(str(told.value).rsplit("; ", 1)[1].split()[0])
     assert 1 < enough <= 64
-    asked = layout_query(memory_bytes=8e9)
-    assert smallest_cluster(asked, fabric(accelerator=TINY), curves()) == enough
+    asked = layout_query(memory_bytes=8e9, world=1)
+    assert nearest_gpus(asked, fabric(accelerator=TINY), curves()) == [enough]
+    assert nearest_gpus(replace(asked, world=64), fabric(accelerator=TINY), curves()) == [32]
     made(None, enough, "stages=[{name: main, until: 64Mi, seq_len: 4096, batch: 1Mi, mix: base}]", accelerator=TINY)
     with pytest.raises(ValueError, match="no layout of"):
         made(None, enough // 2, accelerator=TINY)
 
 
 def test_what_no_size_of_the_cluster_fits_says_so() -> None:
-    with pytest.raises(ValueError, match=r"no layout of 64 GPUs .*; no number of GPUs of small would do"):
+    with pytest.raises(ValueError, match=r"no layout of 64 GPUs .*; no number of GPUs of small would do; take a"):
         made(None, 64, accelerator={**TINY, "memory_gb": 0.1})
+
+
+def test_without_a_number_the_error_names_the_gpus_of_the_cluster() -> None:
+    """All halves of the cluster are tried first; the last of them, 1 GPU, is not what the user has."""
+    tiers = [{"name": "cluster", "gpus": 8}]
+    with pytest.raises(ValueError, match=r"main: no layout of 8 GPUs fits .*; no number of GPUs of small would do"):
+        made(accelerator={**TINY, "memory_gb": 0.1}, tiers=tiers)
+
+
+def test_lengths_that_no_layout_serves_may_get_their_own() -> None:
+    stage = "stages=[{name: main, until: 64Mi, seq_len: [4096, 16384], batch: 1Mi, mix: base}]"
+    told = r"no layout of 2 GPUs fits sequences of 4,096 to 16,384 \(memory: .*; or let the stage advance from length"
+    with pytest.raises(ValueError, match=told):
+        made(None, 2, stage, accelerator=TINY)
 
 
 def test_more_gpus_than_the_cluster_has_are_refused() -> None:
@@ -117,7 +175,9 @@ def test_more_gpus_than_the_cluster_has_are_refused() -> None:
 
 def test_gpus_that_no_layout_divides_are_told_with_the_reason() -> None:
     """37 GPUs are a prime number of replicas, or of pipeline ranks."""
-    with pytest.raises(ValueError, match=r"main: no layout of 37 GPUs fits .*37 must divide them.*; 1 GPUs would do"):
+    with pytest.raises(
+        ValueError, match=r"main: no layout of 37 GPUs fits .*37 must divide them.*; 32 or 64 GPUs would do"
+    ):
         made(None, 37)
 
 
@@ -133,5 +193,5 @@ def test_a_proposal_leaves_a_tenth_of_the_memory_free() -> None:
     fastest = projection().parts[0].best
     memory_gb = fastest.memory.total / 0.92 / 1e9
     found = made({"long": StagePlacement(32)}, accelerator={**TINY, "memory_gb": memory_gb})
-    assert found.parts[0].best.layout != fastest.layout
+    assert (found.parts[0].best.layout, found.parts[0].best.load) != (fastest.layout, fastest.load)
     assert all(part.best.memory.total <= 0.9 * memory_gb * 1e9 for part in found.parts)

@@ -63,6 +63,14 @@ def test_more_certainty_more_repair_and_more_gpus_need_more() -> None:
     assert base < spare_hosts(MODEL, Fleet(32_768), DAY)
 
 
+def test_a_spare_that_costs_more_than_waiting_is_not_taken() -> None:
+    for gpus in (1, 8, 32, 64, 1_024):
+        fleet = Fleet(gpus)
+        waiting = mean_hosts_in_repair(MODEL, fleet, DAY)  # share of the time, where it is small
+        assert (spare_hosts(MODEL, fleet, DAY) > 0) == (waiting > 1 / fleet.hosts)
+    assert spare_hosts(MODEL, Fleet(64), DAY) == 0 < spare_hosts(MODEL, Fleet(64), 10 * DAY)
+
+
 def test_time_away_is_counted_by_hand() -> None:
     """Repairs of 10 s from 20, 25 and 60: two are away from 25 to 30, the window is 10 to 110."""
     trace = [Failure(time, "x", 0, True, False) for time in (20.0, 25.0, 60.0)]

@@ -71,6 +71,12 @@ def test_a_small_cluster_needs_no_file() -> None:
             load_fabric(name)
 
 
+def test_a_part_of_a_server_draws_its_part() -> None:
+    """A GPU-hour takes the same energy on h100x1, h100x64 and one GPU of a DGX."""
+    one, many = load_fabric("h100x1").server, load_fabric("h100x64").server
+    assert (one.overhead_watts, one.peak_watts) == (many.overhead_watts / 8, many.peak_watts / 8) == (300, 1275)
+
+
 def test_storage_is_as_fast_as_the_file_system_and_the_cards_allow() -> None:
     fabric = load_fabric("roce-24k")
     assert fabric.storage_bytes_per_s(8) == pytest.approx(200 / 8 * 0.97 * 1e9)

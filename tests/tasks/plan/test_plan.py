@@ -26,7 +26,7 @@ from herd.tasks.plan.recipe import (
     summary_lines,
     tokens_needed,
 )
-from herd.tasks.runs.preflight import check_place, preflight
+from herd.tasks.runs.preflight import check_place, layout_faults, preflight
 
 PUBLISHED = load_recipe(Path("recipes/llama3-405b.yaml"))
 QUICKSTART = Path("recipes/quickstart.yaml")
@@ -157,6 +157,29 @@ def test_too_many_passes_over_conversations_are_told_before_work() -> None:
 def test_what_cannot_work_here_is_refused(tmp_path: Path, overrides: list[str], processes: int, fault: str) -> None:
     with pytest.raises(RecipeError, match=fault):
         check_place(load_recipe(QUICKSTART, overrides), Cluster(processes=processes), Root.parse(tmp_path))
+
+
+NODES = {"launcher": "slurm", "processes": 8, "slurm": {"processes_per_node": 4}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"layout": {"tp": 8}}, "8 does not divide slurm.processes_per_node 4, .* write tp: 4, or a multiple of 8"),
+        ({"layout": {"tp": 8}, "launcher": "local"}, "8 does not divide slurm.processes_per_node 4"),
+        ({"stages": {"main": {"layout": {"tp": 8}}}}, "8 does not divide slurm.processes_per_node 4"),
+        ({"layout": {"tp": 4}}, ""),
+        ({"layout": {"tp": 2}, "processes": 2, "slurm": {"processes_per_node": 3}}, ""),  # on one node
+        ({"layout": {"tp": 8}, "slurm": {"processes_per_node": 4, "gpus": False}}, ""),
+        ({"layout": {"tp": 8}, "launcher": "local", "slurm": {"partition": "h100"}}, ""),
+    ],
+)
+def test_tensor_parallelism_stays_in_a_node(changes: dict[str, object], fault: str) -> None:
+    """Over more than one node the step would take several times as long as planned."""
+    eight, cluster = load_recipe(Path("recipes/llama3-8b.yaml")), Cluster.model_validate({**NODES, **changes})
+    faults = [line for line in layout_faults(eight, cluster, 128_256) if "processes_per_node" in line]
+    assert bool(faults) == bool(fault)
+    assert all(re.match(f"cluster.layout.tp: {fault}", line) for line in faults)
 
 
 def test_a_layout_is_checked_against_the_tokenizer_that_conversations_need(tmp_path: Path) -> None:

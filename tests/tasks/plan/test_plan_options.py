@@ -11,6 +11,7 @@ from herd.llama3.planner.device_curves import prior_curves
 from herd.llama3.planner.projection import StagePlacement
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
+from herd.tasks.plan.cluster import power_per_gpu
 from herd.tasks.plan.options import check_stage_names, device_curves, open_cluster, parse_gpus, stage_placements
 from tests.llama3.planner.plan_samples import cluster_file, fabric, recipe
 
@@ -46,6 +47,18 @@ def test_a_preset_a_file_and_a_runs_file_open(tmp_path: Path) -> None:
     assert open_cluster(str(run)) == (fabric(), Cluster(processes=8, fabric=str(mine)))
     run.write_text("processes: 8\n")
     assert open_cluster(str(run)) == (None, Cluster(processes=8))
+
+
+@pytest.mark.parametrize("launcher", ["", "launcher: slurm\n"])
+def test_nodes_smaller_than_a_server_are_planned_as_that_part_of_one(tmp_path: Path, launcher: str) -> None:
+    mine, run = cluster_file(tmp_path), tmp_path / "run.yaml"
+    run.write_text(f"{launcher}processes: 16\nfabric: {mine}\nslurm: {{processes_per_node: 4}}\n")
+    found, _ = open_cluster(str(run))
+    assert found is not None
+    assert [(layer.name, layer.gpus) for layer in found.layers()][:2] == [("server", 4), ("rack", 16)]
+    assert (found.gpus, found.servers) == (64, 16)
+    assert power_per_gpu(found) == power_per_gpu(fabric())
+    assert found.storage_bytes_per_s(64) == fabric().storage_bytes_per_s(64)
 
 
 def test_an_unknown_cluster_is_not_guessed() -> None:

@@ -7,7 +7,11 @@ import pytest
 
 from herd.llama3.parallel.memory import memory
 from herd.llama3.planner.layout_search import memory_parts
-from herd.tasks.plan.page import MEMORY, cost_points, render_plan_page, write_page
+from herd.llama3.recipe.load import load_recipe
+from herd.tasks.plan.cluster import plan_on_cluster
+from herd.tasks.plan.page import MEMORY, cost_points, plan_figures, render_plan_page, write_page
+from herd.tasks.plan.recipe import make_plan
+from tests.llama3.planner.plan_samples import recipe
 from tests.tasks.plan_room import planned
 
 INSIDE = ("#", "data:")
@@ -62,10 +66,27 @@ def test_the_page_needs_nothing_from_outside(text: str, read: Reader) -> None:
     assert text.count("url(") == text.count("url(#")
 
 
-def test_six_pictures_each_under_its_title(read: Reader) -> None:
-    titles = ("The job on the cluster", "Traffic of a step", "The pipeline", "Memory of a GPU", "How often to save")
-    assert read.pictures == 6
+def test_each_picture_is_under_its_title(read: Reader) -> None:
+    titles = ("The job on the cluster", "Traffic of a step", "Memory of a GPU", "How often to save")
+    assert read.pictures == 5
     assert set(read.headings) >= {*titles, "Cost against days"}
+
+
+def test_a_job_on_one_server_has_only_the_pictures_that_say_something() -> None:
+    found = plan_on_cluster(make_plan(recipe(), []), "h100x8", ())
+    assert (found.main.best.layout.pp, found.projection.fabric.servers) == (1, 1)
+    titles = {title: svg for title, _, svg in plan_figures(found)}
+    assert set(titles) == {"Traffic of a step", "Memory of a GPU", "How often to save", "Cost against days"}
+    assert "0.4</text>" not in titles["Memory of a GPU"], "ranks are whole numbers"
+    assert "USD</text>" in titles["Cost against days"]
+    assert "at 2.5 per GPU-hour, with storage" in render_plan_page(found)
+
+
+def test_a_pipeline_is_drawn_with_the_colors_of_its_legend(checkout: Path) -> None:
+    found = plan_on_cluster(make_plan(load_recipe(checkout / "recipes" / "quickstart.yaml"), []), "h100x8", ())
+    assert (found.main.best.layout.pp, found.main.best.layout.vpp) == (2, 1)
+    (note,) = [note for title, note, _ in plan_figures(found) if title == "The pipeline"]
+    assert note == "Which rank works when."
 
 
 def test_the_page_has_the_figures_of_the_console(read: Reader) -> None:

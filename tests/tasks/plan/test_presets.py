@@ -50,7 +50,7 @@ def test_a_run_takes_the_layouts_of_the_planner(machine: Path, tmp_path: Path) -
     small = load_recipe(Path("recipes/gpt2-24gb.yaml"))
     found = cluster_of(THIS, small, Root.parse(tmp_path))
     assert found is not None
-    assert (found.processes, found.device, found.fabric, found.micro_batch) == (1, "cuda", "one-4090", 1)
+    assert (found.processes, found.device, found.fabric, found.micro_batch) == (1, "cuda", "one-4090", 8)
     assert cluster_of("one-4090", small, Root.parse(tmp_path)) == found
     assert fabric_of(THIS) == "one-4090"
 
