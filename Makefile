@@ -47,7 +47,7 @@ docs: .venv/dev
 
 # The site of this version as a commit on the branch gh-pages, beside those of earlier versions.
 docs-release: docs
-	@NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" mike deploy --update-aliases \
+	@NO_MKDOCS_2_WARNING=1 DOCS_VERSIONS=mike PATH="$(abspath $(BIN)):$$PATH" mike deploy --update-aliases \
 	    $$($(BIN)/python -c 'import herd; print(herd.__version__)') latest
 	@PATH="$(abspath $(BIN)):$$PATH" mike set-default latest
 

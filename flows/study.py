@@ -176,6 +176,7 @@ def _recorded(config: StudyParameters, expanded: ExpandedStudy, studies: Studies
     """Write the question and the record; keep seconds and verdict of an earlier record of the same question."""
     name, known = expanded.study.name, studies.known(expanded.study.name)
     options = [f" --set '{line}'" for line in config.overrides] + [f" --only {variant}" for variant in config.only]
+    options += [f" --threads {config.cluster.threads}"] if config.cluster.threads != processors() else []
     options += [f" --at-once {config.at_once}"] if config.at_once > 1 else []
     record = StudyRecord(
         name=name,

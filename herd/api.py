@@ -6,6 +6,7 @@ A function imports what it needs when it is called. `root` is the folder or buck
 
 from __future__ import annotations
 
+import difflib
 import os
 import tempfile
 from collections.abc import Sequence
@@ -69,18 +70,29 @@ class Run:
         return model_folder(self.root, self.name)
 
     def metrics(self, key: str = "train/loss") -> dict[int, float]:
-        """Return the position in tokens -> the value, of the finished stages; docs/reference/metrics.md lists keys."""
+        """Return the position in tokens -> the value, of the finished stages; docs/reference/metrics.md lists keys.
+
+        Raises ValueError for a key that these stages did not record.
+        """
+        import pyarrow.compute as pc
         import pyarrow.parquet as pq
 
         from herd.storage.object_artifact import open_store
         from herd.tasks.runs.records import trained_stages
 
         values: dict[int, float] = {}
+        keys: set[str] = set()
         store, record = open_store(self.root), self.record
         for span in trained_stages(self.recipe, record):
             path = store.load(record.steps[span.name].artifact).part("metrics.parquet")
-            table = pq.read_table(path, columns=["position", "value"], filters=[("key", "=", key)])
+            table = pq.read_table(path, columns=["key", "position", "value"])
+            keys.update(table["key"].unique().to_pylist())
+            table = table.filter(pc.field("key") == key)
             values |= dict(zip(table["position"].to_pylist(), table["value"].to_pylist(), strict=True))
+        if keys and key not in keys:
+            close = difflib.get_close_matches(key, keys, 1)
+            meant = f"did you mean {close[0]!r}? " if close else ""
+            raise ValueError(f"key: {self.name} has no metric {key!r}; {meant}it has {', '.join(sorted(keys))}")
         return dict(sorted(values.items()))
 
     def scores(self) -> dict[str, Score]:
@@ -103,15 +115,15 @@ def plan(recipe: Recipe | str | Path, *, root: Place = None) -> RunPlan:
 
 
 def plan_on_cluster(
-    recipe: Recipe | str | Path, cluster: str, gpus: Sequence[str] = (), *, root: Place = None
+    recipe: Recipe | str | Path, cluster: str, gpus: Sequence[str] | str | int = (), *, root: Place = None
 ) -> ClusterPlan:
     """Return layouts, step times, days and cost on a preset (`herd plan presets`) or a cluster's YAML file.
 
-    `gpus`: of all stages, or of one: `8192`, `main=16384`.
+    `gpus`: of all stages, or of one: 8192, `main=16384`; or a list of such.
     """
     from herd.tasks.plan.cluster import plan_on_cluster as planned
 
-    return planned(plan(recipe, root=root), cluster, gpus, root=_root(root))
+    return planned(plan(recipe, root=root), cluster, _texts(gpus), root=_root(root))
 
 
 def run(
@@ -165,8 +177,15 @@ def load_model(
     from herd.llama3.export.convert import load_model_any_format
     from herd.tasks.models.lookup import model_folder
 
-    weights = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    return LoadedModel(*load_model_any_format(model_folder(_root(root), str(model)), weights, device))
+    weights = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    if dtype not in weights:
+        raise ValueError(f"dtype: {dtype!r} is unknown; write bf16 or fp32")
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).splitlines()[0].split(". ")[0]
+        raise ValueError(f"device: {device!r} cannot be used here ({reason}); write cpu, or cuda on a GPU") from None
+    return LoadedModel(*load_model_any_format(model_folder(_root(root), str(model)), weights[dtype], device))
 
 
 def generate(
@@ -177,19 +196,19 @@ def generate(
     temperature: float = 0.8,
     top_p: float = 1.0,
     seed: int = 0,
-    stop: Sequence[str] = (),
+    stop: Sequence[str] | str = (),
     root: Place = None,
 ) -> str:
     """Return the model's continuation of `prompt`, without the prompt. Temperature 0 takes the most probable token."""
     from herd.llama3.evaluate import generate as generation
 
     network, tokenizer = model if isinstance(model, LoadedModel) else load_model(model, root=root)
-    return generation.generate(network, tokenizer, prompt, tokens, temperature, top_p, seed, stop)
+    return generation.generate(network, tokenizer, prompt, tokens, temperature, top_p, seed, _texts(stop))
 
 
 def evaluate(
     model: LoadedModel | str | Path,
-    tasks: Sequence[str],
+    tasks: Sequence[str | Path] | str | Path,
     *,
     data: str | None = None,
     limit: int | None = None,
@@ -203,7 +222,10 @@ def evaluate(
     from herd.llama3.evaluate.evaluate import evaluate_tasks
     from herd.llama3.evaluate.suite import render_suites
 
-    suites = render_suites(tasks, data, limit, shots)
+    for name, value, least in (("limit", limit, 1), ("shots", shots, 0)):
+        if value is not None and value < least:
+            raise ValueError(f"{name}: {value} is below {least}; write {least} or more, or None for the task's own")
+    suites = render_suites(_texts(tasks), data, limit, shots)
     network, tokenizer = model if isinstance(model, LoadedModel) else load_model(model, root=root)
     device = str(next(network.parameters()).device)
     return evaluate_tasks(network, tokenizer, suites, threads=os.cpu_count() or 1, device=device).scores
@@ -211,6 +233,10 @@ def evaluate(
 
 def _recipe(recipe: Recipe | str | Path) -> Recipe:
     return recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+
+
+def _texts(values: Sequence[object] | str | int | Path) -> list[str]:
+    return [str(values)] if isinstance(values, str | int | Path) else [str(value) for value in values]
 
 
 def _root(root: Place) -> Root:

@@ -87,12 +87,12 @@ def run(
     from herd.tasks.study.plan import check_hours, plan_study
 
     with mistakes():
+        quiet_prefect()  # before _parameters imports Prefect, which sets its log level then
         config = _parameters(file, set_, only, root, cluster, threads, at_once)
         expanded = config.expanded()
         check_study(expanded, config.chosen(expanded))
         check_hours(plan_study(config.root_at, expanded, config.cluster, None, config.chosen(expanded)))
         out.print("[dim]starting Prefect[/]")
-        quiet_prefect()
         ready = start_temporary_server(config.root_at)
         from herd.flows.study import study as study_flow
         from herd.tasks.format import command

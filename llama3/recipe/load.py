@@ -52,13 +52,13 @@ def find_recipe(path: Path | str) -> Path:
     return shipped
 
 
-def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Recipe:
+def load_recipe(path: Path | str, overrides: list[str] | str | None = None) -> Recipe:
     """Return the recipe in a YAML file, or shipped under that name, with `overrides` (`curate.dedup.jaccard=0.7`).
 
     Raises RecipeError.
     """
     path = find_recipe(path)
-    return parse_recipe(read_recipe(path), str(path), overrides)
+    return parse_recipe(read_recipe(path), str(path), [overrides] if isinstance(overrides, str) else overrides)
 
 
 def read_recipe(path: Path, above: tuple[Path, ...] = ()) -> Any:
@@ -209,7 +209,12 @@ def element(items: list[Any], key: str, override: str) -> int:
         return named[0]
     if key.isdigit() and int(key) < len(items):
         return int(key)
-    raise RecipeError(f"override {override!r}: there is no element {key!r} in that list")
+    names = [str(item.get("name", index)) if isinstance(item, dict) else str(index) for index, item in enumerate(items)]
+    close = difflib.get_close_matches(key, names, 1)
+    meant = f"did you mean {close[0]!r}? " if close else ""
+    raise RecipeError(
+        f"override {override!r}: there is no element {key!r} in that list; {meant}it has {', '.join(names) or 'none'}"
+    )
 
 
 def fault_lines(error: ValidationError, model: type[BaseModel], name: str = "", section: str = "") -> str:

@@ -213,12 +213,13 @@ def plan_lines(plan: StudyPlan) -> list[str]:
     total = sum(planned.run.flops for planned in plan.runs)
     trained = sum(planned.run.tokens for planned in plan.runs)
     variants = len({planned.run.variant.name for planned in plan.runs})
+    counted = f"{variants} variant{'s' if variants > 1 else ''}"
     reused = sum(planned.answer is not None for planned in plan.runs)
     time = "unknown" if plan.seconds is None else format_duration(plan.seconds)
     hours = "" if plan.device_hours is None else f", {plan.device_hours:.3g} device-hours"
     cost = f", {money}" if (money := _money(plan, plan.seconds)) else ""
     return [
-        f"runs     {len(plan.runs)} of {variants} variants, {reused} of them finished; {tokens(trained)} tokens",
+        f"runs     {len(plan.runs)} ({counted}), {reused} finished; {tokens(trained)} tokens",
         f"FLOPs    {total:.3g} in all, {plan.flops:.3g} to do: finished runs and shared stages are not trained again",
         f"data     curated and tokenized {'once' if plan.data == 1 else f'{plan.data} times'} for all runs",
         f"time     {time}{hours}{cost} ({plan.speed})",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,8 @@ def test_a_program_reads_plans_runs_and_models(herd: Herd, tmp_path: Path) -> No
     assert "'eval/bpb': " in printed
     assert "'eval/arithmetic': " in printed.splitlines()[-2]
     assert printed.splitlines()[-1] == "promoted tiny True 56"
+    with pytest.raises(ValueError, match=r"^key: tiny-1 has no metric 'train/los'; did you mean 'train/loss'\? it has"):
+        package.open_run("tiny-1", root=herd.root).metrics("train/los")
 
 
 @pytest.mark.slow
@@ -88,4 +91,44 @@ def test_wrong_names_say_what_there_is(tmp_path: Path) -> None:
         AttributeError, match="'herd' has no attribute 'train'; it has LoadedModel, Recipe, Run, evaluate"
     ):
         _ = package.train
-    assert set(package.__all__) < set(dir(package))
+    assert dir(package) == sorted([*package.__all__, "__version__"])
+
+
+@pytest.mark.parametrize(
+    ("call", "fault"),
+    [
+        (lambda root: package.load_model(root, dtype="fp16"), "dtype: 'fp16' is unknown; write bf16 or fp32"),
+        (lambda root: package.load_model(root, device="cuda:9"), r"device: 'cuda:9' cannot be used .*; write cpu"),
+        (lambda root: package.load_model(root, device="gpu"), r"device: 'gpu' cannot be used .*; write cpu"),
+        (lambda root: package.evaluate(root, ["quick"], limit=0), "limit: 0 is below 1; write 1 or more, or None"),
+        (lambda root: package.evaluate(root, ["quick"], shots=-1), "shots: -1 is below 0; write 0 or more, or None"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_its_value(call: Callable[[Path], object], fault: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=fault):
+        call(tmp_path)
+
+
+def test_a_single_text_is_a_list_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def stand_in(*arguments: object, **_: object) -> None:
+        seen.append(arguments)
+        raise KeyError
+
+    loaded = package.load_recipe("quickstart", "seed=7")
+    assert loaded.seed == 7
+    model = package.LoadedModel(None, None)  # type: ignore[arg-type]
+    for name in ("tasks.plan.cluster.plan_on_cluster", "llama3.evaluate.generate.generate"):
+        monkeypatch.setattr(f"herd.{name}", stand_in)
+    monkeypatch.setattr("herd.llama3.evaluate.suite.render_suites", stand_in)
+    monkeypatch.setattr("herd.api.plan", lambda *_, **__: None)
+    for gpus in (8, "8192", ["main=4", 8]):
+        with pytest.raises(KeyError):
+            package.plan_on_cluster(loaded, "roce-24k", gpus)  # type: ignore[arg-type]
+    for call in (lambda: package.generate(model, "Hi", stop="Answer"), lambda: package.evaluate(model, "quick")):
+        with pytest.raises(KeyError):
+            call()
+    assert [arguments[2] for arguments in seen[:3]] == [["8"], ["8192"], ["main=4", "8"]]
+    assert seen[3][-1] == ["Answer"]
+    assert seen[4][0] == ["quick"]

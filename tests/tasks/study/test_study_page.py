@@ -100,7 +100,7 @@ def test_arms_of_one_run_have_one_table_and_are_never_folded_away() -> None:
 
 def test_bits_per_byte_come_first_and_likelihoods_of_gold_answers_have_no_column() -> None:
     text = study_html(view())
-    assert re.search(r"<th[^>]*>bpb</th><th>bpb code</th>.*<th>arithmetic</th>", text)
+    assert re.search(r"<th[^>]*>bpb</th><th[^>]*>bpb code</th>.*<th[^>]*>arithmetic</th>", text)
     assert "gold_nll" not in text
 
 

@@ -61,6 +61,7 @@ def test_a_finished_run_answers_and_says_how_fast_the_rest_is(root: Root, judge:
     first = judge.runs[0]
     record = finished(root, first, seconds=60)
     plan = plan_study(root, judge, Cluster(), price=3.0)
+    assert plan_lines(plan)[0].startswith(f"runs     {len(judge.runs)} (2 variants), 1 finished; ")
     assert plan.runs[0].stands == f"reused: {record.name}"
     assert plan.runs[0].seconds == 0
     pace = 120 / first.flops
