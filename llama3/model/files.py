@@ -7,10 +7,12 @@ are 324 files). A parameter is never split: the 405B embedding in fp32 (8.4 GB) 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -35,6 +37,8 @@ CONFIG = "config.json"
 SAVED = "manifest.json"
 """File of a checkpoint in progress with its shape and files."""
 SHARD_BYTES = 5 * 10**9
+OPEN_FILES = 8192
+"""Files mapped at a time: Linux maps 65,530 for a process (vm.max_map_count), and a checkpoint may have more."""
 Named = Iterable[tuple[str, "Tensor"]]
 
 
@@ -43,9 +47,8 @@ class Weights:
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         """Open `files` (tensor name -> file). Raises ValueError if one cannot be read or lacks its tensor."""
-        self._files = dict(files)
-        self._open = {path: _open(path) for path in dict.fromkeys(self._files.values())}
-        names = {path: frozenset(file.keys()) for path, file in self._open.items()}
+        self._files, self._open = dict(files), lru_cache(OPEN_FILES)(_open)
+        names = {path: frozenset(self._open(path).keys()) for path in dict.fromkeys(self._files.values())}
         for name, path in self._files.items():
             if name not in names[path]:
                 raise ValueError(f"{path}: lacks {name}, which the index says it holds; copy the folder again")
@@ -60,7 +63,7 @@ class Weights:
 
     def tensor(self, name: str) -> Tensor:
         """Return a whole tensor on the CPU, as stored."""
-        whole: Tensor = self._open[self._files[name]].get_tensor(name)
+        whole: Tensor = self._open(self._files[name]).get_tensor(name)
         return whole
 
     def slice(self, name: str, *where: slice) -> Tensor:
@@ -72,7 +75,7 @@ class Weights:
         return ((name, self.tensor(name)) for name in self.names())
 
     def _slice(self, name: str) -> Any:
-        return self._open[self._files[name]].get_slice(name)
+        return self._open(self._files[name]).get_slice(name)
 
 
 class WeightReader(Protocol):
@@ -123,8 +126,11 @@ class CheckpointModel(StoredModel):
     The files are those of torch.distributed.checkpoint's safetensors format; the optimizer's bytes are not read.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Open `folder`. Raises ValueError if a file is missing or cut off, or they do not hold one whole model."""
+    def __init__(self, folder: Path, prefix: str = "model.") -> None:
+        """Open `folder`; the prefix `average.` reads the tensors of its running average instead of the weights.
+
+        Raises ValueError if a file is missing or cut off, or they do not hold one whole model.
+        """
         try:
             saved = json.loads((folder / SAVED).read_text())["content"]
             self.config, self.rows = Model.model_validate(saved["model"]), int(saved["rows"])
@@ -133,16 +139,17 @@ class CheckpointModel(StoredModel):
                 raise ValueError(f"{wrong[0]}: has another size than when it was saved; score another checkpoint")
         except (OSError, KeyError, TypeError, json.JSONDecodeError, ValidationError) as error:
             raise ValueError(f"{folder / SAVED}: is not a checkpoint ({error}); name another") from error
-        self._open = {path: _open(path) for path in sizes if path.suffix == ".safetensors"}
+        self._open, self._prefix = lru_cache(OPEN_FILES)(_open), prefix
         self._shapes = {param.name: param.shape for param in param_table(self.config, self.rows)}
-        self._slices: dict[str, list[tuple[Any, list[int], list[int]]]] = {name: [] for name in self._shapes}
-        """Parameter -> slice of a file, its offsets in the parameter, and its shape."""
-        for file in self._open.values():
+        self._slices: dict[str, list[tuple[Path, list[int], list[int]]]] = {name: [] for name in self._shapes}
+        """Parameter -> file with a slice of it, the slice's offsets in the parameter, and its shape."""
+        for path in (path for path in sizes if path.suffix == ".safetensors"):
+            file = self._open(path)
             offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
             for key in file.keys():  # noqa: SIM118  (it is no dictionary)
-                if (name := key.removeprefix("model.")) in self._slices and name != key:
-                    part = file.get_slice(key)
-                    self._slices[name].append((part, offsets[key]["saved_offsets"], part.get_shape()))
+                if (name := key.removeprefix(prefix)) in self._slices and name != key:
+                    shape = file.get_slice(key).get_shape()
+                    self._slices[name].append((path, offsets[key]["saved_offsets"], shape))
         for name, shape in self._shapes.items():
             if sum(prod(size) for *_, size in self._slices[name]) != prod(shape):
                 raise ValueError(f"{folder}: does not hold the whole of {name}; score another checkpoint")
@@ -162,10 +169,10 @@ class CheckpointModel(StoredModel):
         shape = self._shapes[name]
         axes = (*where, *[slice(None)] * (len(shape) - len(where)))
         wanted = [axis.indices(size)[:2] for axis, size in zip(axes, shape, strict=True)]
-        first, *_ = self._slices[name]
-        dtype = first[0][tuple(slice(0, 0) for _ in shape)].dtype
+        key, ((first, *_), *_) = self._prefix + name, self._slices[name]
+        dtype = self._open(first).get_slice(key)[tuple(slice(0, 0) for _ in shape)].dtype
         whole = torch.empty([end - begin for begin, end in wanted], dtype=dtype)
-        for part, offsets, sizes in self._slices[name]:
+        for path, offsets, sizes in self._slices[name]:
             both = [
                 (max(begin, at), min(end, at + size))
                 for (begin, end), at, size in zip(wanted, offsets, sizes, strict=True)
@@ -173,7 +180,8 @@ class CheckpointModel(StoredModel):
             if all(low < high for low, high in both):
                 pairs = list(zip(both, wanted, offsets, strict=True))
                 target = tuple(slice(low - begin, high - begin) for (low, high), (begin, _), _ in pairs)
-                whole[target] = part[tuple(slice(low - at, high - at) for (low, high), _, at in pairs)]
+                source = tuple(slice(low - at, high - at) for (low, high), _, at in pairs)
+                whole[target] = self._open(path).get_slice(key)[source]
         return whole
 
 
@@ -213,6 +221,11 @@ def read_config(folder: Path) -> tuple[Model, int]:
     path = folder / CONFIG
     try:
         config = json.loads(path.read_text())
+        if "architectures" in config:
+            raise ValueError(
+                f"{path}: is in Hugging Face's format, which herd export writes for other programs; name the model "
+                "that was exported: a run, NAME@champion, or its folder"
+            )
         return Model.model_validate(config["model"]), int(config["rows"])
     except (OSError, KeyError, TypeError, json.JSONDecodeError, ValidationError) as error:
         raise ValueError(f"{path}: is not a model configuration ({error}); name a folder with one") from error
@@ -246,6 +259,8 @@ def write_weights(folder: Path, tensors: Named, whole: str = WEIGHTS, metadata: 
     for number, tensors_of_shard in enumerate(_shards(tensors), start=1):
         path = folder / f".{stem}-{number:05}.part"
         shards.append((path, [*tensors_of_shard], sum(tensor.nbytes for tensor in tensors_of_shard.values())))
+        path.touch()
+        mode = path.stat().st_mode
         try:
             save_file(tensors_of_shard, path, metadata)
         except SafetensorError as error:
@@ -253,6 +268,7 @@ def write_weights(folder: Path, tensors: Named, whole: str = WEIGHTS, metadata: 
                 raise
             raise OSError(code, os.strerror(code), str(path)) from error
         with open(path, "rb+") as file:
+            os.fchmod(file.fileno(), mode)  # safetensors made another file, which only its owner can read
             os.fsync(file.fileno())
     for old in (*folder.glob(f"{stem}-*-of-*.safetensors"), folder / whole, folder / (whole + INDEX)):
         old.unlink(missing_ok=True)
@@ -304,4 +320,6 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
+        if path.exists() and not os.access(path, os.R_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path)) from error
         raise ValueError(f"{path}: cannot be read as safetensors ({error}); copy it again") from error

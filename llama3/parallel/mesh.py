@@ -7,6 +7,7 @@ Ranks are laid out [dp, pp, cp, tp], tp innermost, so that ranks that communicat
 from __future__ import annotations
 
 import os
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -126,6 +127,11 @@ def init_distributed(
         return
     from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]
 
+    # Else gloo connects every process with every other in each group: 32,768 sockets at 16K ranks and two groups. Rank
+    # 0, which gathers from all, still needs more than the usual soft limit of 1,024.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     library = resolve_backend(backend, local_device)
     own: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
     if library != "gloo" and size > 1:  # connects at once, and later groups are split off: at 16K ranks minutes less

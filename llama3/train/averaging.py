@@ -5,13 +5,14 @@ With `select: best` the stage's model is the one with fewer bits per byte of hel
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.train import metrics
-from herd.llama3.train.journal import Record
+from herd.llama3.train.journal import iter_journal
 
 if TYPE_CHECKING:  # a report reads a choice without torch
     from herd.llama3.train.state import TrainState
@@ -92,7 +93,9 @@ def select_weights(state: TrainState, span: StageSpan, validator: Validator | No
     return Choice(rule=str(rule), kept="average" if better else "last", average=average, last=last)
 
 
-def averaged_validation(span: StageSpan, journal: list[Record]) -> dict[int, float]:
+def averaged_validation(span: StageSpan, journal: Path) -> dict[int, float]:
     """Return the held-out bits per byte at the averaged positions that the journal has."""
-    scored = {record.position: record.metrics.get(metrics.HELD_OUT) for record in journal}
-    return {position: bpb for position in average_positions(span) if (bpb := scored.get(position)) is not None}
+    positions = average_positions(span)
+    records = iter_journal(journal, after=positions[0] - 1) if positions else ()
+    scored = {record.position: record.metrics for record in records if record.position in positions}
+    return {position: at[metrics.HELD_OUT] for position, at in scored.items() if metrics.HELD_OUT in at}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, median
@@ -268,7 +268,7 @@ class HealthTail:
         """Return the samples since the previous call."""
         samples = []
         for path in self.logs.glob("health-*.jsonl"):
-            samples += _parse(self._tails.setdefault(path, Tail(path)).read())
+            samples += _parse(self._tails.setdefault(path, Tail(path)).lines())
         self._samples += samples
         return samples
 
@@ -287,9 +287,9 @@ class HealthTail:
         return {key: REDUCED[key](values) for key, values in nodes.items()}
 
 
-def _parse(lines: bytes) -> list[HealthSample]:
+def _parse(lines: Iterable[bytes]) -> list[HealthSample]:
     samples = []
-    for line in lines.splitlines():
+    for line in lines:
         with suppress(ValidationError):  # a killed sampler may have left a torn line
             samples.append(HealthSample.model_validate_json(line))
     return samples
@@ -297,7 +297,7 @@ def _parse(lines: bytes) -> list[HealthSample]:
 
 def new_faults(path: Path) -> list[str]:
     """Return the faults in a node's file of samples that its first sample does not show."""
-    samples = _parse(Tail(path).read())
+    samples = _parse(Tail(path).lines())
     faults = dict.fromkeys(fault for sample in samples[1:] for fault in sample.faults)
     return [fault for fault in faults if fault not in samples[0].faults]
 

@@ -11,17 +11,23 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from bisect import bisect
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, islice
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from herd.storage.filesystem import write_atomic
 
 FIRST_READ = 2**16
+GROUP_ROWS = 2**17
+"""Rows of a row group of the table: held in memory at a time."""
 SKIPS = "skips.json"
 HEALTH = "health.jsonl"
 """Beside the journal, in its format: the health of the nodes at chosen steps. The supervisor writes it."""
@@ -61,27 +67,43 @@ Entry = Record | Rewind
 
 
 def read_journal(path: Path, after: int = -1) -> list[Record]:
-    """Return the valid records of `path` with positions above `after`, in order; none if there is no file.
+    """Return what `iter_journal` yields."""
+    return list(iter_journal(path, after))
 
-    Reads from the end, only as far as needed. Raises ValueError for a broken line that is not the last.
+
+def iter_journal(path: Path, after: int = -1) -> Iterator[Record]:
+    """Yield the valid records of `path` with positions above `after`, in order; none if there is no file.
+
+    Holds one at a time (711K of them take 7 GB), and reads from the end, only as far as needed. Raises ValueError for a
+    broken line that is not the last.
     """
     if not path.exists():
-        return []
+        return
     with path.open("rb") as file:
-        end, size = file.seek(0, os.SEEK_END), FIRST_READ
-        while True:
-            start = max(0, end - size)
-            file.seek(start)
-            entries = _parse(path, file.read(end - start), whole=start == 0)
-            # A record further ahead in the file has a smaller position, or was voided by a rewind in between.
-            if start == 0 or (entries and entries[0].position <= after):
-                return [record for record in valid_records(entries) if record.position > after]
-            size *= 4
+        end, size, start = file.seek(0, os.SEEK_END), FIRST_READ, 0
+        # A record further ahead in the file has a smaller position, or was voided by a rewind in between.
+        while after >= 0 and size < end:
+            file.seek(end - size)
+            start = end - size + len(file.readline())
+            if any(_parse(path, line).position <= after for line in islice(_lines(file, start, end), 1)):
+                break
+            start, size = 0, size * 4
+        rewinds = [_parse(path, line) for line in _lines(file, start, end) if b'"rewind"' in line]
+        later = deque(entry for entry in rewinds if isinstance(entry, Rewind))
+        for line in _lines(file, start, end):
+            entry = _parse(path, line)
+            if isinstance(entry, Rewind):
+                later.popleft()
+            elif entry.position > after and all(entry.position <= rewind.position for rewind in later):
+                yield entry
 
 
 def read_rewinds(path: Path) -> list[Rewind]:
     """Return all rewinds of `path`, oldest first."""
-    entries = _parse(path, path.read_bytes(), whole=True) if path.exists() else []
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        entries = [_parse(path, line) for line in _lines(file) if b'"rewind"' in line]
     return [entry for entry in entries if isinstance(entry, Rewind)]
 
 
@@ -107,22 +129,24 @@ class Tail:
         self.path = path
         self._offset = self._inode = 0
 
-    def read(self) -> bytes:
-        """Return the complete lines since the previous call."""
+    def lines(self) -> Iterator[bytes]:
+        """Yield the complete lines since the last that was yielded."""
         if not self.path.exists():
-            return b""
+            return
         with self.path.open("rb") as file:
             if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
                 self._inode, self._offset = inode, 0
-            file.seek(self._offset)
-            data = file.read()
-        data = data[: data.rfind(b"\n") + 1]
-        self._offset += len(data)
-        return data
+            for line in _lines(file, self._offset):
+                self._offset += len(line)
+                yield line
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield the new entries, in file order. Raises ValueError for a broken line."""
+        return (_parse(self.path, line) for line in self.lines())
 
     def new(self) -> list[Entry]:
-        """Return the entries since the previous call, in file order. Raises ValueError for a broken line."""
-        return _parse(self.path, self.read(), whole=True)
+        """Return the new entries. Raises ValueError for a broken line."""
+        return list(self.entries())
 
 
 class Journal:
@@ -132,8 +156,9 @@ class Journal:
         self.path = path
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         # A line is written by one call, so a killed process leaves at most one torn line, at the end: cut it off.
-        data = path.read_bytes()
-        os.ftruncate(self._handle, data.rfind(b"\n") + 1)
+        if os.fstat(self._handle).st_size:  # an empty file cannot be mapped
+            with mmap(self._handle, 0, access=ACCESS_READ) as data:
+                os.ftruncate(self._handle, data.rfind(b"\n") + 1)
 
     def __enter__(self) -> Self:
         return self
@@ -153,11 +178,16 @@ class Journal:
 
 def discard_after(path: Path, position: int) -> None:
     """Move the records after `position` to a file beside the journal. Only the holder of the lease may call it."""
-    entries = _parse(path, path.read_bytes(), whole=True) if path.exists() else []
-    later = [entry for entry in entries if isinstance(entry, Record) and entry.position > position]
-    if later:
-        write_atomic(path.with_name(f"abandoned-{time.time_ns()}.jsonl"), b"".join(entry.line() for entry in later))
-        write_atomic(path, b"".join(entry.line() for entry in entries if entry not in later))
+    if not path.exists():
+        return
+    parts: dict[bool, list[bytes]] = {False: [], True: []}
+    with path.open("rb") as file:
+        for line in _lines(file):
+            entry = _parse(path, line)
+            parts[isinstance(entry, Record) and entry.position > position].append(line)
+    if parts[True]:
+        write_atomic(path.with_name(f"abandoned-{time.time_ns()}.jsonl"), b"".join(parts[True]))
+        write_atomic(path, b"".join(parts[False]))
 
 
 def to_parquet(journal: Path, path: Path) -> None:
@@ -165,14 +195,14 @@ def to_parquet(journal: Path, path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    records = [*read_journal(journal), *read_journal(journal.with_name(HEALTH))]
-    rows = [(record.time, record.position, key, value) for record in records for key, value in record.metrics.items()]
-    types = {"time": pa.float64(), "position": pa.int64(), "key": pa.string(), "value": pa.float64()}
-    columns = zip(*rows, strict=True) if rows else [[]] * len(types)
-    pq.write_table(
-        pa.table([pa.array(column, kind) for column, kind in zip(columns, types.values(), strict=True)], list(types)),
-        path,
+    schema = pa.schema(
+        {"time": pa.float64(), "position": pa.int64(), "key": pa.string(), "value": pa.float64()}.items()
     )
+    records = chain(iter_journal(journal), iter_journal(journal.with_name(HEALTH)))
+    rows = ((record.time, record.position, key, value) for record in records for key, value in record.metrics.items())
+    with pq.ParquetWriter(path, schema) as writer:
+        while group := list(islice(rows, GROUP_ROWS)):
+            writer.write_table(pa.table([*map(pa.array, zip(*group, strict=True))], schema=schema))
 
 
 ATTEMPTS = "attempts.jsonl"
@@ -220,12 +250,14 @@ def device_hours(work: Path) -> float:
     An attempt whose end nobody saw ends with its last record.
     """
     attempts = read_attempts(work)
-    times = [] if all("ended" in each for each in attempts) else [r.time for r in read_journal(work / "journal.jsonl")]
+    starts: list[float] = [attempt["time"] for attempt in attempts]
+    last = starts.copy()
+    for record in () if all("ended" in attempt for attempt in attempts) else iter_journal(work / "journal.jsonl"):
+        if number := bisect(starts, record.time):
+            last[number - 1] = max(last[number - 1], record.time)
     total = 0.0
-    for number, attempt in enumerate(attempts):
-        began, following = attempt["time"], attempts[number + 1]["time"] if attempt is not attempts[-1] else math.inf
-        last = max((time for time in times if began <= time < following), default=began)
-        total += attempt["processes"] * max(0.0, attempt.get("ended", last) - began)
+    for attempt, start, end in zip(attempts, starts, last, strict=True):
+        total += attempt["processes"] * max(0.0, attempt.get("ended", end) - start)
     return total / 3600
 
 
@@ -299,18 +331,21 @@ def _encode(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
-def _parse(path: Path, data: bytes, whole: bool) -> list[Entry]:
-    *lines, _ = data.split(b"\n")  # what follows the last newline is torn, or empty
-    entries: list[Entry] = []
+def _lines(file: BinaryIO, start: int = 0, end: float = math.inf) -> Iterator[bytes]:
+    """Yield the lines between two offsets; what follows the last newline is torn, or empty."""
+    file.seek(start)
+    while start < end and (line := file.readline()).endswith(b"\n"):
+        start += len(line)
+        yield line
+
+
+def _parse(path: Path, line: bytes) -> Entry:
     try:
-        for line in lines if whole else lines[1:]:
-            fields = json.loads(line)
-            if "rewind" in fields:
-                entries.append(Rewind(fields["time"], fields["position"], **fields["rewind"]))
-            else:
-                entries.append(Record(**fields))
+        fields = json.loads(line)
+        if "rewind" in fields:
+            return Rewind(fields["time"], fields["position"], **fields["rewind"])
+        return Record(**fields)
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{path}: a line is not a record ({error}); move the file away to train the stage again"
         ) from None
-    return entries

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,9 +53,12 @@ class History(NamedTuple):
 
 def history(records: Iterable[Record], position: int, window: int) -> History:
     """Return the history, of at most `window` good steps, of a stage that continues at `position`."""
-    before = [record.metrics for record in records if record.position <= position]
-    good = [values for values in before if metrics.SKIPPED not in values][-window:]
-    bad = sum(metrics.SKIPPED in values and metrics.SPIKE_SCORE in values for values in before)
+    good, bad = deque[Mapping[str, float]](maxlen=window), 0
+    for values in (record.metrics for record in records if record.position <= position):
+        if metrics.SKIPPED not in values:
+            good.append(values)
+        elif metrics.SPIKE_SCORE in values:
+            bad += 1
     return History([values[metrics.LOSS] for values in good], [values[metrics.GRAD_NORM] for values in good], bad)
 
 

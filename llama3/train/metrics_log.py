@@ -11,7 +11,7 @@ import re
 import resource
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -37,8 +37,8 @@ from herd.llama3.train.journal import (
     SkippedRanges,
     add_attempt,
     device_hours,
+    iter_journal,
     read_attempts,
-    read_journal,
     read_rewinds,
 )
 from herd.llama3.train.loss_spikes import history
@@ -155,14 +155,22 @@ class Recorder(Callback):
         self._continue_from(position, trained_to)
 
     def _continue_from(self, position: int, trained_to: int | None = None) -> None:
-        records = read_journal(self.journal.path)
-        self.replay = Replay(records, position, trained_to)
-        self.past = history(records, position, self.stream.recipe.spikes.window)
+        self.useful_s = self.skipped_tokens = 0.0
+        later: list[Record] = []
+
+        def records() -> Iterator[Record]:  # one pass for all sums: the journal does not fit into memory
+            for record in iter_journal(self.journal.path):
+                if metrics.SKIPPED not in record.metrics:
+                    self.useful_s += record.metrics[metrics.STEP_S]
+                elif record.position <= position:
+                    self.skipped_tokens += record.metrics[metrics.BATCH_TOKENS]
+                if record.position > position:
+                    later.append(record)
+                yield record
+
+        self.past = history(records(), position, self.stream.recipe.spikes.window)
         """What the spike detector continues from."""
-        kept = [record.metrics for record in records if metrics.SKIPPED not in record.metrics]
-        self.useful_s = sum(values[metrics.STEP_S] for values in kept)
-        before = [record.metrics for record in records if record.position <= position]
-        self.skipped_tokens = sum(values[metrics.BATCH_TOKENS] for values in before if metrics.SKIPPED in values)
+        self.replay = Replay(later, position, trained_to)
         self.recovery_recorded = False
 
     def _add_rewind(self, skip: SkippedRange) -> None:

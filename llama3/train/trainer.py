@@ -10,14 +10,11 @@ import json
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from herd.llama3.model.files import open_model, save_model
+from herd.llama3.model.files import CheckpointModel, open_model, save_model
 from herd.llama3.parallel.mesh import ParallelContext, run_on_rank0_and_broadcast
 from herd.llama3.recipe.frozen import check_frozen_fields
 from herd.llama3.recipe.load import RecipeError, load_recipe, to_yaml
@@ -35,7 +32,7 @@ from herd.llama3.train.checkpoint.manifest import CheckpointManifest
 from herd.llama3.train.data_loader import Batches, Step, read_ahead, steps_from
 from herd.llama3.train.device import ENVIRONMENT, DeviceTime, describe_environment, describe_links, device_name
 from herd.llama3.train.job import StopEstimate, TrainJob
-from herd.llama3.train.journal import SkippedRanges, discard_after, read_journal, to_parquet
+from herd.llama3.train.journal import SkippedRanges, discard_after, to_parquet
 from herd.llama3.train.loss_spikes import Incidents, SpikeDetector, SpikeGuard, SpikeRollback, TrainingStopped
 from herd.llama3.train.metrics_log import DataShares, Recorder
 from herd.llama3.train.profiler import HangStacks, Profiler
@@ -46,10 +43,6 @@ from herd.llama3.train.validation import ValidationRows, Validator
 from herd.storage.filesystem import sync_folder, write_atomic
 from herd.storage.page_cache import ensure_local, lazy_folder_of
 
-GROUP_BYTES = 2**30
-"""Bytes of tensors that `final_weights` holds at a time."""
-THREADS = 4
-"""Threads that read a saved state."""
 KEPT = ("skips.json", "incidents", "profile")
 """Files and folders of the stage that are copied into its result if they exist."""
 
@@ -223,9 +216,12 @@ class Trainer:
         if self.recorder is None:
             return
         averaged, journal = state.averaged if choice is None or choice.kept == "average" else 0, self.recorder.journal
-        save_model(building / "model", self.recipe.model, state.rows, final_weights(building / "state", averaged))
+        saved = CheckpointModel(building / "state", "average." if averaged else "model.")
+        dtype = next(iter(state.parameters.values())).dtype
+        weights = ((name, (tensor / averaged).to(dtype) if averaged else tensor) for name, tensor in saved)
+        save_model(building / "model", self.recipe.model, state.rows, weights)
         if choice is not None:
-            full = choice.model_copy(update={"parts": averaged_validation(self.span, read_journal(journal.path))})
+            full = choice.model_copy(update={"parts": averaged_validation(self.span, journal.path)})
             write_atomic(building / FILE, full.model_dump_json(indent=1) + "\n")
             log(str(full))
         to_parquet(journal.path, building / "metrics.parquet")
@@ -400,26 +396,3 @@ def _adopt_recipe(
             "cannot change; write the old stages again, or begin a new run"
         )
     discard_after(job.work / "journal.jsonl", position)
-
-
-def final_weights(folder: Path, averaged: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield (parameter name, whole tensor) of the training state in `folder`, sorted by name; files are not verified.
-
-    Memory holds one group of tensors. `averaged` is as in the manifest: above 0, the weights are the running sum over
-    that many positions divided by it.
-    """
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    prefix = "average." if averaged else "model."
-    stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    names = sorted(name for name in stored if name.startswith(prefix))
-    group: dict[str, Tensor] = {}
-    for name in names:
-        group[name] = torch.empty(stored[name].size, dtype=stored[name].properties.dtype)  # type: ignore[union-attr]
-        if name != names[-1] and sum(tensor.nbytes for tensor in group.values()) < GROUP_BYTES:
-            continue
-        load(dict(group), storage_reader=HuggingFaceStorageReader(str(folder), THREADS), no_dist=True)
-        for loaded, tensor in group.items():
-            yield loaded.partition(".")[2], tensor / averaged if averaged else tensor
-        group = {}

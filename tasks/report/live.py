@@ -7,6 +7,7 @@ from files alone, like `herd status`; the run does not know of it.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +19,7 @@ from herd.llama3.evaluate.scores import GENERATIONS_FILE
 from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.units import tokens
 from herd.llama3.train import metrics
-from herd.llama3.train.journal import Entry, Series, Tail, read_series, valid_records
+from herd.llama3.train.journal import Entry, Record, Rewind, Series, Tail, read_series
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.format import command, format_duration
@@ -30,6 +31,10 @@ from herd.tasks.stages.alerts import read_alerts
 
 REFRESH_S = 5
 LOCAL = ("127.0.0.1", "localhost")
+CHARTED = f"^(train/|{metrics.HELD_OUT}|{metrics.TOKENS_PER_S}$)"
+"""Keys that `training_charts` draws: a record has five times as many, too many of a long stage for the memory."""
+SERIES = """SELECT key, position, value FROM read_parquet($tables) WHERE regexp_matches(key, $keys)
+            ORDER BY key, position"""
 PAGES = ("/report.html", "/data.html")
 """Pages of the run's folder that are served too, once they are written."""
 
@@ -41,7 +46,7 @@ class LivePage:
         """Raises ValueError if there is no such run."""
         self.root, self.runs, self.run = root, Runs(root), run
         self.runs.find(run)
-        self._entries: dict[str, tuple[Tail, list[Entry]]] = {}
+        self._current: dict[str, tuple[Tail, dict[str, Series]]] = {}
         self._finished: dict[str, dict[str, Series]] = {}
         """Artifact of a stage -> its curves."""
         self._lock = Lock()
@@ -89,17 +94,18 @@ class LivePage:
             label = run.record.steps[done.name].artifact
             if label not in self._finished and (artifact := artifact_of(store, run.record, done.name)):
                 with suppress(ValueError):  # without curves
-                    self._finished[label] = read_series([artifact.part("metrics.parquet")])
+                    self._finished[label] = read_series([artifact.part("metrics.parquet")], SERIES, keys=CHARTED)
             parts.append(self._finished.get(label, {}))
         span = next((span for span in Schedule(run.recipe).trained if span.name == run.step), None)
         if span is not None:
             work = run_work_dir_name(store, run.recipe, run.record, span)
-            tail, entries = self._entries.setdefault(work, (Tail(self.root.file("work", work, "journal.jsonl")), []))
-            entries += tail.new()
-            current: dict[str, Series] = {}
-            for record in valid_records(entries) or run.recent:
-                for key, value in record.metrics.items():
-                    current.setdefault(key, []).append((record.position, value))
+            tail, current = self._current.setdefault(work, (Tail(self.root.file("work", work, "journal.jsonl")), {}))
+            for entry in tail.entries():
+                _add(current, entry)
+            if not any(current.values()):  # the trainer is on another machine
+                current = {}
+                for entry in run.recent:
+                    _add(current, entry)
             parts.append(current)
         return {key: [point for part in parts for point in part.get(key, [])] for part in parts for key in part}
 
@@ -112,6 +118,17 @@ class LivePage:
                     first: dict[str, str] = json.loads(artifact.part(GENERATIONS_FILE).read_text())[0]
                     return {"after": step.removeprefix("evaluate-"), **first}
         return {}
+
+
+def _add(series: dict[str, Series], entry: Entry) -> None:
+    """Add the values of a record that charts show; what a rewind or a replaced journal voids is removed before."""
+    last = entry.position if isinstance(entry, Rewind) else entry.position - 1
+    for points in series.values():
+        while points and points[-1][0] > last:
+            points.pop()
+    for key, value in entry.metrics.items() if isinstance(entry, Record) else ():
+        if re.match(CHARTED, key):
+            series.setdefault(key, []).append((entry.position, value))
 
 
 def serve_live(root: Root, run: str, port: int, ready: Callable[[str], None]) -> None:

@@ -99,6 +99,8 @@ class Checkpoints:
         """Errors of the saves since the last that succeeded."""
         self._planner = dcp.WritePlanner()
         self._running: Future[SaveResult] | None = None
+        self._thread: threading.Thread | None = None
+        """Of the last save; deletes older checkpoints after it."""
         self._done: list[SaveResult] = []
         self._saves = 0
 
@@ -117,16 +119,23 @@ class Checkpoints:
         self._saves += 1
         journal_end = self.journal_upload.mark() if self.journal_upload else 0
         cost = SaveResult(state.position, 0, blocked, waited, 0.0)
-        self._running = running = Future[SaveResult]()
+        self._running, before = Future[SaveResult](), self._thread
+        running = self._running
 
         def run() -> None:
             try:
                 running.set_result(self._save(manifest, changed, cost, began + waited, journal_end))
             except BaseException as error:
                 running.set_exception(error)
+            # After the result: the other processes would wait for rank 0 at the next step that they take together.
+            if before is not None:
+                before.join()
+            if self.world.is_rank0 and running.exception() is None:
+                self._prune()
 
         # A daemon: an interrupted save is never loaded, so exit need not wait for it.
-        threading.Thread(target=run, name="checkpoint", daemon=True).start()
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread.start()
         return waited + blocked
 
     @property
@@ -142,8 +151,11 @@ class Checkpoints:
         return done
 
     def finish(self) -> list[SaveResult]:
-        """Wait for the save in progress, then poll; every process calls it. Raises SaveFailed and SupersededError."""
-        self._wait()
+        """Wait for the save in progress and what it deletes, then poll; every process calls it.
+
+        Raises SaveFailed and SupersededError.
+        """
+        self._wait_for_thread()
         self._give_up()
         run_on_rank0_and_broadcast(self.world, self.store.check)
         return self.poll()
@@ -151,7 +163,7 @@ class Checkpoints:
     def save(self, state: Savable, stage: str) -> SaveResult:
         """Save `state` and wait for the commit. Raises SaveFailed if this one fails."""
         self.begin(state, stage)
-        self._wait()
+        self._wait_for_thread()
         if self.failures:
             raise SaveFailed(self.failures[-1])
         return self._done.pop()
@@ -163,7 +175,7 @@ class Checkpoints:
         NoGoodCheckpoint if all are damaged, because a disk that can be repaired may hold days of training; `restart`
         quarantines them instead, and `state` must be reset. Raises ValueError for a checkpoint of another model.
         """
-        self._wait()
+        self._wait_for_thread()
         self.store.remove_leftovers(self.world)
         if before is not None:
             run_on_rank0_and_broadcast(self.world, lambda: self._forget_after(before))
@@ -213,7 +225,7 @@ class Checkpoints:
     def _save(
         self, manifest: CheckpointManifest, changed: bool, cost: SaveResult, began: float, journal_end: int
     ) -> SaveResult:
-        """In the thread: wait for the copy, write, commit, delete what the recipe does not keep."""
+        """In the thread: wait for the copy, write, commit."""
         if changed:
             self._planner.final_plan = None
         on_device = self.snapshot.wait()
@@ -241,8 +253,6 @@ class Checkpoints:
         finally:
             self.store.end_save(building, committed, self.world.is_rank0)
         total = time.perf_counter() - began
-        if self.world.is_rank0:
-            self._prune()
         size = sum(digest.bytes for digest in writer.written.values())
         return replace(cost, bytes=size, blocked_s=max(cost.blocked_s, on_device), total_s=total)
 
@@ -259,6 +269,12 @@ class Checkpoints:
             self.failures.append(str(error))
             if self.world.is_rank0:
                 self.log(f"checkpoint failed, {len(self.failures)} in a row: {error}")
+
+    def _wait_for_thread(self) -> None:
+        """Wait for the save in progress, and on rank 0 for the deletions after it."""
+        self._wait()
+        if self._thread is not None:
+            self._thread.join()
 
     def _give_up(self) -> None:
         if len(self.failures) >= self.tolerated:

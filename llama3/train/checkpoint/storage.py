@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
+from itertools import compress, count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ from herd.storage.objects import (
     put_file,
     remove,
     remove_all,
+    size_of,
 )
 
 PINS = "pins"
@@ -244,13 +246,9 @@ class RemoteCheckpointStore:
             self._remove(self._prefix(building))
 
     def refs(self) -> list[CheckpointRef]:
-        refs = []
-        for position in filter(str.isdigit, list_children(self.uri)):
-            for attempt in list_children(f"{self.uri}/{position}"):
-                names = list_children(f"{self.uri}/{position}/{attempt}").keys()
-                if MANIFEST in names and MARK not in names:
-                    refs.append(CheckpointRef(int(position), f"{position}/{attempt}"))
-        return refs
+        names = self._names()
+        good = parallel_map(lambda name: self._has(name, MANIFEST) and not self._has(name, MARK), names)
+        return [CheckpointRef(int(name.split("/")[0]), name) for name in compress(names, good)]
 
     def remove_leftovers(self, world: ParallelContext) -> None:
         run_on_rank0_and_broadcast(world, self._register_attempt)
@@ -322,11 +320,19 @@ class RemoteCheckpointStore:
 
     def _remove_unfinished(self) -> None:
         """Remove what earlier attempts left without a manifest; a later attempt may still be writing its prefix."""
-        for position in filter(str.isdigit, list_children(self.uri)):
-            for attempt in list_children(f"{self.uri}/{position}"):
-                prefix = f"{self.uri}/{position}/{attempt}"
-                if attempt < self.attempt and MANIFEST not in list_children(prefix):
-                    remove_all(prefix)
+        earlier = [name for name in self._names() if name.split("/")[1] < self.attempt]
+        for name in compress(earlier, parallel_map(lambda name: not self._has(name, MANIFEST), earlier)):
+            remove_all(f"{self.uri}/{name}")
+
+    def _names(self) -> list[str]:
+        """Return `<position>/<attempt>-<save>` of each prefix with files, whole checkpoint or not, sorted."""
+        positions = list(filter(str.isdigit, list_children(self.uri)))
+        saves = parallel_map(lambda position: list_children(f"{self.uri}/{position}"), positions)
+        return [f"{position}/{save}" for position, names in zip(positions, saves, strict=True) for save in names]
+
+    def _has(self, name: str, file: str) -> bool:
+        """Ask for the file alone: a checkpoint may have 65,536, and each listing has 1,000 at most."""
+        return size_of(f"{self.uri}/{name}/{file}") is not None
 
     def _remove(self, prefix: str) -> None:
         remove(f"{prefix}/{MANIFEST}")  # first: without it, the prefix is not a checkpoint
@@ -429,10 +435,15 @@ class JournalUpload:
                 (self.work / name).rename(abandoned / name)
         for name, text in {name: text for header, _ in chain for name, text in header.files.items()}.items():
             write_atomic(self.work / name, text)
-        journal = b"".join(lines for _, lines in chain)
-        write_atomic(self.work / JOURNAL, journal)
+        with (self.work / JOURNAL).open("wb") as file:  # not atomic: without RECORDS it is restored again
+            for _, lines in chain:
+                file.write(lines)
+                self._length += len(lines)
+                self._sum.update(lines)
+            file.flush()
+            os.fsync(file.fileno())
         self._last = chunk
-        self._record(journal, joined=not chain or chain[0][0].start == 0)
+        self._record(b"", joined=not chain or chain[0][0].start == 0)
         return True
 
     def _holds(self, chunk: JournalChunk) -> bool:
@@ -445,8 +456,10 @@ class JournalUpload:
         if chunk not in [record.segment for record in records]:
             return False
         last = records[-1]
+        stored = hashlib.sha256()
         with journal.open("rb") as file:
-            stored = hashlib.sha256(file.read(last.length))
+            while block := file.read(min(CHUNK_BYTES, last.length - file.tell())):
+                stored.update(block)
         if stored.hexdigest() == last.sha256:  # else records were abandoned, and the whole journal is stored again
             self._last, self._length, self._sum = last.segment, last.length, stored
         return True

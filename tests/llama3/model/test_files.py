@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,6 +117,21 @@ def test_any_part_of_a_parameter_is_read(data: st.DataObject, tmp_path_factory: 
     bounds = [sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2))) for size in whole.shape]
     where = tuple(slice(*pair) for pair in bounds[: data.draw(st.integers(1, whole.ndim))])
     assert torch.equal(stored.slice(name, *where), whole[where])
+
+
+def test_others_may_read_a_model_if_the_umask_allows(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        save_model(tmp_path, SPEC, 50, model().state_dict().items())
+    finally:
+        os.umask(before)
+    assert {oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()} == {"0o644"}
+
+
+def test_a_folder_for_other_programs_is_named_as_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(ValueError, match="is in Hugging Face's format, which herd export writes for other programs"):
+        read_config(tmp_path)
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -127,3 +131,20 @@ def norm_of_replicated_and_sharded() -> float:
         norm = float(squared_norm(parameters))
         torch.distributed.barrier()  # rank 0 has the store: if it left, rank 1 could not finish its groups
         return norm
+
+
+def sockets_of_groups() -> tuple[list[int], int, int]:
+    """Return how many sockets each of three more groups of all processes takes, and the limits of open files."""
+
+    def count() -> int:
+        links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+        return sum(os.readlink(link).startswith("socket:") for link in links if link.is_symlink())
+
+    with init_distributed("cpu", 240) as world:
+        world.barrier()
+        counts = [count()]
+        for _ in range(3):
+            torch.distributed.new_group(backend="gloo")
+            counts.append(count())
+        world.barrier()
+    return [after - before for before, after in pairwise(counts)], *resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -8,6 +8,8 @@ import torch
 from herd.llama3.parallel.layout import Backend
 from herd.llama3.parallel.mesh import init_distributed, resolve_backend
 from herd.tasks.cluster import Cluster
+from tests.dist import run
+from tests.llama3.parallel.layout_samples import sockets_of_groups
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -35,3 +37,10 @@ def test_one_process_with_a_mesh_takes_the_backend(monkeypatch: pytest.MonkeyPat
         assert torch.distributed.get_backend() == "gloo"
     with pytest.raises(ValueError, match="nccl needs GPUs"), init_distributed("cpu", 30, meshed=True, backend="nccl"):
         pass
+
+
+def test_a_group_that_is_hardly_used_takes_few_sockets() -> None:
+    """At 16K ranks a socket for each other process in each group exceeds the limit of open files."""
+    for added, soft, hard in run(5, sockets_of_groups):
+        assert max(added) <= 1
+        assert soft == hard

@@ -8,17 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
+from herd.llama3.model import files
+from herd.llama3.model.files import CheckpointModel
 from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.sections import Average
 from herd.llama3.train import metrics
 from herd.llama3.train.averaging import FILE, Choice, average_positions
+from herd.llama3.train.checkpoint.dcp import save_state
+from herd.llama3.train.checkpoint.manager import load_state
+from herd.llama3.train.checkpoint.manifest import CheckpointManifest
 from herd.llama3.train.journal import read_journal
-from herd.llama3.train.trainer import final_weights
+from herd.llama3.train.state import FP32_SUM_TERMS, Precision, TrainState
 from herd.llama3.train.validation import pack_rows
 from tests.dist import run
+from tests.llama3.train.checkpoint_samples import ALONE
 from tests.llama3.train.test_held_out import SEQ, Bytes, documents
 from tests.llama3.train.train_samples import STEP, job, output, recipe, stages, train, train_until_signal, work
 
@@ -42,7 +49,7 @@ def trained(folder: Path, average: str, held: bool = True, name: str = "work", s
 def parts(path: Path) -> list[dict[str, torch.Tensor]]:
     """Return the weights after every step."""
     saved = [work(path) / "checkpoints" / f"{step * STEP:018}" for step in range(1, STEPS)]
-    return [dict(final_weights(state, averaged=0)) for state in [*saved, work(path) / "result" / "state"]]
+    return [dict(CheckpointModel(state)) for state in [*saved, work(path) / "result" / "state"]]
 
 
 def model(path: Path) -> dict[str, torch.Tensor]:
@@ -72,6 +79,57 @@ def test_polyak_is_the_mean_over_every_step(polyak: Path) -> None:
     every = parts(polyak)
     for name, value in model(polyak).items():
         torch.testing.assert_close(value, sum(part[name] for part in every) / STEPS, rtol=1e-13, atol=1e-18)
+
+
+def test_a_checkpoint_is_read_with_few_of_its_files_open(polyak: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of 16K processes are more than a process may map; their headers are read once."""
+    state, opened = work(polyak) / "result" / "state", list[Path]()
+    whole, names = dict(CheckpointModel(state)), sorted(path.name for path in state.glob("*.safetensors"))
+    assert len(names) > 2
+
+    def counted(path: Path) -> Any:
+        opened.append(path)
+        return safe_open(path, framework="pt")
+
+    monkeypatch.setattr(files, "_open", counted)
+    assert dict(CheckpointModel(state, "average.")).keys() == whole.keys()
+    assert sorted(path.name for path in opened) == names
+
+    monkeypatch.setattr(files, "OPEN_FILES", 2)
+    saved = CheckpointModel(state)
+    for name, tensor in saved:
+        assert torch.equal(tensor, whole[name])
+        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if str(state) in line}
+        assert len(mapped) <= 2
+
+
+def test_a_mean_over_many_steps_is_exact() -> None:
+    """In fp32, each of these additions would be rounded to multiples of 2**-4."""
+    state = TrainState(recipe(precision="fp32"), 64, Precision(torch.float32), ALONE, 0)
+    state.fill(lambda _, shape: torch.full(shape, 0.02), ALONE)
+    state.make_average(2**20)
+    for total in state.sum.values():
+        total.fill_(2**20)
+    for _ in range(100):
+        state.add_to_average()
+    assert all((total.double() - (2**20 + 2.0)).abs().max() < 1e-6 for total in state.sum.values())
+    assert state.averaged == 2**20 + 100
+
+
+def test_a_long_sum_goes_on_in_fp64_also_one_of_an_earlier_version(tmp_path: Path) -> None:
+    """Earlier versions kept every sum in the weights' own precision."""
+    now, before = (TrainState(recipe(precision="fp32"), 64, Precision(torch.float32), ALONE, 0) for _ in range(2))
+    before.fill(lambda _, shape: torch.full(shape, 0.5), ALONE)
+    before.make_average(FP32_SUM_TERMS - 2)
+    before.add_to_average()
+    assert {total.dtype for total in before.sum.values()} == {torch.float32}
+    before.add_to_average()
+    assert {total.dtype for total in before.sum.values()} == {torch.float64}
+    before.sum = {name: total.float() for name, total in before.sum.items()}
+    save_state(tmp_path / "saved", before, "main", ALONE)
+    load_state(tmp_path / "saved", CheckpointManifest.read(tmp_path / "saved"), now, ALONE)
+    assert now.averaged == FP32_SUM_TERMS
+    assert all((total == 1.0).all() and total.dtype == torch.float64 for total in now.sum.values())
 
 
 @pytest.mark.slow

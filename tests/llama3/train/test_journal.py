@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -19,7 +20,9 @@ from herd.llama3.train.journal import (
     Tail,
     add_attempt,
     device_hours,
+    discard_after,
     end_attempt,
+    iter_journal,
     read_attempts,
     read_journal,
     read_rewinds,
@@ -151,6 +154,53 @@ def test_table(tmp_path: Path) -> None:
     (tmp_path / "journal.jsonl").write_text("")
     to_parquet(tmp_path / "journal.jsonl", tmp_path / "metrics.parquet")
     assert pq.read_table(tmp_path / "metrics.parquet").num_rows == 0
+
+
+def test_a_table_is_written_in_groups_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GROUP_ROWS", 4)
+    write(tmp_path / "journal.jsonl", 5)
+    to_parquet(tmp_path / "journal.jsonl", tmp_path / "metrics.parquet")
+    file = pq.ParquetFile(tmp_path / "metrics.parquet")
+    assert [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)] == [4, 4, 2]
+    assert file.read()["position"].to_pylist() == [100 * step for step in range(1, 6) for _ in range(2)]
+
+
+def test_no_reader_holds_a_whole_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 711K records takes 1.6 GB, and 7 GB as objects."""
+    path, alive = tmp_path / "journal.jsonl", weakref.WeakSet[object]()
+    write(path, 500)
+
+    def parse(path: Path, line: bytes) -> Entry:
+        alive.add(entry := original(path, line))
+        assert len(alive) < 10
+        return entry
+
+    original = module._parse
+    monkeypatch.setattr(module, "_parse", parse)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} is read whole"))
+    monkeypatch.setattr(Record, "__hash__", object.__hash__)
+    assert sum(1 for _ in iter_journal(path)) == 500
+    to_parquet(path, tmp_path / "metrics.parquet")
+    assert read_rewinds(path) == []
+    Journal(path)
+
+
+def test_records_of_another_future_are_moved_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal.jsonl"
+    discard_after(path, 300)
+    assert not path.exists()
+    with Journal(path) as journal:
+        for entry in (record(1), record(4), Rewind(1.0, 400, 500), record(2), record(4), record(5)):
+            journal.add(entry)
+    monkeypatch.setattr(Record, "__eq__", lambda *_: pytest.fail("each record is compared with each that is moved"))
+    before = path.read_bytes()
+    discard_after(path, 500)
+    assert path.read_bytes() == before
+    discard_after(path, 300)
+    lines = before.splitlines(keepends=True)
+    assert path.read_bytes() == b"".join(lines[index] for index in (0, 2, 3))
+    (moved,) = tmp_path.glob("abandoned-*.jsonl")
+    assert moved.read_bytes() == b"".join(lines[index] for index in (1, 4, 5))
 
 
 def test_replay_knows_old_steps_and_measures_them() -> None:

@@ -15,7 +15,7 @@ from playwright.sync_api import sync_playwright
 
 from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.train import metrics
-from herd.llama3.train.journal import Journal, Record
+from herd.llama3.train.journal import Journal, Record, Rewind, Series
 from herd.storage.lease import lease
 from herd.storage.root import Root
 from herd.tasks.report import live
@@ -65,6 +65,23 @@ def test_it_says_where_the_run_is_and_only_to_this_machine(address: str) -> None
         assert refused.value.code == status
     with pytest.raises(ValueError, match="run 'tiny-9' does not exist"):
         live.LivePage(Root.parse("."), "tiny-9")
+
+
+def test_curves_follow_a_rewind_and_a_replaced_journal() -> None:
+    series: dict[str, Series] = {}
+    values = {
+        metrics.LOSS: 1.0,
+        metrics.TOKENS_PER_S: 2.0,
+        metrics.TOKENS_PER_S_PER_DEVICE: 2.0,
+        metrics.GPU_HOURS: 3.0,
+    }
+    for position in (10, 20, 30):
+        live._add(series, Record(0.0, position, values))
+    live._add(series, Rewind(0.0, 10, 20))
+    live._add(series, Record(0.0, 20, {metrics.LOSS: 1.5}))
+    assert series == {metrics.LOSS: [(10, 1.0), (20, 1.5)], metrics.TOKENS_PER_S: [(10, 2.0)]}
+    live._add(series, Record(0.0, 10, {metrics.LOSS: 4.0}))  # the first of the journal of another machine
+    assert series == {metrics.LOSS: [(10, 4.0)], metrics.TOKENS_PER_S: []}
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: the page is not looked at")

@@ -85,6 +85,28 @@ def test_a_save_asked_for_too_early_waits_and_says_so(monkeypatch: pytest.Monkey
     assert_holds(resume(tmp_path)[2], 4)
 
 
+def test_a_save_is_over_before_older_checkpoints_are_deleted(tmp_path: Path) -> None:
+    """Else the other processes would wait for rank 0 at the next step that they take together."""
+    checkpoints, delete = opened(tmp_path, last=1), threading.Event()
+    prune = checkpoints._prune
+
+    def late() -> None:
+        assert delete.wait(30)
+        prune()
+
+    checkpoints._prune = late  # type: ignore[method-assign]
+    state, done = State(), list[int]()
+    for position in (3, 6):
+        state.train_to(position)
+        checkpoints.begin(state, "main")
+        checkpoints._wait()
+        done += [saved.position for saved in checkpoints.poll()]
+    assert (done, checkpoints.positions()) == ([3, 6], [3, 6])
+    delete.set()
+    checkpoints.finish()
+    assert checkpoints.positions() == [6]
+
+
 def test_a_state_that_gains_tensors_is_planned_anew(tmp_path: Path) -> None:
     state, checkpoints = State(), opened(tmp_path)
     for position, averaged in ((1, 0), (2, 0), (3, 2), (4, 3), (5, 0)):

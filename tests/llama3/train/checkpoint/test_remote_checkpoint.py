@@ -85,6 +85,18 @@ def test_saved_and_loaded(uri: str, tmp_path: Path) -> None:
     assert [path for path in (tmp_path / ".staging").rglob("*") if path.is_file()] == []
 
 
+def test_checkpoints_are_found_without_listing_their_files(
+    uri: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One of 16K processes has 65,536 files, which are 66 listings."""
+    checkpoints, listed = store(uri, tmp_path, 3, 6), list[str]()
+    checkpoints.store.quarantine(checkpoints.store.refs()[0], "why")
+    original = remote.list_children
+    monkeypatch.setattr(remote, "list_children", lambda folder: listed.append(folder) or original(folder))
+    assert checkpoints.positions() == [6]
+    assert sorted(listed) == [uri, f"{uri}/{3:018}", f"{uri}/{6:018}"]
+
+
 def flip(uri: str) -> None:
     place = only(uri, 6, "02.safetensors")
     data = bytearray(filesystem_of(uri).cat_file(place))
