@@ -22,7 +22,7 @@ from uuid import UUID
 
 import httpx
 from prefect import get_client, get_run_logger
-from prefect.exceptions import Pause
+from prefect.exceptions import Pause, TerminationSignal
 from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, Failed
 from rich.markup import escape
@@ -32,7 +32,7 @@ from herd.flows.local_server import is_temporary
 from herd.flows.recipe_form import LATEST, PipelineParameters, is_made_up
 from herd.flows.watchdog import watched
 from herd.llama3.evaluate.gate import CheckUnfinished, Decision
-from herd.llama3.recipe.load import RecipeError, load_recipe, parse_recipe, resolved
+from herd.llama3.recipe.load import RecipeError, digest, load_recipe, parse_recipe, resolved
 from herd.llama3.recipe.schema import Recipe
 from herd.storage.artifact import Artifact, flatten
 from herd.storage.lease import Lease, LeaseHeld, LeaseLost, lease
@@ -43,6 +43,7 @@ from herd.storage.secrets import split_login
 from herd.tasks.cluster import Cluster
 from herd.tasks.console import Console, current_console, working
 from herd.tasks.errors import EvaluationFailed, SchedulerRefused, StudyIncomplete, TrainingFailed
+from herd.tasks.format import command
 from herd.tasks.launch.local import slow_precision
 from herd.tasks.models.lookup import label_of_alias
 from herd.tasks.pipeline_steps import step_names
@@ -68,6 +69,11 @@ MISTAKES = (
     SchedulerRefused,
 )
 """Errors whose message is enough for the user; any other error is a bug in herd and keeps its traceback."""
+STOPS: dict[type[BaseException], str] = {
+    KeyboardInterrupt: "stopped by Ctrl-C",
+    TerminationSignal: "stopped by herd stop or SIGTERM",
+}
+"""What ends a run from outside -> the error of its record."""
 BEGUN = threading.Event()
 """Set once a flow of this process has begun its work: an earlier failure may be retried."""
 
@@ -109,8 +115,9 @@ def acquire_run(
 ) -> Iterator[tuple[RunRecord, int]]:
     """Yield the record to work on and the fence of its lease, which is held until the end.
 
-    The record is that of the run that this flow run began, of an unfinished run of the same recipe, or a new one. If
-    another process works on the recipe, the new run waits for each of its steps and reuses them.
+    The record is that of the run that this flow run began, of an unfinished run of the same recipe, or a new one. With
+    `from_step` the unfinished run must be a rerun of the same run from the same step. If another process works on the
+    recipe, the new run waits for each of its steps and reuses them.
     """
 
     def hold(stack: ExitStack, record: RunRecord, wait: Callable[[str], None] | None = None) -> Lease:
@@ -125,8 +132,12 @@ def acquire_run(
             exit_if_alive_elsewhere(runs.root, f"runs/{earlier.name}", console.log)
             message = f"waiting until {earlier.name} is free: {{}} works on it"
             run_lease, record = hold(stack, earlier, lambda holder: console.log(message.format(holder))), earlier
-        elif not config.fresh and not config.from_step:
+        elif not config.fresh:
             earlier = runs.unfinished(recipe, config.until)
+            if config.from_step:
+                asked, family = (digest(resolved(recipe)), config.until, config.rerun_of, config.from_step), recipe.name
+                same = [r for r in runs.family(family) if (r.recipe_digest, r.until, r.rerun_of, r.redo_from) == asked]
+                earlier = same[-1] if same and same[-1].state != "finished" else None
             if earlier is not None and earlier.verdict != PENDING_APPROVAL:
                 with suppress(LeaseHeld):
                     run_lease, record = hold(stack, earlier), earlier
@@ -142,8 +153,8 @@ def acquire_run(
         record.until, record.prefect_run = config.until, str(flow_run.id or "")
         record.study = config.study or record.study
         runs.hold(record.name, run_lease)
-        command = f"deployment {by}" if (by := deployment.name) else shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-        record.provenance = record_provenance(runs.root, record.name, config.cluster, command, "JOB" if by else "LOCAL")
+        given = f"deployment {by}" if (by := deployment.name) else shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        record.provenance = record_provenance(runs.root, record.name, config.cluster, given, "JOB" if by else "LOCAL")
         mark_open(runs.root, record.name)
         runs.save(record)
         if before and before != record.prefect_run:
@@ -201,7 +212,8 @@ def reporting_end(close: Callable[[State, str, str], None]) -> Iterator[None]:
             from prefect._internal.control_listener import get_intent
 
             intent = get_intent() or ""
-        close("cancelled" if intent == "cancel" else "interrupted", "KILLED", type(error).__name__)
+        message = STOPS.get(type(error), type(error).__name__)
+        close("cancelled" if intent == "cancel" else "interrupted", "KILLED", message)
         raise
     close("finished", "FINISHED", "")
 
@@ -223,6 +235,9 @@ def _close(context: Context, state: State, status: str, error: str) -> None:
     except LeaseLost as lost:  # the new holder of the lease writes the record
         context.console.log(f"[yellow]{record.name} is left as it is: {escape(str(lost))}[/]")
         return
+    if error == STOPS[TerminationSignal]:  # Prefect ends this process before the command line can print a line
+        words = ("rerun", record.name, *(("--until", record.until) if record.until else ()))
+        context.console.log(f"[yellow]{error}[/]; {escape(command(context.root, *words))} continues it")
     if record.mlflow_run:
         context.tracker.close(record.mlflow_run, status)
     if mlflow_of(context.tracker).stale and status == "FINISHED":  # a killed run has no time to wait

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import math
 import os
@@ -43,21 +44,36 @@ class DefaultGroup(TyperGroup):
 
 
 @contextmanager
-def mistakes() -> Iterator[None]:
+def mistakes(again: str = "the same command") -> Iterator[None]:
     """Turn what people, disks, schedulers and servers cause into plain lines and an exit status.
 
-    Only a bug in herd keeps its traceback; with HERD_TRACEBACK everything does.
+    Only a bug in herd keeps its traceback; with HERD_TRACEBACK everything does. `again` is what goes on after Ctrl-C.
     """
     try:
         yield
     except KeyboardInterrupt:
-        problems.print("[yellow]stopped[/]; the same command continues where it stopped")
+        problems.print(f"[yellow]stopped[/]; {again} continues where it stopped")
         raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
         status = None if os.environ.get("HERD_TRACEBACK") else _print_error(error)
         if status is None:
             raise
         raise typer.Exit(status) from None
+
+
+@contextmanager
+def option(name: str) -> Iterator[None]:
+    """Begin the ValueErrors of the block with the option `name`."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {str(error).removeprefix(f'{name}: ')}") from error
+
+
+def did_you_mean(word: str, known: list[str]) -> str:
+    """Return `did you mean tokenize? ` for `tokenise`; empty if none of `known` is close."""
+    close = difflib.get_close_matches(word, known, 1)
+    return f"did you mean {close[0]}? " if close else ""
 
 
 @contextmanager
@@ -95,7 +111,7 @@ def exit_as_judged(root: Root, run: str) -> None:
 def _print_error(error: Exception) -> int | None:
     """Print an error that the user can act on and return its exit status; None for any other error."""
     # imported only after an error: they take 70 ms and more
-    from herd.flows.local_server import ACCESS, NoServer
+    from herd.flows.local_server import ACCESS, NoServer, is_temporary
     from herd.llama3.evaluate.gate import CheckUnfinished
     from herd.storage.filesystem import StoreError
     from herd.storage.lease import LeaseHeld, LeaseLost
@@ -111,7 +127,7 @@ def _print_error(error: Exception) -> int | None:
     if isinstance(error, (OSError, MemoryError)):
         return _print_system_error(error)
 
-    from httpx import HTTPStatusError, TransportError
+    from httpx import ConnectError, HTTPStatusError, TransportError
 
     if isinstance(error, (TransportError, HTTPStatusError)) or _of_server(error):
         cause = error.__cause__ if _of_server(error) else error
@@ -122,6 +138,13 @@ def _print_error(error: Exception) -> int | None:
             )
             problems.print(f"the password of `herd up` is in {ACCESS} of its root's folder; source that file")
             return USAGE
+        if isinstance(cause, ConnectError) and not is_temporary():
+            from prefect.settings import PREFECT_API_URL
+
+            where = f"PREFECT_API_URL: no server answers at {escape(str(PREFECT_API_URL.value()))}"
+            problems.print(f"[red]error[/]  {where}; start it, or unset the variable")
+            problems.print("nothing is lost; after that the same command continues")
+            return FAILED
         message = (str(error) or type(error).__name__).splitlines()[0]
         problems.print(f"[red]error[/]  the Prefect server does not answer as it should ({escape(message)})")
         problems.print("nothing is lost; the same command continues where it stopped")

@@ -27,8 +27,10 @@ from herd.flows.cli.errors import (
     JsonOption,
     RootOption,
     at_work,
+    did_you_mean,
     exit_as_judged,
     mistakes,
+    option,
     out,
     print_json,
     problems,
@@ -86,10 +88,26 @@ def options(
 
 app.add_typer(planner, name="plan")
 app.add_typer(study, name="study")
-RecipeArgument = Annotated[Path, typer.Argument(help="YAML file of a recipe, such as recipes/quickstart.yaml.")]
+
+
+def _no_folder(recipe: Path | None) -> Path | None:
+    from herd.llama3.recipe.load import RECIPES
+
+    with mistakes():
+        # a folder that has the name of a shipped recipe does not hide it
+        if recipe and recipe.is_dir() and not (RECIPES / f"{recipe}.yaml").is_file():
+            raise ValueError(f"recipe {recipe}: is a folder; name a YAML file in it, or a shipped recipe")
+    return recipe
+
+
+RecipeArgument = Annotated[
+    Path, typer.Argument(callback=_no_folder, help="YAML file of a recipe, such as recipes/quickstart.yaml.")
+]
 RunArgument = Annotated[str, typer.Argument(help="A run, such as quickstart-7.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a recipe field: stages.main.until=3M")]
-ProcessesOption = Annotated[int, typer.Option(help="Trainer processes; 0: the number in the cluster file, or 1.")]
+ProcessesOption = Annotated[
+    int, typer.Option(min=0, help="Trainer processes; 0: the number in the cluster file, or 1.")
+]
 ClusterOption = Annotated[
     Path | None, typer.Option("--cluster", help="YAML file, or a preset: dgx-h100, this-machine.")
 ]
@@ -98,7 +116,9 @@ RestartOption = Annotated[
     bool,
     typer.Option("--restart-damaged", help="Train a stage again from its start if all its checkpoints are damaged."),
 ]
-ThreadsOption = Annotated[int, typer.Option(envvar="HERD_THREADS", help="Processor threads for the run; 0: all.")]
+ThreadsOption = Annotated[
+    int, typer.Option(min=0, envvar="HERD_THREADS", help="Processor threads for the run; 0: all.")
+]
 
 
 @app.command()
@@ -164,7 +184,9 @@ def fetch(
     from herd.tasks.plan.recipe import epoch_lines, fetch_files, fetch_lines, prepare_fetch, targets_of
 
     with mistakes():
-        speed, loaded = Bytes.parse(rate), load_recipe(recipe, set_)
+        with option("--rate"):
+            speed = Bytes.parse(rate)
+        loaded = load_recipe(recipe, set_)
         with at_work("listing"):
             folder, addresses = prepare_fetch(loaded, Root.parse(root), update)
         if not addresses:
@@ -257,9 +279,11 @@ def inspect(
     json_: JsonOption = False,
 ) -> None:
     """Show the documents, sources and licenses of a run's tokens."""
-    from herd.tasks.models.lookup import inspect_run, inspection_tables
+    from herd.tasks.models.lookup import inspect_run, inspection_tables, parse_span
 
     with mistakes():
+        with option("--tokens"):
+            parse_span(tokens)
         inspection = inspect_run(Root.parse(root), run, tokens, limit)
         if json_:
             print_json({"run": run, **inspection.as_dict()})
@@ -297,19 +321,26 @@ def try_data(
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
     """Show what each rule of curation would drop from a sample, with examples."""
-    from herd.llama3.data.curate import curate_sample
+    from herd.llama3.data.accounting import EXPLAINED, KEPT
+    from herd.llama3.data.curate import CURATION, curate_sample
     from herd.llama3.evaluate.suite import with_evaluation_sets
     from herd.llama3.recipe.load import load_recipe
     from herd.storage.fetch import use_fetched
     from herd.tasks.report.data import print_sample
 
     with mistakes(), tempfile.TemporaryDirectory(prefix="herd-sample-") as folder:
+        rules = [name for stage in CURATION for name in stage.reasons] + [
+            name for name in EXPLAINED if name not in KEPT
+        ]
+        if rule and rule not in rules and not rule.startswith("score_"):
+            raise ValueError(f"--rule: {rule!r} is not a rule; {did_you_mean(rule, rules)}rules: {', '.join(rules)}")
         use_fetched(Root.parse(root))
         loaded = with_evaluation_sets(load_recipe(recipe, set_))
         emptied = ""
         problems.print(f"[dim]reading up to {sample:,} documents of each source[/]")
         try:
-            curate_sample(loaded, sample, Path(folder))
+            with at_work("sample"):
+                curate_sample(loaded, sample, Path(folder))
         except ValueError as error:  # a domain that keeps nothing: the tables say why
             emptied = str(error)
             if not (Path(folder) / "curated" / "ledger.parquet").exists():
@@ -357,29 +388,43 @@ def _run(cluster_file: Path | None, processes: int, threads: int, json_: bool, *
 
     With `json_` standard output is the document of `herd status RUN --json`; all other lines go to standard error.
     """
+    from pydantic import ValidationError
+
     from herd.flows.local_server import quiet_prefect, start_temporary_server
     from herd.flows.recipe_form import PipelineParameters
-    from herd.llama3.recipe.load import load_recipe
+    from herd.llama3.recipe.load import fault_lines, load_recipe, parse_recipe, resolved
     from herd.tasks.cluster import Cluster, load_cluster
     from herd.tasks.console import TerminalConsole, console_as, working
+    from herd.tasks.pipeline_steps import KINDS, first_step, step_names
     from herd.tasks.runs.preflight import check_place
     from herd.tasks.runs.records import Runs, now
 
-    with mistakes():
+    with mistakes("the same command without --fresh" if fields.get("fresh") else "the same command"):
         changes = {name: value for name, value in {"processes": processes, "threads": threads}.items() if value}
         config = PipelineParameters(**fields)
         root, runs = config.root_at, Runs(config.root_at)
         # find wrong input within a second, before Prefect starts
-        recipe = runs.recipe(config.rerun_of) if config.rerun_of else load_recipe(Path(config.recipe), config.overrides)
+        if config.rerun_of:
+            recipe = parse_recipe(resolved(runs.recipe(config.rerun_of)), config.rerun_of, config.overrides)
+        else:
+            recipe = load_recipe(Path(config.recipe), config.overrides)
+        steps = step_names(recipe)
+        for name, step in (("--from", config.from_step), ("--until", config.until)):
+            if step and first_step(recipe, step) not in steps:
+                meant = did_you_mean(step, [*steps, *KINDS])
+                raise ValueError(f"{name}: {step!r} is not a step of {recipe.name}; {meant}steps: {', '.join(steps)}")
         cluster = None
         if cluster_file and not cluster_file.is_file():
             from herd.tasks.plan.presets import cluster_of
 
             cluster = cluster_of(str(cluster_file), recipe, root)
-        if cluster is not None:
-            cluster = Cluster.model_validate({**cluster.model_dump(), **changes})
-        else:
-            cluster = load_cluster(cluster_file, **changes) if cluster_file else Cluster(**changes)
+        try:
+            if cluster is not None:
+                cluster = Cluster.model_validate({**cluster.model_dump(), **changes})
+            else:
+                cluster = load_cluster(cluster_file, **changes) if cluster_file else Cluster(**changes)
+        except ValidationError as error:
+            raise ValueError(fault_lines(error, Cluster, section="cluster")) from None
         config = config.model_copy(update={"cluster": cluster})
         check_place(recipe, cluster, root)
         console = TerminalConsole(shown := problems if json_ else out)

@@ -21,6 +21,7 @@ from herd.flows.cli.errors import (
     at_work,
     exit_as_judged,
     mistakes,
+    option,
     out,
     print_json,
     problems,
@@ -127,8 +128,8 @@ def status(
     """Show the state of runs: stage, position, loss, speed, goodput, last checkpoint, restarts, time left."""
     from herd.tasks.runs.status import run_document, runs_document, status_tables
 
-    place = Root.parse(root)
     with mistakes():
+        place = Root.parse(root)
         if json_ and watch:
             raise ValueError("--watch: refreshes a terminal, and --json is for programs; leave one out")
         if json_:
@@ -278,10 +279,15 @@ def gc(
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
     """List or delete artifacts that no kept run, alias or live process needs, and old rows of databases."""
-    from herd.flows.maintenance import clean_up
+    from herd.llama3.recipe.units import Duration
     from herd.tasks.console import TerminalConsole
 
     with mistakes():
+        for name, age in (("--older-than", older_than), ("--databases", databases.strip() or "90 d")):
+            with option(name):
+                Duration.parse(age)
+        from herd.flows.maintenance import clean_up  # imports Prefect
+
         out.print(clean_up(Root.parse(root), keep_runs, older_than, not delete, TerminalConsole(), databases))
 
 

@@ -28,7 +28,7 @@ def test_raw_text_becomes_a_promoted_model(herd: Herd) -> None:
     assert "ramp -> main: seq_len 64 -> 128, batch 1Ki -> 2Ki; stream continues at token 16,384" in printed
     assert "main -> anneal: mix base -> annealing, lr linear to 0; stream continues at token 81,920" in printed
     assert "tiny version 1 is the champion" in printed
-    for command in ("herd up", "herd rerun tiny-1", "herd compare tiny-1"):
+    for command in ("herd up", "herd rerun tiny-1"):
         assert command in printed
     assert (record(herd, "tiny-1").state, record(herd, "tiny-1").verdict) == ("finished", "promoted")
 
@@ -206,6 +206,7 @@ def test_a_mistake_is_refused_before_any_work(herd: Herd) -> None:
     faults = {
         "run|none.yaml": "none.yaml: cannot be read",
         "rerun|tiny-99": "run 'tiny-99' does not exist",
+        "rerun|tiny-1|--from|later": "--from: 'later' is not a step of tiny; did you mean",
         "run|RECIPE|--processes|3": "data-parallel size 3",
         "run|RECIPE|--root|/proc/herd": "root: /proc/herd cannot be written",
         "run|RECIPE|--root|s3://user:secret@bucket/herd": "root",
@@ -218,7 +219,6 @@ def test_a_mistake_is_refused_before_any_work(herd: Herd) -> None:
 @pytest.mark.slow
 def test_what_only_the_flow_can_see_is_refused_before_any_work(herd: Herd) -> None:
     faults = {
-        "rerun|tiny-1|--from|later": "from_step: 'later' is not a step",
         "run|RECIPE|--set|sources.math=[{uri: none/*.txt}]": "sources.math.0.uri: 'none/*.txt'",
         "run|RECIPE|--set|stages.main.until=900M": "sources.multilingual",
     }

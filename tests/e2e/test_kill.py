@@ -158,15 +158,25 @@ def test_no_trainer_outlives_its_supervisor(herd: Herd, new_herd: NewHerd, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.fault("F11")
-def test_stop_is_recorded_and_continued(herd: Herd, new_herd: NewHerd, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "status", "line"),
+    [
+        (signal.SIGINT, 130, "stopped; the same command continues where it stopped"),
+        (signal.SIGTERM, -signal.SIGTERM, "stopped by herd stop or SIGTERM; herd rerun tiny-1 continues it"),
+    ],
+)
+def test_stop_is_recorded_and_continued(
+    herd: Herd, new_herd: NewHerd, tmp_path: Path, number: int, status: int, line: str
+) -> None:
     again = new_herd(tmp_path / "root")
     copy_artifacts(herd, again.root, "checkpoint/tiny-ramp-*")
     process = again.start("run", again.recipe)
     wait_for(lambda: journal_lines(again.root, "main") >= 2, "training")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     printed, _ = process.communicate(timeout=300)
-    assert process.returncode == 130, printed
-    assert "the same command continues" in printed
+    assert process.returncode == status, printed
+    assert printed.count("stopped") == 1 + line.count("it stopped"), printed
+    assert line in printed
     assert record(again, "tiny-1").state == "interrupted"
 
 

@@ -6,14 +6,17 @@ import os
 import shutil
 import signal
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from uuid import uuid4
 
 import psutil
 import pytest
+from prefect.exceptions import TerminationSignal
 
-from herd.flows.run_lifecycle import _close, _closing
+from herd.flows import run_lifecycle
+from herd.flows.recipe_form import PipelineParameters
+from herd.flows.run_lifecycle import _close, _closing, acquire_run
 from herd.llama3.recipe.load import load_recipe
 from herd.llama3.recipe.schedule import Schedule
 from herd.storage.lease import LeaseLost, lease
@@ -21,7 +24,7 @@ from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
 from herd.tasks.console import TerminalConsole
-from herd.tasks.runs.records import RunRecord, Runs, mark_open, now
+from herd.tasks.runs.records import RunRecord, Runs, State, mark_open, now
 from herd.tasks.runs.recovery import reconcile_record
 from herd.tasks.step import Context, tracked_step
 from herd.tasks.study.records import Studies, StudyRecord
@@ -153,6 +156,54 @@ def test_the_watchdog_of_a_process_that_ends_by_itself_says_nothing(word: str, r
     _, alive = psutil.wait_procs([watchdog], timeout=30)
     assert not alive
     assert Runs(root).find(run.name).state == "running"
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "line"),
+    [
+        (KeyboardInterrupt(), "stopped by Ctrl-C", ""),
+        (
+            TerminationSignal(signal.SIGTERM),
+            "stopped by herd stop or SIGTERM",
+            "stopped by herd stop or SIGTERM; herd rerun {} --until main --root {} continues it\n",
+        ),
+    ],
+    ids=["Ctrl-C", "SIGTERM"],
+)
+def test_who_is_stopped_says_how_it_goes_on_once(
+    root: Root, run: RunRecord, error: BaseException, message: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After Ctrl-C the command line says it; Prefect sends SIGTERM again before that."""
+    runs, tracker = Runs(root), MLflowTracker(root, RECIPE.name)
+    context = Context(RECIPE, Cluster(), open_store(root), runs, run, tracker, TerminalConsole(), [])
+    run.until = "main"
+    with suppress(BaseException), _closing(context):
+        raise error
+    ended = Runs(root).find(run.name)
+    assert (ended.state, ended.error) == ("interrupted", message)
+    assert capsys.readouterr().out == line.format(run.name, root.uri)
+
+
+def test_the_same_rerun_from_a_step_continues_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lifecycle, "watched", lambda *_: nullcontext())
+    runs = Runs(Root.parse(tmp_path))
+
+    def begin(rerun_of: str, from_step: str, until: str = "", state: State = "interrupted", fresh: bool = False) -> str:
+        config = PipelineParameters(rerun_of=rerun_of, from_step=from_step, until=until, fresh=fresh)
+        with acquire_run(config, RECIPE, runs, TerminalConsole()) as (record, _):
+            record.state = state
+            runs.save(record)
+        return f"{record.name} attempt {record.attempts}"
+
+    assert begin("", "", state="finished") == "quickstart-1 attempt 1"
+    assert begin("quickstart-1", "main") == "quickstart-2 attempt 1"
+    assert begin("quickstart-1", "anneal") == "quickstart-3 attempt 1"
+    assert begin("quickstart-2", "main") == "quickstart-4 attempt 1"
+    assert begin("quickstart-1", "main", until="main") == "quickstart-5 attempt 1"
+    assert begin("quickstart-1", "main", fresh=True) == "quickstart-6 attempt 1"
+    assert begin("quickstart-1", "main") == "quickstart-6 attempt 2"
+    assert begin("quickstart-1", "anneal", state="finished") == "quickstart-3 attempt 2"
+    assert begin("quickstart-1", "anneal") == "quickstart-7 attempt 1"
 
 
 @pytest.mark.parametrize("error", [None, ValueError("no"), KeyboardInterrupt()], ids=["ends", "fails", "is stopped"])

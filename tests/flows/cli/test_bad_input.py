@@ -117,6 +117,15 @@ def test_columns_may_appear_and_change_their_type(herd: Callable[..., Result], t
     assert re.search(r" 1 0\.6% [\d.]+ k?B exact_duplicate ", tried), "the two pages, in two encodings"
 
 
+def test_a_sample_shows_that_it_works(
+    herd: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_bytes(lines())
+    monkeypatch.setattr("herd.tasks.console.QUIET_S", 0.0)
+    assert " sample after " in said(herd("data", "try"), 0)
+
+
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     with stand_in_hub() as running:

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import typer
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
@@ -169,6 +171,21 @@ def lines(result: Result, status: int) -> str:
         ("logs tiny-9", "run 'tiny-9' does not exist under"),
         ("stop tiny-9", "run 'tiny-9' does not exist under"),
         ("inspect tiny-1 --tokens 5", "--tokens: '5' is not a span"),
+        ("inspect tiny-1 --tokens 1G:2G", "--tokens: '1G' is not a number of tokens"),
+        (
+            "run {recipe} --until tokenise",
+            "--until: 'tokenise' is not a step of tiny; did you mean tokenize?",
+        ),
+        ("rerun tiny-1 --from xy", "--from: 'xy' is not a step of tiny; steps: collect, annotate, curate, tokenizer,"),
+        ("rerun tiny-1 --set lr.peek=1", "lr.peek: unknown key; did you mean 'peak'?"),
+        ("run {recipe} --threads -1", "Invalid value for '--threads'"),
+        ("run {recipe} --processes -2", "Invalid value for '--processes'"),
+        ("run .", "recipe .: is a folder; name a YAML file in it, or a shipped recipe"),
+        ("status --root foo://bar", "root: 'foo://bar' is neither a folder nor in an object store"),
+        ("fetch {recipe} --rate abc", "--rate: 'abc' is not a size in bytes"),
+        ("gc --older-than abc", "--older-than: 'abc' is not a time"),
+        ("gc --databases abc", "--databases: 'abc' is not a time"),
+        ("data try {recipe} --rule to_short", "--rule: 'to_short' is not a rule; did you mean too_short? rules: bl"),
         ("promotion-log nix", "family 'nix' has no promotions"),
     ],
 )
@@ -176,7 +193,37 @@ def test_wrong_input_is_a_line(words: str, said: str, root: Root, tmp_path: Path
     (tmp_path / "recipe.yaml").write_text(to_yaml(tiny()))
     monkeypatch.chdir(tmp_path)
     given = words.format(recipe=tmp_path / "recipe.yaml").split()
-    assert said in lines(herd(*given, HERD_ROOT=root.uri), 2)
+    printed = lines(herd(*given, HERD_ROOT=root.uri), 2)
+    assert said in printed
+    assert "starting Prefect" not in printed
+
+
+def test_processes_that_do_not_fit_a_preset_are_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipe.yaml").write_text(to_yaml(tiny()))
+    preset = Cluster.model_validate({"processes": 2, "layout": {"tp": 2}})
+    monkeypatch.setattr("herd.tasks.plan.presets.cluster_of", lambda *_: preset)
+    words = ("run", tmp_path / "recipe.yaml", "--root", tmp_path / "root", "--cluster", "p5", "--processes", "3")
+    printed = lines(herd(*words), 2)
+    assert printed == "error cluster.layout: tp 2 x cp 1 x pp 1 = 2 does not divide 3 processes; start 4"
+
+
+def test_an_address_where_no_server_answers_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    address = "http://127.0.0.1:9/api"
+    with temporary_settings({PREFECT_API_URL: address}), pytest.raises(typer.Exit) as ended, mistakes():
+        raise RuntimeError(f"Failed to reach API at {address}/") from httpx.ConnectError("refused")
+    assert ended.value.exit_code == 1
+    printed = " ".join(capsys.readouterr().err.split())
+    assert f"PREFECT_API_URL: no server answers at {address}; start it, or unset the variable" in printed
+
+
+@pytest.mark.parametrize(
+    ("again", "said"), [((), "the same command continues"), (("it without --fresh",), "it without --fresh continues")]
+)
+def test_ctrl_c_says_what_goes_on(again: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended, mistakes(*again):
+        raise KeyboardInterrupt
+    assert ended.value.exit_code == 130
+    assert said in capsys.readouterr().err
 
 
 def test_a_root_that_may_not_be_read_or_written_is_a_line(root: Root, tmp_path: Path) -> None:
