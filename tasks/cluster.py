@@ -9,7 +9,17 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from herd.llama3.parallel.layout import Backend, Layout
 from herd.llama3.recipe.base import read_yaml
@@ -32,6 +42,80 @@ def _variable(name: str) -> str:
     return name
 
 
+def _text(value: Any) -> Any:
+    if isinstance(value, bool | int | float):
+        shown = str(value).lower()
+        raise ValueError(f'{shown} is not text, as YAML reads it; write it in quotes: "{shown}"')
+    return value
+
+
+def _value(value: Any) -> Any:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else _text(value)
+
+
+def _slurm_time(value: Any) -> Any:
+    if isinstance(value, int | float):  # YAML 1.1 reads 12:00:00 as 43200, in base 60
+        raise ValueError(
+            f'{value} is a number, which is also how YAML reads 12:00:00; write it in quotes: "12:00:00", minutes too: '
+            '"720"'
+        )
+    pattern = r"(?i:unlimited|infinite)|\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}"
+    if isinstance(value, str) and not re.fullmatch(pattern, _one_line(value)):
+        raise ValueError(
+            f"invalid time {value!r}; use days-hours:minutes:seconds, hours:minutes:seconds, minutes:seconds or "
+            'minutes, as in "1-00:00:00"'
+        )
+    return value
+
+
+def _option(text: str) -> str:
+    if not re.fullmatch(r"--[\w-]+(=.*)?|-\w.*", text):
+        raise ValueError(f"invalid option {text!r}; leave out #SBATCH, begin with '-' and write '=', as in --qos=high")
+    return text
+
+
+def _quantity(value: Any) -> Any:
+    if not isinstance(value, str) or not re.fullmatch(rf"\d+(\.\d+)?({'|'.join(QUANTITY_UNITS)})?", value):
+        raise ValueError(f"invalid quantity {value!r}; write it as Kubernetes does: 512Gi (2^30 bytes) or 512G (10^9)")
+    return value
+
+
+def _bytes(quantity: str) -> float:
+    number = quantity.rstrip("kKMGTPEi")
+    return float(number) * QUANTITY_UNITS.get(quantity.removeprefix(number), 1)
+
+
+def _absolute(path: str) -> str:
+    if not re.fullmatch(r"/[^:]*", _one_line(path)):
+        raise ValueError(f"{path!r} is not an absolute path without ':'; write e.g. /{path.strip('/').split(':')[0]}")
+    return path
+
+
+def _toleration(given: Any) -> Any:
+    if not isinstance(given, dict):
+        return given
+    for name, value in given.items():
+        match name:
+            case "operator" if value not in ("Exists", "Equal"):
+                raise ValueError(f"invalid operator {value!r}; write Exists or Equal")
+            case "effect" if value not in ("NoSchedule", "PreferNoSchedule", "NoExecute"):
+                raise ValueError(f"invalid effect {value!r}; write NoSchedule, PreferNoSchedule or NoExecute")
+            case "key" | "value":
+                _text(value)
+            case "tolerationSeconds" if not isinstance(value, int):
+                raise ValueError(f"invalid tolerationSeconds {value!r}; write a whole number of seconds")
+            case "operator" | "effect" | "tolerationSeconds":
+                pass
+            case _:
+                keys = "key, operator, value, effect, tolerationSeconds"
+                raise ValueError(f"unknown key {name!r}; the keys of a toleration are {keys}")
+    return given
+
+
+QUANTITY_UNITS = {
+    **{unit: 1000.0**power for power, unit in enumerate("kMGTPE", 1)},
+    **{f"{unit}i": 1024.0**power for power, unit in enumerate("KMGTPE", 1)},
+}
 Line = Annotated[str, AfterValidator(_one_line)]
 """Text for one line of a script: a line break in it would begin a command."""
 Variable = Annotated[str, AfterValidator(_variable)]
@@ -50,9 +134,9 @@ class Nodes(BaseModel):
     """Processors requested per process, and its threads."""
     python: Line = ""
     """Python interpreter on the nodes; empty: the path of this one, which must exist there too."""
-    environment: dict[Variable, str] = {}
-    """Variables for every process, such as NCCL_SOCKET_IFNAME or NCCL_IB_HCA; they win over those that herd sets. A
-    secret is refused."""
+    environment: dict[Variable, Annotated[str, BeforeValidator(_value)]] = {}
+    """Variables for every process, such as NCCL_SOCKET_IFNAME or NCCL_IB_HCA; they win over those that herd sets. If
+    NCCL_SOCKET_IFNAME names one interface (eth0), it is also the default of GLOO_SOCKET_IFNAME. A secret is refused."""
     poll_s: float = Field(default=5.0, gt=0)
     """Seconds between two calls of the scheduler."""
     preflight: bool = True
@@ -85,13 +169,14 @@ class Slurm(Nodes):
     """Account to charge; empty: the default one."""
     host_file: Line = ""
     """File of hosts in the order of ranks, one a line (`herd plan --hosts`), which a job's hosts follow; those that it
-    does not name come last. Empty: Slurm's order."""
-    time: Line = "1-00:00:00"
-    """Time limit of one job. At its end the trainer saves, and the next job continues from there."""
+    does not name come last. Names are compared up to their first dot. Empty: Slurm's order."""
+    time: Annotated[str, BeforeValidator(_slurm_time)] = "1-00:00:00"
+    """Time limit of one job, in quotes: "2-00:00:00", "12:00:00" or minutes. At its end the trainer saves, and the next
+    job continues from there."""
     grace_s: int = Field(default=90, ge=20)
     """Seconds before the time limit at which Slurm sends SIGTERM."""
-    lines: list[Line] = []
-    """More `#SBATCH` options: --qos=high, --exclusive, --constraint=h100."""
+    lines: list[Annotated[Line, AfterValidator(_option)]] = []
+    """More `#SBATCH` options: --qos=high, --exclusive, --mem=0 (all memory of a node), --constraint=h100."""
     setup: list[str] = []
     """Shell lines before the start: module load cuda, source /shared/venv/bin/activate."""
     srun: list[Line] = []
@@ -110,39 +195,49 @@ class Kubernetes(Nodes):
     """Namespace of the job."""
     claim: str = "herd"
     """Name of the volume claim of the root."""
-    mount: str = "/herd"
-    """Where the volume is mounted; the root and the recipe must be below it."""
+    mount: Annotated[str, AfterValidator(_absolute)] = "/herd"
+    """Where the volume is mounted, an absolute path; the root and the recipe must be below it."""
     queue: str = ""
     """Kueue queue; empty: none."""
     topology: Line = ""
     """Level of Kueue's topology, a label of nodes such as cloud.provider.com/topology-rack: pods get nodes close to
     each other, in the order of ranks; empty: any nodes."""
-    memory: str = "64Gi"
-    """Memory of a node's pod, in Kubernetes' spelling; the pod's /dev/shm counts."""
+    memory: Annotated[str, BeforeValidator(_quantity)] = "64Gi"
+    """Memory of a node's pod, in Kubernetes' spelling; the pod's /dev/shm counts. A save copies the node's part of the
+    training state to it: 12 bytes a parameter, 96 GB for an 8B on one node."""
     gpu: str = "nvidia.com/gpu"
     """Name of the resource that is requested as a GPU."""
-    shm: str = ""
+    shm: Annotated[str, BeforeValidator(lambda value: value and _quantity(value))] = ""
     """Most memory of the pod's /dev/shm, which NCCL and data loaders use; empty: that of the pod."""
-    rdma: dict[str, int] = {}
+    rdma: dict[str, Annotated[int, Field(ge=1)]] = {}
     """Devices for RDMA per pod, such as `rdma/hca_shared_devices_a: 1` or `vpc.amazonaws.com/efa: 32`; it also gets the
     capability IPC_LOCK."""
-    node_selector: dict[str, str] = {}
-    """Labels of the nodes to use, such as `cloud.google.com/gke-accelerator: nvidia-h100-80gb`."""
-    tolerations: list[dict[str, str | int]] = []
+    node_selector: dict[str, Annotated[str, BeforeValidator(_text)]] = {}
+    """Labels of the nodes to use, such as `nvidia.com/gpu.product: NVIDIA-H100-80GB-HBM3`; quote true and numbers."""
+    tolerations: list[Annotated[dict[str, str | int], BeforeValidator(_toleration)]] = []
     """Taints that the pods tolerate, as in a pod: `{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}`."""
     image_pull_secrets: list[str] = []
     """Secrets for the registry of the image."""
     secrets: list[str] = []
     """Secrets whose keys become variables of every process: AWS_SECRET_ACCESS_KEY, HF_TOKEN."""
     overlay: dict[str, Any] = {}
-    """Strategic merge patch over the manifest, for everything else: mappings are merged, null deletes a key, lists of
-    objects with names are merged by name, `$patch: delete` deletes an object, `$patch: replace` replaces one."""
+    """Strategic merge patch over the manifest of `kind`, for everything else: mappings are merged, null deletes a key,
+    lists of objects with names are merged by name, `$patch: delete` deletes an object, `$patch: replace` replaces
+    one."""
     grace_s: int = Field(default=90, ge=20)
     """Seconds between SIGTERM and SIGKILL when a pod is deleted."""
 
+    @field_validator("shm")
+    @classmethod
+    def _within_memory(cls, shm: str, info: ValidationInfo) -> str:
+        memory = info.data.get("memory")
+        if shm and memory and _bytes(shm) > _bytes(memory):
+            raise ValueError(f"{shm} is more than memory: {memory}, of which it is a part; raise memory, or lower shm")
+        return shm
+
     @field_validator("overlay")
     @classmethod
-    def _own_fields(cls, overlay: dict[str, Any]) -> dict[str, Any]:
+    def _own_fields(cls, overlay: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         own = {("apiVersion",), ("kind",), ("metadata", "name"), ("metadata", "namespace")}
         for path in own:
             value: Any = overlay
@@ -151,7 +246,33 @@ class Kubernetes(Nodes):
             if value is not None:
                 raise ValueError(f"{'.'.join(path)} is set by herd, which finds its jobs by it; leave it out")
         refuse_values_of_secrets(overlay)
+        kind, spec = info.data.get("kind"), overlay.get("spec")
+        if kind is None or not isinstance(spec, dict):
+            return overlay
+        fields, parts = SPECS[kind]
+        if unknown := spec.keys() - {*fields, "$patch"}:
+            raise ValueError(f"spec.{min(unknown)} is not a field of a {kind}, whose fields are {', '.join(fields)}")
+        patched = spec.get(fields[0]) or ()
+        if isinstance(patched, list):
+            patched = [part["name"] for part in patched if isinstance(part, dict) and "name" in part]
+        if unknown := set(patched) - {*parts, "$patch"}:
+            raise ValueError(
+                f"spec.{fields[0]}: {min(unknown)!r} is not in the manifest of a {kind}; write {' or '.join(parts)}"
+            )
         return overlay
+
+
+SPECS = {
+    "JobSet": (
+        (
+            *("replicatedJobs", "network", "successPolicy", "failurePolicy", "startupPolicy", "suspend", "coordinator"),
+            *("managedBy", "ttlSecondsAfterFinished", "volumeClaimPolicies"),
+        ),
+        ("node",),
+    ),
+    "PyTorchJob": (("pytorchReplicaSpecs", "runPolicy", "elasticPolicy", "nprocPerNode"), ("Master", "Worker")),
+}
+"""Fields of the `spec` of each kind, the first with its pods, and the names of the pods' groups."""
 
 
 def refuse_values_of_secrets(patch: Any) -> None:

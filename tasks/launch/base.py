@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from herd.llama3.recipe.schedule import StageSpan
@@ -169,8 +171,12 @@ def fitting(span: StageSpan, cluster: Cluster, capacity: int) -> int:
     )
 
 
-def trainer_environment(threads: int) -> dict[str, str]:
-    """Return the environment variables of every trainer process, on any machine."""
+def trainer_environment(threads: int, given: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """Return the environment variables of every trainer process, on any machine; those `given` win."""
+    interface = given.get("NCCL_SOCKET_IFNAME", "")
+    # Gloo groups exist beside NCCL's, and without an interface gloo takes the address of the host's name, which may be
+    # 127.0.1.1. NCCL also accepts lists and prefixes (eth), gloo only a whole name, and those end with a digit.
+    gloo = {"GLOO_SOCKET_IFNAME": interface} if re.fullmatch(r"[A-Za-z][\w.-]*\d", interface) else {}
     return {
         "OMP_NUM_THREADS": str(threads),
         # Threads that sleep as soon as they wait halve the speed of small models; threads that spin for long take a
@@ -187,6 +193,8 @@ def trainer_environment(threads: int) -> dict[str, str]:
         # GPUs: sequences and batches grow within a run, and segments of fixed size would leave holes in the memory
         "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
         "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
+        **gloo,
+        **given,
     }
 
 

@@ -58,12 +58,17 @@ class KubernetesLauncher:
 
     def capacity(self) -> int:
         """Return how many processes the ready nodes could run, including nodes in use."""
-        settings = self.cluster.kubernetes
-        listed = json.loads(get("nodes"))
-        excluded = self.excluded()
+        settings, processes = self.cluster.kubernetes, self.cluster.processes
+        below = Path(settings.mount)  # the paths do not matter, only what the pods ask for, with the overlay
+        spec = manifest(self.cluster, self.name, below / "job.json", processes, below / "logs")["spec"]
+        if settings.kind == "JobSet":
+            pod = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        else:
+            pod = spec["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+        listed, excluded = json.loads(get("nodes")), self.excluded()
         listed["items"] = [node for node in listed["items"] if node["metadata"]["name"] not in excluded]
-        nodes = ready_nodes(listed, settings.gpu if settings.gpus else "", settings.processes_per_node)
-        return min(nodes * settings.processes_per_node, self.cluster.processes)
+        per_node = min(settings.processes_per_node, processes)
+        return min(places(listed, pod, settings.gpu if settings.gpus else "", per_node) * per_node, processes)
 
     def live(self, job: Path) -> KubernetesLaunch | None:
         """Return the job of this name that has not ended, or None."""
@@ -221,14 +226,17 @@ def manifest(
             replicas["Worker"] = {"replicas": nodes - 1, "restartPolicy": "Never", "template": pod}
         spec = {"runPolicy": {"backoffLimit": 0, "cleanPodPolicy": "All"}, "pytorchReplicaSpecs": replicas}
     rendered = {"apiVersion": API[settings.kind], "kind": settings.kind, "metadata": metadata, "spec": spec}
-    return strategic_merge(rendered, settings.overlay, "cluster.kubernetes.overlay")
+    merged = strategic_merge(rendered, settings.overlay, "cluster.kubernetes.overlay")
+    if settings.kind == "PyTorchJob" and nodes == 1:
+        merged["spec"]["pytorchReplicaSpecs"].pop("Worker", None)  # the overlay patches workers, and there are none
+    return merged
 
 
 def _pod(
     cluster: Cluster, name: str, per_node: int, agent: str, files: dict[str, str], excluded: Sequence[str]
 ) -> Manifest:
     settings = cluster.kubernetes
-    variables = {**trainer_environment(settings.cpus_per_process), **settings.environment, **files}
+    variables = {**trainer_environment(settings.cpus_per_process, settings.environment), **files}
     resources: dict[str, str | int] = {"cpu": settings.cpus_per_process * per_node, "memory": settings.memory}
     if settings.gpus:
         resources[settings.gpu] = per_node
@@ -324,14 +332,33 @@ def ended(resource: Manifest) -> tuple[int, str] | None:
     return None
 
 
-def ready_nodes(listed: Manifest, resource: str, amount: int) -> int:
-    """Return how many nodes of `kubectl get nodes -o json` are ready and schedulable, with `amount` of `resource`."""
+def places(listed: Manifest, pod: Manifest, resource: str, amount: int) -> int:
+    """Return how many of `pod` (its spec) the nodes of `kubectl get nodes -o json` can hold, in use or not.
+
+    Each needs `amount` of `resource`; without a resource a node holds one.
+    """
     ready, count = {"type": "Ready", "status": "True"}.items(), 0
+    selector = pod.get("nodeSelector", {}).items()
+    # the admission plugin ExtendedResourceToleration, for example of GKE, tolerates taints named like a resource
+    requested = pod["containers"][0]["resources"]["requests"]
+    tolerations = [*pod.get("tolerations", []), *({"key": key, "operator": "Exists"} for key in requested)]
     for node in listed["items"]:
-        up = any(ready <= condition.items() for condition in node["status"]["conditions"])
-        if up and not node["spec"].get("unschedulable"):
-            count += not resource or int(node["status"]["allocatable"].get(resource, 0)) >= amount
+        spec, status = node["spec"], node["status"]
+        up = any(ready <= condition.items() for condition in status["conditions"]) and not spec.get("unschedulable")
+        chosen = selector <= node["metadata"].get("labels", {}).items()
+        if up and chosen and all(_tolerated(taint, tolerations) for taint in spec.get("taints", [])):
+            count += int(status["allocatable"].get(resource, 0)) // amount if resource else 1
     return count
+
+
+def _tolerated(taint: Manifest, tolerations: list[Manifest]) -> bool:
+    """Return whether pods with `tolerations` can start on a node with `taint`."""
+    return taint["effect"] == "PreferNoSchedule" or any(
+        each.get("key", taint["key"]) == taint["key"]
+        and (each.get("operator") == "Exists" or each.get("value", "") == taint.get("value", ""))
+        and each.get("effect") in (None, "", taint["effect"])
+        for each in tolerations
+    )
 
 
 def get(*arguments: str) -> str:

@@ -58,6 +58,15 @@ exec srun {srun} bash -c \\
   '{agent} --node {node} --address "$HERD_ADDRESS" --port "$HERD_PORT"'
 """
 
+HOST_ORDER = """
+  NR == FNR { host[$1] = $0; name[NR] = $1; nodes = NR; next }
+  $1 in host && !($1 in named) { named[$1] = 1; found = 1; print host[$1] }
+  END {
+    for (i = 1; i <= nodes; i++) if (!(name[i] in named)) print host[name[i]]
+    if (!found) print "herd: " FILENAME " names no host of this job; the order is that of Slurm" > "/dev/stderr"
+  }"""
+"""Program of awk for the hosts of a job and then the host file; a host is known by its name up to the first dot."""
+
 
 class SlurmLauncher:
     """Submits attempts with sbatch."""
@@ -238,8 +247,7 @@ def slurm_script(
     if broken := [line for line in directives if not line.isprintable()]:
         raise ValueError(f"root: {broken[0]!r} contains a line break or a control character; choose another folder")
     variables = {
-        **trainer_environment(settings.cpus_per_process),
-        **settings.environment,
+        **trainer_environment(settings.cpus_per_process, settings.environment),
         **agent_variables(settings.python or sys.executable, job, logs),
     }
     exports = [f"export {key}={shlex.quote(value)}" for key, value in variables.items()]
@@ -251,7 +259,7 @@ def slurm_script(
     if settings.host_file:
         head = (
             f"# Nodes are numbered in the order of the host file, those that it does not name last.\nhosts=$({hosts})\n"
-            f'export HERD_HOSTS=$(grep -xF "$hosts" {file}; grep -vxFf {file} <<< "$hosts")\n'
+            f"export HERD_HOSTS=$(awk -F'[. \\t\\r]' '{HOST_ORDER}' - {file} <<< \"$hosts\")\n"
             'head=$(head -n 1 <<< "$HERD_HOSTS")'
         )
         node = '$(($(grep -nxF "$SLURMD_NODENAME" <<< "$HERD_HOSTS" | cut -d: -f1) - 1))'

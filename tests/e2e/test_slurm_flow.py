@@ -24,6 +24,7 @@ HERE = {
     "gpus": False,
     "cpus_per_process": 1,
     "poll_s": 0.3,
+    "environment": {**PRINTED["slurm"]["environment"], "GLOO_SOCKET_IFNAME": "lo"},  # this machine has no ib0
 }
 CLUSTER = {**PRINTED, "processes": 2, "slurm": {**PRINTED["slurm"], **HERE}}
 """The file of the tutorial as printed, but for the size of the machine: two nodes of one process, which tp splits."""

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,11 +24,11 @@ from pydantic import ValidationError
 
 from herd.llama3.train import launch
 from herd.llama3.train.job import AttemptResult
-from herd.tasks.cluster import Cluster
+from herd.tasks.cluster import Cluster, load_cluster
 from herd.tasks.errors import SchedulerRefused
-from herd.tasks.launch import base
+from herd.tasks.launch import base, kubernetes
 from herd.tasks.launch.base import orphans, stopped_on_error, wait
-from herd.tasks.launch.kubernetes import KubernetesLauncher, ended, job_name, manifest, manifest_text, ready_nodes
+from herd.tasks.launch.kubernetes import KubernetesLauncher, ended, job_name, manifest, manifest_text
 
 JOB, LOGS = Path("/herd/work/main-1a2b/job.json"), Path("/herd/runs/tiny-1/logs/main/attempt 2")
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
@@ -403,13 +404,91 @@ def test_ends_are_read_from_conditions() -> None:
     assert ended({"status": {"conditions": [FAILED]}}) == (1, "Failed: FailedJobs a job failed")
 
 
-def test_capacity_counts_nodes_that_are_ready_and_open() -> None:
-    def node(ready: str, gpus: str, **spec: Any) -> dict[str, Any]:
-        conditions = [{"type": "MemoryPressure", "status": "False"}, {"type": "Ready", "status": ready}]
-        return {"spec": spec, "status": {"conditions": conditions, "allocatable": {"nvidia.com/gpu": gpus}}}
+TAINT = {"key": "team", "value": "llm", "effect": "NoSchedule"}
 
-    listed = {"items": [
-        node("True", "8"), node("True", "7"), node("Unknown", "8"), node("True", "8", unschedulable=True)
-    ]}  # fmt: skip
-    assert ready_nodes(listed, "nvidia.com/gpu", 8) == 1
-    assert ready_nodes(listed, "", 8) == 2
+
+def node(ready: str = "True", gpus: str = "8", labels: dict[str, str] | None = None, **spec: Any) -> dict[str, Any]:
+    """Return a node as `kubectl get nodes` lists it."""
+    conditions = [{"type": "MemoryPressure", "status": "False"}, {"type": "Ready", "status": ready}]
+    status = {"conditions": conditions, "allocatable": {"nvidia.com/gpu": gpus}}
+    return {"metadata": {"name": "n1", "labels": labels or {}}, "spec": spec, "status": status}
+
+
+@pytest.mark.parametrize("kind", ["JobSet", "PyTorchJob"])
+@pytest.mark.parametrize(
+    ("nodes", "settings", "capacity"),
+    [
+        ([node(), node(gpus="7"), node(ready="Unknown"), node(unschedulable=True)], {}, 8),
+        ([node(), node(gpus="0")], {"gpus": False}, 16),
+        ([node()], {"processes_per_node": 4}, 8),
+        ([node(labels={"pool": "a"}), node(labels={"pool": "b"}), node()], {"node_selector": {"pool": "a"}}, 8),
+        ([node(taints=[TAINT]), node()], {}, 8),
+        ([node(taints=[TAINT])], {"tolerations": [{"key": "team", "operator": "Exists"}]}, 8),
+        ([node(taints=[TAINT])], {"tolerations": [{"key": "team", "value": "llm", "effect": "NoSchedule"}]}, 8),
+        ([node(taints=[TAINT])], {"tolerations": [{"key": "team", "value": "web"}]}, 0),
+        ([node(taints=[TAINT])], {"tolerations": [{"operator": "Exists", "effect": "NoExecute"}]}, 0),
+        ([node(taints=[{"key": "team", "effect": "PreferNoSchedule"}])], {}, 8),
+        ([node(taints=[{"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}])], {}, 8),
+    ],
+)  # fmt: skip
+def test_capacity_is_what_the_nodes_can_hold(
+    monkeypatch: pytest.MonkeyPatch, kind: str, nodes: list[dict[str, Any]], settings: dict[str, Any], capacity: int
+) -> None:
+    monkeypatch.setattr(kubernetes, "get", lambda _: json.dumps({"items": nodes}))
+    monkeypatch.setattr(shutil, "which", lambda command: f"/usr/bin/{command}")
+    cluster = {"processes": 24, "launcher": "kubernetes", "kubernetes": {"kind": kind, **settings}}
+    assert KubernetesLauncher(Cluster.model_validate(cluster), "main").capacity() == capacity
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("memory: lots", r"memory: invalid quantity 'lots'; write it as Kubernetes does: 512Gi"),
+        ("memory: 512GB", r"memory: invalid quantity '512GB'"),
+        ("memory: 64", r"memory: invalid quantity 64"),
+        ("shm: 64GB", r"shm: invalid quantity '64GB'"),
+        ("shm: 65Gi", r"shm: 65Gi is more than memory: 64Gi.*raise memory, or lower shm"),
+        ("rdma: {x: -1}", r"rdma\.x: -1: input should be greater than or equal to 1"),
+        ("mount: herd", r"mount: 'herd' is not an absolute path.*write e\.g\. /herd"),
+        ("tolerations: [{kee: gpu}]", r"tolerations\.0: unknown key 'kee'; the keys of a toleration are key, operator"),
+        ("tolerations: [{key: gpu, operator: Exits}]", r"tolerations\.0: invalid operator 'Exits'; write Exists or"),
+        ("tolerations: [{key: gpu, effect: NoSchedul}]", r"tolerations\.0: invalid effect 'NoSchedul'; write NoSch"),
+        ("tolerations: [{key: gpu, value: true}]", r'tolerations\.0: true is not text.*in quotes: "true"'),
+        ("tolerations: [{key: gpu, tolerationSeconds: 1m}]", r"tolerations\.0: invalid tolerationSeconds '1m'"),
+        ("node_selector: {gpu: true}", r'node_selector\.gpu: true is not text.*write it in quotes: "true"'),
+        ("overlay: {spec: {replicatedJob: []}}", r"overlay: spec\.replicatedJob is not a field of a JobSet.*Jobs"),
+        ("overlay: {spec: {replicatedJobs: [{name: nodes}]}}",
+         r"overlay: spec\.replicatedJobs: 'nodes' is not in the manifest of a JobSet; write node"),
+        ("{kind: PyTorchJob, overlay: {spec: {replicatedJobs: [{name: node}]}}}",
+         r"overlay: spec\.replicatedJobs is not a field of a PyTorchJob.*pytorchReplicaSpecs"),
+        ("{kind: PyTorchJob, overlay: {spec: {pytorchReplicaSpecs: {Workers: {}}}}}",
+         r"overlay: spec\.pytorchReplicaSpecs: 'Workers' is not in .*; write Master or Worker"),
+    ],
+)  # fmt: skip
+def test_what_the_api_server_would_refuse_is_refused_before_any_work(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "cluster.yaml").write_text(f"launcher: kubernetes\nkubernetes:\n  {text}\n")
+    with pytest.raises(ValueError, match=rf"cluster\.kubernetes\.{message}"):
+        load_cluster(tmp_path / "cluster.yaml")
+
+
+def test_a_patch_of_workers_adds_none_to_a_job_of_one_node() -> None:
+    patch = {"spec": {"pytorchReplicaSpecs": {"Worker": {"template": {"spec": {"priorityClassName": "training"}}}}}}
+    two, one = (rendered("PyTorchJob", processes, overlay=patch) for processes in (16, 8))
+    assert two["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["priorityClassName"] == "training"
+    assert list(one["spec"]["pytorchReplicaSpecs"]) == ["Master"]
+
+
+@pytest.mark.parametrize(
+    ("given", "gloo"),
+    [
+        ({"NCCL_SOCKET_IFNAME": "eth0"}, "eth0"),
+        ({"NCCL_SOCKET_IFNAME": "enp1s0f0np0"}, "enp1s0f0np0"),
+        ({"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "ens5"}, "ens5"),
+        *(({"NCCL_SOCKET_IFNAME": several}, None) for several in ("eth", "^lo", "=eth0", "eth0,eth1")),
+        ({}, None),
+    ],
+)
+def test_gloo_uses_the_interface_of_nccl_if_that_is_one(given: dict[str, str], gloo: str | None) -> None:
+    for _, pod in pods(rendered("JobSet", environment=given)):
+        variables = {entry["name"]: entry.get("value") for entry in pod["spec"]["containers"][0]["env"]}
+        assert variables.get("GLOO_SOCKET_IFNAME") == gloo

@@ -80,6 +80,38 @@ def test_what_would_become_a_command_is_refused_by_name(tmp_path: Path, field: s
         load_cluster(tmp_path / "cluster.yaml")
 
 
+TIMES = ("720", "30:00", "12:00:00", "2-00", "2-00:30", "2-00:00:00", "UNLIMITED")
+"""As in the manual of sbatch."""
+
+
+@pytest.mark.parametrize("time", TIMES)
+def test_every_spelling_of_a_time_limit_is_accepted(time: str) -> None:
+    assert Cluster.model_validate({"slurm": {"time": time}}).slurm.time == time
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("time: tomorrow", r"slurm\.time: invalid time 'tomorrow'; use days-hours:minutes:seconds"),
+        ("time: 1:2:3:4", r"slurm\.time: "),
+        ("time: 12:00:00", r'slurm\.time: 43200 is a number.*write it in quotes: "12:00:00"'),
+        ("lines: ['#SBATCH --exclusive']", r"slurm\.lines\.0: invalid option '#SBATCH --exclusive'; leave out #SBATCH"),
+        ("lines: [--exclusive, exclusive]", r"slurm\.lines\.1: invalid option 'exclusive'; .*begin with '-'"),
+        ("lines: [--mem 0]", r"slurm\.lines\.0: invalid option '--mem 0'; .*write '='"),
+        ("environment: {NCCL_DEBUG: true}", r'slurm\.environment\.NCCL_DEBUG: true is not text.*in quotes: "true"'),
+    ],
+)
+def test_what_sbatch_would_refuse_is_refused_before_any_work(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "cluster.yaml").write_text(f"launcher: slurm\nslurm:\n  {text}\n")
+    with pytest.raises(ValueError, match=f"cluster\\.{message}"):
+        load_cluster(tmp_path / "cluster.yaml")
+
+
+def test_a_whole_number_is_the_value_of_a_variable(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text("slurm: {environment: {NCCL_IB_DISABLE: 1}}")
+    assert load_cluster(tmp_path / "cluster.yaml").slurm.environment == {"NCCL_IB_DISABLE": "1"}
+
+
 @pytest.mark.parametrize("launcher", ["slurm", "kubernetes"])
 @pytest.mark.parametrize(("name", "value"), [("HF_TOKEN", "x1y2z3"), ("HTTPS_PROXY", "http://me:x1y2z3@proxy:3128")])
 def test_a_secret_is_refused_because_scripts_and_manifests_are_kept(
@@ -109,10 +141,19 @@ def test_values_of_variables_are_only_values(tmp_path: Path) -> None:
     assert not (tmp_path / "PWNED").exists()
 
 
-def test_nodes_are_numbered_in_the_order_of_the_host_file(tmp_path: Path) -> None:
-    """The script in bash with three nodes' Slurm commands; the file names two of them, and one that is not there."""
+@pytest.mark.parametrize(
+    ("listed", "order"),
+    [
+        ("n3\nn9\nn1\n", "n3 n1 n2"),
+        ("n3.example.org\nn3\nn9\n\nn1\r\nn3\n", "n3 n1 n2"),
+        ("n10\nn\n", "n1 n2 n3"),
+    ],
+    ids=["two of three", "full names, twice", "others"],
+)
+def test_nodes_are_numbered_in_the_order_of_the_host_file(tmp_path: Path, listed: str, order: str) -> None:
+    """The script in bash with three nodes' Slurm commands."""
     hosts, tools = tmp_path / "my hosts", tmp_path / "tools"
-    hosts.write_text("n3\nn9\nn1\n")
+    hosts.write_text(listed)
     tools.mkdir()
     (tools / "scontrol").write_text('[ "$2" = hostnames ] && printf "n1\\nn2\\nn3\\n" || echo "NodeAddr=ip-$4 x=1"')
     (tools / "srun").write_text(
@@ -127,10 +168,11 @@ def test_nodes_are_numbered_in_the_order_of_the_host_file(tmp_path: Path) -> Non
     script = slurm_script(cluster, "herd-main", tmp_path / "job.json", 3, tmp_path)
     environment = {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_ID": "7"}
     done = subprocess.run(["bash"], input=script, capture_output=True, text=True, env=environment)
-    assert done.stderr == ""
+    unnamed = f"herd: {hosts} names no host of this job; the order is that of Slurm\n"
+    assert done.stderr == (unnamed if order == "n1 n2 n3" else "")
     said = {line.split()[0]: line.split()[line.split().index("--node") :] for line in done.stdout.splitlines()}
-    assert {host: words[1] for host, words in said.items()} == {"n3": "0", "n1": "1", "n2": "2"}
-    assert {words[3] for words in said.values()} == {"ip-n3"}
+    assert {host: words[1] for host, words in said.items()} == {host: str(at) for at, host in enumerate(order.split())}
+    assert {words[3] for words in said.values()} == {f"ip-{order.split()[0]}"}
 
 
 def test_a_missing_host_file_is_an_error_before_any_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +232,8 @@ def test_a_model_split_over_two_nodes_is_evaluated_as_on_one_process(
 def test_the_file_of_the_tutorial_trains(running: None, tmp_path: Path) -> None:
     """As printed, but for partition, account, GPUs and size: two nodes of one process, between which tp 2 splits."""
     (printed,) = (yaml.safe_load(text) for text in blocks(Path("docs/tutorials/slurm.md")))
-    settings = {**printed["slurm"], **SETTINGS, "account": ""}
+    variables = {**printed["slurm"]["environment"], "GLOO_SOCKET_IFNAME": "lo"}  # this machine has no ib0
+    settings = {**printed["slurm"], **SETTINGS, "account": "", "environment": variables}
     cluster = Cluster.model_validate({**printed, "processes": 2, "slurm": settings})
     short = recipe(stages=stages(12))
     path, alone = job(tmp_path, short, layout=cluster.layout), job(tmp_path, short, name="alone")
