@@ -303,5 +303,7 @@ def _change(rule: RelativeRule, champion: float, worse: float, difference: Diffe
     return f"{text} (95% {low * scale + 0.0:.2g}{unit} to {high * scale + 0.0:.2g}{unit})"
 
 
-def number(value: float) -> str:
-    return f"{round(value, 12) + 0.0:.4g}"  # a mean of zeros may be 1e-17
+def number(value: float, digits: int = 4) -> str:
+    """Return a value with `digits` significant digits, zeros at the end included; a large one as a whole number."""
+    value = round(value, 12) + 0.0  # a mean of zeros may be 1e-17
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:#.{digits}g}".removesuffix(".")

@@ -122,7 +122,8 @@ class Card:
             return f"{weights} The licenses of the training text are unknown."
         missing = sum(line.share for line in licenses if line.name == UNKNOWN)
         rest = f"; for {missing:.1%} of its tokens none is known" if missing else ""
-        return f"{weights} The training text is under {count} license{'s' if count > 1 else ''}, listed below{rest}."
+        named = f"{count} license{'s' if count > 1 else ''}, counted by spelling"
+        return f"{weights} The sources of the training text name {named} and listed below{rest}."
 
 
 def write_card(folder: Path, card: Card) -> None:

@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 from rich.table import Table
 
+from herd.llama3.evaluate.gate import number
 from herd.llama3.evaluate.scores import LANGUAGE
 from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.recipe.load import resolved
@@ -40,11 +41,21 @@ POINTS = 500
 """Of a curve on the page, which is 650 pixels wide; more would be drawn over each other."""
 PALETTE = ("#3b6fb6", "#d1603d", "#3f9b6c", "#8a63b8", "#b8860b", "#c2477f", "#2f9aa8", "#6b7280")
 FIGURES = {
-    "Loss": ("Training loss, nats per token, against tokens seen.", [metrics.LOSS]),
-    "Loss by domain": ("The same for the tokens of each domain.", [metrics.domain_loss(domain) for domain in DOMAINS]),
-    "Schedule": ("Learning rate, batch and sequence as trained.", [metrics.LEARNING_RATE, metrics.BATCH_TOKENS, metrics.SEQ_LEN]),  # noqa: E501
-    "Throughput": ("Tokens per second, and the share of the time that went into steps that count.", [metrics.TOKENS_PER_S, metrics.GOODPUT]),  # noqa: E501
+    "Loss": ("Training loss, nats per token, against tokens seen.", {metrics.LOSS: "nats per token"}),
+    "Loss by domain": (
+        "The same for the tokens of each domain.",
+        {metrics.domain_loss(domain): f"{domain}, nats per token" for domain in DOMAINS},
+    ),
+    "Schedule": (
+        "Learning rate, and tokens of a step and tokens seen at once, as trained.",
+        {metrics.LEARNING_RATE: "learning rate", metrics.BATCH_TOKENS: "batch, tokens", metrics.SEQ_LEN: "sequence, tokens"},  # noqa: E501
+    ),
+    "Throughput": (
+        "Tokens per second, and the share of the time that went into steps that count.",
+        {metrics.TOKENS_PER_S: "tokens/s", metrics.GOODPUT: "goodput"},
+    ),
 }  # fmt: skip
+"""Title -> note, and the metrics with the names of their axes."""
 SHOWN = ("train/loss", "throughput/tokens_per_s", "time/goodput")
 """Series in the table of results, as the mean of their last tenth: one batch depends on the domains it drew."""
 FOLDER = "comparisons"
@@ -84,6 +95,8 @@ class Comparison(NamedTuple):
     """Recipe fields that differ."""
     results: Rows
     """Headline results."""
+    languages: Rows
+    """Bits per byte of one language each, of few documents; `results` leaves them out."""
     made_with: Rows
     """Code, software, devices, layout and cluster that differ."""
     line: str
@@ -138,12 +151,15 @@ def compare_runs(root: Root, names: list[str]) -> Comparison:
         ("tokens", [f"{position:,}" for position in positions]),
     ]
     for key in sorted({key for values in last for key in values}):
-        results.append((key, [f"{values[key]:.4g}" if key in values else "" for values in last]))
+        results.append((key, [number(values[key]) if key in values else "" for values in last]))
+    languages = [row for row in results if LANGUAGE in row[0]]
+    results = [row for row in results if LANGUAGE not in row[0]]
     named = dict.fromkeys(key for each in facts for key in each)
     made_with = {key: [each.get(key, "") for each in facts] for key in named}
     unequal = [row for row in made_with.items() if len(set(row[1])) > 1]
     line = differences_line(made_with)
-    return Comparison(names, compared, [row for row in differences if len(set(row[1])) > 1], results, unequal, line)
+    differences = [row for row in differences if len(set(row[1])) > 1]
+    return Comparison(names, compared, differences, results, languages, unequal, line)
 
 
 def comparison_tables(compared: Comparison) -> list[Table]:
@@ -174,28 +190,35 @@ def comparison_url(root: Root, compared: Comparison) -> str:
 def _html(compared: Comparison) -> str:
     figures = []
     for title, (note, keys) in FIGURES.items():
-        if shown := [key for key in keys if any(run.series.get(key) for run in compared.runs)]:
-            figures.append((title, note, _curves(compared.runs, shown)))
+        if any(run.series.get(key) for run in compared.runs for key in keys):
+            figures.append((title, note, _curves(compared.runs, keys)))
     if scores := sorted({key for run in compared.runs for key in run.scores if LANGUAGE not in key}):
         figures.append(("Evaluations", "The last score of each kind.", _bars(compared.runs, scores)))
     tables = [
-        ("Results", compared.results),
-        ("Recipe fields that differ", compared.differences),
-        ("Code, software, devices and cluster that differ", compared.made_with),
+        ("Results", "Loss, tokens/s and goodput: mean of the last tenth of the steps.", compared.results),
+        ("Recipe fields that differ", "", compared.differences),
+        ("Code, software, devices and cluster that differ", "", compared.made_with),
     ]
-    return render("comparison.html", names=compared.names, tables=tables, figures=figures, line=compared.line)
+    return render(
+        "comparison.html",
+        names=compared.names,
+        line=compared.line,
+        tables=tables,
+        languages=compared.languages,
+        figures=figures,
+    )
 
 
-def _curves(runs: list[ComparedRun], keys: list[str]) -> str:
-    """Return one chart for each key, one line for each run."""
+def _curves(runs: list[ComparedRun], axes: dict[str, str]) -> str:
+    """Return one chart for each metric, one line for each run; `axes` are the names of its axis."""
     charts = []
-    for key in keys:
+    for key, axis in axes.items():
         curves = [
             Curve(run.record.name, run.series.get(key, []), PALETTE[index % len(PALETTE)])
             for index, run in enumerate(runs)
         ]
         if any(curve.points for curve in curves):
-            charts.append(chart(key, curves))
+            charts.append(chart(axis, curves))
     return f'<div class="charts">{"".join(charts)}</div>'
 
 
@@ -209,7 +232,7 @@ def _bars(runs: list[ComparedRun], keys: list[str]) -> str:
         for index, run in enumerate(runs):
             if (value := run.scores.get(key)) is not None:
                 axis.bar(index, value, color=PALETTE[index % len(PALETTE)])
-                axis.text(index, value, f"{value:.3g}", ha="center", va="bottom", fontsize=8)
+                axis.text(index, value, number(value), ha="center", va="bottom", fontsize=8)
         axis.set_title(key.removeprefix("eval/"), fontsize=9)
         axis.set_xticks(range(len(runs)), [run.record.name for run in runs], fontsize=8)
         axis.grid(axis="x", visible=False)
@@ -224,7 +247,7 @@ def _bars(runs: list[ComparedRun], keys: list[str]) -> str:
 # charts. A tag takes 20,000 bytes; five runs need about 3,000.
 
 TAG = "mlflow.sharedViewState."
-LINES = {title: keys for title, (_, keys) in FIGURES.items()}
+LINES = {title: list(keys) for title, (_, keys) in FIGURES.items()}
 LINES["Throughput"] = [metrics.TOKENS_PER_S, metrics.MFU, metrics.GOODPUT]
 """Section -> its charts over tokens."""
 EVALUATIONS, DIFFERENCES = "Evaluations", "What differs"

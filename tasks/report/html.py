@@ -51,7 +51,7 @@ WORDS = {
     "batch": "Tokens of one optimizer step.",
     "lr": "Learning rate: how far one step moves the weights.",
     "mix": "Shares of the domains, in tokens.",
-    "tokens/s": "Tokens trained on each second, median over the steps.",
+    "tokens/s": "Tokens trained on each second.",
     "goodput": "Share of the time that went into steps that count: 1 is no interruption and no waiting.",
     "MFU": "Model FLOPs utilization: share of the accelerator's peak that the model's own arithmetic uses.",
     "TFLOP/s": "Trillions of operations a second, on each GPU.",
@@ -65,6 +65,13 @@ WORDS = {
     "95 %": "Confidence interval: the true value is inside in 95 of 100 such measurements.",
     "p": "How often chance alone makes a difference this large; small means that it is real.",
     "chance": "Score of guessing.",
+    "arithmetic": "Share of calculations, most of them in words, for which the right one of four answers is the "
+    "likeliest to the model; guessing gives 0.25.",
+    "continuation": "Share of openings of held-out documents for which the right one of four continuations is the "
+    "likeliest to the model; guessing gives 0.25.",
+    "core": "Mean over the tasks of (accuracy - chance) / (1 - chance): 0 is guessing, 1 is all answers right.",
+    "bpb_macro": "Bits per byte of each document, then their mean: a short document counts as much as a long one.",
+    "gold_nll": "Nats per byte of the right answers; lower is better.",
     "n": "Documents or questions.",
     "shots": "Solved examples before each question.",
     "asked": "Fingerprint of the questions: only equal ones compare.",
@@ -77,7 +84,11 @@ WORDS = {
     "precision": "Share of the flagged examples that one document really contains.",
 }
 """Words of heads and tiles, explained at the end of each page that has them."""
-ALIASES = {"mean loss": "loss", "bits/byte": "bits per byte", "bpb": "bits per byte"}
+ALIASES = {
+    **{"mean loss": "loss", "bits/byte": "bits per byte", "bpb": "bits per byte"},
+    **{"train/loss": "loss", "throughput/tokens_per_s": "tokens/s", "time/goodput": "goodput"},
+    "cost/gpu_hours": "device-hours",
+}
 
 
 @dataclass(frozen=True)
@@ -174,7 +185,9 @@ def render(name: str, filters: Mapping[str, Callable[..., Any]] | None = None, *
         return f'<h2 id="{anchor}">{match[2]}</h2>'
 
     def explained(match: re.Match[str]) -> str:
-        word = ALIASES.get(match[3].strip(), match[3].strip())
+        word = match[3].strip()
+        word = word.split("/")[1] if word.startswith("eval/") else word
+        word = ALIASES.get(word, word)
         if word not in WORDS:
             return match[0]
         words[word] = WORDS[word]

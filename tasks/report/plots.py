@@ -21,7 +21,7 @@ from matplotlib.ticker import FuncFormatter
 from herd.llama3.recipe.units import tokens
 from herd.llama3.train import metrics
 from herd.llama3.train.journal import read_series
-from herd.tasks.report.html import COLOURS, DIM, FAINT, GROUPS, INK
+from herd.tasks.report.html import COLOURS, DIM, FAINT, GROUPS, INK, PAGE
 
 if TYPE_CHECKING:  # `herd compare` draws without a second of imports
     from herd.llama3.evaluate.scores import Scores
@@ -134,7 +134,9 @@ def mix(data: ReportData) -> str:
             axis.barh(y, row.realized, left=realized, color=GROUPS[row.domain], height=0.6)
             axis.barh(y, row.planned, left=planned, fill=False, edgecolor=INK, linewidth=1, height=0.78)
             middle = realized + row.realized / 2
-            axis.text(middle, y, f"{row.realized:.1%}", ha="center", va="center", color="white")
+            # No color of text is easy to read on all bars, in the light and the dark scheme.
+            chip = {"boxstyle": "round,pad=0.2", "facecolor": PAGE, "edgecolor": "none"}
+            axis.text(middle, y, f"{row.realized:.1%}", ha="center", va="center", fontsize=9, bbox=chip)
             planned, realized = planned + row.planned, realized + row.realized
     axis.set_yticks(range(len(stages)), stages)
     axis.invert_yaxis()

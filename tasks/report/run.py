@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from herd.llama3.evaluate.gate import GateRow
-from herd.llama3.evaluate.scores import GOLD, PREFIX, SCORES_FILE, Score, gold_key, read_scores
+from herd.llama3.evaluate.gate import GateRow, number
+from herd.llama3.evaluate.scores import BITS, GOLD, PREFIX, SCORES_FILE, Score, gold_key, read_scores
 from herd.llama3.model.files import CONFIG, read_config
 from herd.llama3.model.flops import trained_flops
 from herd.llama3.recipe.units import tokens
@@ -29,8 +29,9 @@ from herd.tasks.format import command, format_duration
 from herd.tasks.promotion.log import CHAMPION, PENDING_APPROVAL
 from herd.tasks.report.data import DataPage, ReportData, collect_report_data
 from herd.tasks.report.html import COLOURS, DIM, GROUPS, INK, Curve, Figure, chart, render
-from herd.tasks.runs.records import RunRecord, Runs
-from herd.tasks.step import Context
+from herd.tasks.runs.records import RunRecord, Runs, trained_stages
+from herd.tasks.runs.status import changed, compared_run
+from herd.tasks.step import REUSED, Context
 from herd.tasks.tracking import prefect_artifacts
 from herd.tasks.tracking.mlflow import mlflow_of
 from herd.tasks.tracking.mlflow_store import report_page, server_uri
@@ -294,11 +295,15 @@ class ScoreRow:
     """One score of the final model beside the champion's."""
 
     name: str
+    unit: str
+    """Empty for bits per byte."""
     score: Score
     champion: float | None
     verdict: str
     tone: str
     """`good`, `bad`, or empty."""
+    baseline: str
+    """How it compares with a 5-gram or with guessing, if the verdict is about the champion."""
 
 
 @dataclass(frozen=True)
@@ -320,7 +325,8 @@ def summarize(root: Root, data: ReportData) -> Summary:
     """Return the answers of the first screen, as far as the run has got."""
     record, decision = data.record, data.decision
     scores = _score_rows(data)
-    better, compared = sum(row.tone == "good" for row in scores), [row for row in scores if row.champion is not None]
+    better = sum(row.verdict == "better" for row in scores)
+    compared = [row for row in scores if row.champion is not None]
     tone, reasons = "open", decision.refusals if decision else []
     if record.verdict == PENDING_APPROVAL:
         headline, reasons = "It passed the gate and waits for the approval of a person.", []
@@ -352,20 +358,21 @@ def _score_rows(data: ReportData) -> list[ScoreRow]:
             continue
         gate = judged.get(key)
         other = champion[key].value if key in champion else gate.champion if gate else None
-        verdict, tone = "", ""
+        verdict, tone, baseline = "", "", ""
+        if key in data.baseline:
+            won = score.value < data.baseline[key]
+            verdict = f"{'better' if won else 'no better'} than a 5-gram: {number(data.baseline[key])}"
+            tone = "good" if won else "bad"
+        elif score.chance is not None:
+            verdict = f"{'above' if score.low > score.chance else 'no better than'} guessing: {score.chance:.3g}"
         if gate and gate.low is not None and gate.high is not None:
-            verdict = "no clear difference"
+            verdict, tone, baseline = "no clear difference", "", verdict
             if gate.low > 0 or gate.high < 0:
                 won = (gate.high < 0) == (score.better == "lower")
                 verdict, tone = ("better", "good") if won else ("worse", "bad")
-        elif key in data.baseline:
-            won = score.value < data.baseline[key]
-            verdict = f"{'better' if won else 'no better'} than a 5-gram: {data.baseline[key]:.4g}"
-            tone = "good" if won else "bad"
-        elif score.chance is not None:
-            verdict = "above guessing" if score.low > score.chance else "no better than guessing"
         name = "bits per byte" if key == BPB else key.removeprefix(PREFIX).replace("bpb/", "· ")
-        rows.append(ScoreRow(name, score, other, verdict, tone))
+        unit = "" if score.unit == BITS else score.unit
+        rows.append(ScoreRow(name, unit, score, other, verdict, tone, baseline))
     return rows[:SCORES]
 
 
@@ -373,17 +380,14 @@ def _cost(data: ReportData) -> list[tuple[str, str, str]]:
     record = data.record
     cost = []
     if data.stages:
-        cost.append(("tokens", tokens(data.stages[-1].end), "trained on"))
+        end, own = data.stages[-1].end, sum(stage.tokens for stage in data.stages if stage.outcome != REUSED)
+        part = f"of which {tokens(own)} in this run" if own else "none of them in this run"
+        cost.append(("tokens", tokens(end), "trained on" if own == end else part))
     if record.ended:
         ends = [datetime.fromisoformat(text) for text in (record.started, record.ended)]
         cost.append(("time", format_duration((ends[1] - ends[0]).total_seconds()), "from start to end"))
-    speeds = dict(data.series.get(metrics.TOKENS_PER_S, []))
-    seconds = 0.0
-    for position, each in data.series.get(metrics.TOKENS_PER_S_PER_DEVICE, []):
-        stage = next((stage for stage in data.stages if stage.end == position), None)
-        seconds += stage.seconds * round(speeds[position] / each) if stage and each else 0.0
-    if seconds:
-        cost.append(("device time", format_duration(seconds), "of training, summed over the devices"))
+    if hours := record.cost.get("gpu_hours"):
+        cost.append(("device time", format_duration(3600 * hours), "of this run's training, summed over the devices"))
     if record.peak_memory_gib:
         cost.append(("memory", f"{record.peak_memory_gib:.3g} GiB", "most that its processes had"))
     if record.attempts > 1:
@@ -402,11 +406,11 @@ def _next(root: Root, data: ReportData) -> list[tuple[str, str]]:
         steps.append((command(root, "generate", name, "--prompt", "Once upon a time"), "let it write"))
         if data.decision and data.decision.accepted:
             steps.append((command(root, "export", name, f"{name}-hf", "--format", "hf"), "files for other programs"))
-        last = data.stages[-1].name
-        again = command(root, "rerun", name, "--from", last, "--set", f"stages.{last}.weight_averaging=2")
+        last = trained_stages(data.recipe, record)[-1]
+        again = command(root, "rerun", name, "--from", last.name, "--set", changed(last.stage))
         steps.append((again, "change a field and redo only what follows from it"))
-    if record.rerun_of:
-        steps.append((command(root, "compare", record.rerun_of, name), "what differs from the run before"))
+    if other := compared_run(root, record):
+        steps.append((command(root, "compare", other, name), f"what differs from {other}"))
     return steps
 
 
@@ -421,7 +425,7 @@ def render_data(page: DataPage) -> str:
 
 
 def _number(value: Any, digits: int = 4) -> str:
-    return "" if value is None or value != value else f"{value:.{digits}g}"
+    return "" if value is None or value != value else number(value, digits)
 
 
 def _interval(ends: GateRow | Score, digits: int = 4) -> str:
@@ -432,6 +436,7 @@ def _interval(ends: GateRow | Score, digits: int = 4) -> str:
 FILTERS: dict[str, Callable[..., Any]] = {
     "tokens": tokens,
     "num": _number,
+    "percent": lambda share: f"{round(100 * share, 1) + 0.0:+.1f} %",  # not -0.0
     "interval": _interval,
     "count": lambda value: f"{value:,}",
     "megabytes": lambda size: f"{size / 1e6:,.2f}" if size < 1e8 else f"{size / 1e6:,.0f}",

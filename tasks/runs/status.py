@@ -18,6 +18,7 @@ from typing import Any
 from rich.markup import escape
 
 from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.sections import Stage
 from herd.llama3.recipe.units import tokens
 from herd.llama3.train import metrics
 from herd.llama3.train.job import TERMINATED, AttemptResult, read_outcomes
@@ -34,7 +35,7 @@ from herd.tasks.format import (
     format_duration,
     format_losses,
 )
-from herd.tasks.promotion.log import CHALLENGER, PENDING_APPROVAL
+from herd.tasks.promotion.log import CHALLENGER, PENDING_APPROVAL, last_promotion, read_log
 from herd.tasks.runs.progress import RunProgress, artifact_of, log_folders, run_progress
 from herd.tasks.runs.records import RunRecord, Runs, trained_stages
 from herd.tasks.stages.alerts import read_alerts
@@ -121,7 +122,7 @@ def run_document(root: Root, name: str) -> dict[str, Any]:
         "steps": [{"step": step, **taken.model_dump()} for step, taken in record.steps.items()],
         "trainers": [
             {"stage": stage, "attempt": number, "ended": how, "cause": cause, "host": host, "why": why}
-            for stage, number, how, cause, host, why in _endings(root, name)
+            for stage, number, how, cause, host, why in _endings(root, run)
         ],
         "alerts": [alert.model_dump() for alert in read_alerts(root, name)],
     }
@@ -252,21 +253,25 @@ def _steps(store: Store, run: RunProgress) -> FittedTable:
 
 
 def _attempts(root: Root, run: RunProgress) -> FittedTable:
-    """Return how each attempt of a trainer ended, by the local logs; a single successful one is left out."""
+    """Return how each attempt of a trainer ended, by the local logs; a single one without a fault is left out."""
     table = FittedTable("trainers", ("stage", "attempt", "ended", "cause", "host", "why"), ("host",))
-    for stage, endings in groupby(_endings(root, run.record.name), key=lambda ending: ending[0]):
+    for stage, endings in groupby(_endings(root, run), key=lambda ending: ending[0]):
         ended = list(endings)
-        if len(ended) > 1 or any(how != "complete" for _, _, how, *_ in ended):
+        if len(ended) > 1 or any(how not in ("complete", "running") for _, _, how, *_ in ended):
             for _, number, how, cause, host, why in ended:
                 table.add_row(stage, str(number), how, cause, host, escape(why))
     return table
 
 
-def _endings(root: Root, run: str) -> Iterator[tuple[str, int, str, str, str, str]]:
+def _endings(root: Root, run: RunProgress) -> Iterator[tuple[str, int, str, str, str, str]]:
     """Yield stage, number, end, cause, host and reason of each attempt of a trainer, by the logs on this machine."""
-    for stage, attempts in log_folders(root, run).items():
+    for stage, attempts in log_folders(root, run.record.name).items():
         for number, attempt in enumerate(attempts, start=1):
-            yield stage, number, *_ending(read_outcomes(attempt))
+            outcomes = read_outcomes(attempt)
+            if not outcomes and run.holder and attempt == attempts[-1] and stage not in run.record.steps:
+                yield stage, number, "running", "", "", ""
+            else:
+                yield stage, number, *_ending(outcomes)
 
 
 def _ending(outcomes: list[AttemptResult]) -> tuple[str, str, str, str]:
@@ -362,11 +367,25 @@ def summary_lines(root: Root, name: str, options: Sequence[str] = ()) -> list[st
     if spans and spans[-1].stage.kind == "sft":
         lines.append(f"  {escape(command(root, 'serve', name)):<38} ask it questions over HTTP, or on its page")
     if spans:
-        change = f"stages.{spans[-1].stage.name}.weight_averaging=2"
-        last = max(int(run.name.rsplit("-", 1)[1]) for run in runs.all() if run.family == record.family)
-        rerun = command(root, "rerun", name, "--from", spans[-1].name, "--set", change, *options)
-        lines += [f"  {escape(rerun)}", f"  {escape(command(root, 'compare', name, f'{record.family}-{last + 1}'))}"]
+        rerun = command(root, "rerun", name, "--from", spans[-1].name, "--set", changed(spans[-1].stage), *options)
+        lines.append(f"  {escape(rerun)}")
+    if other := compared_run(root, record):
+        lines.append(f"  {escape(command(root, 'compare', other, name))}")
     return lines
+
+
+def changed(stage: Stage) -> str:
+    """Return a change of `stage` to try in a rerun; it is not what the recipe has already."""
+    return f"stages.{stage.name}.weight_averaging={4 if str(stage.weight_averaging) == 'last 2' else 2}"
+
+
+def compared_run(root: Root, record: RunRecord) -> str:
+    """Return the run to compare `record` with: it is a rerun of it, or was judged against its model; empty: none."""
+    promotion = None if record.rerun_of else last_promotion(root, record.name)
+    if promotion is None:
+        return record.rerun_of
+    champions = [judged.run for judged in read_log(root, record.family) if judged.artifact == promotion.champion]
+    return next((run for run in champions if run != record.name), "")
 
 
 def _results(store: Store, record: RunRecord, spans: list[StageSpan]) -> list[str]:

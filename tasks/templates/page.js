@@ -55,7 +55,7 @@ function draw(box) {
         const whole = chart.stages.length && (times.length < 2 || (low === times[0] && high === times.at(-1)));
         return whole ? [chart.stages[0].start, chart.stages.at(-1).end] : [low, high];
       } },
-      y: chart.log2 ? { distr: 3, log: 2 } : { range: (_, low, high) => {
+      y: chart.log2 ? { distr: 3, log: 2, range: (_, low, high) => [2 ** (Math.ceil(Math.log2(low)) - 1), 2 ** (Math.floor(Math.log2(high)) + 1)] } : { range: (_, low, high) => {
         const room = (high - low || Math.abs(high) || 1) * 0.06;
         return [chart.zero ? Math.min(0, low) : low - room, high + room];
       } },
@@ -64,7 +64,7 @@ function draw(box) {
     legend: { markers: { width: 0, fill: (_, place) => place ? color(chart.curves[place - 1].color) : "transparent" } },
     axes: [
       { ...axis, values: (_, ticks) => ticks.map(short), space: 70, size: 32 },
-      { ...axis, values: (_, ticks) => ticks.map((tick) => tick == null ? "" : short(tick)), size: 58, label: chart.unit, labelFont: axis.font, labelSize: 20 },
+      { ...axis, values: (_, ticks) => ticks.map((tick) => tick == null ? "" : short(tick)), size: 64, label: chart.unit, labelFont: axis.font, labelSize: 20 },
     ],
     series: [
       { label: "tokens", value: (_, value) => short(value) },
@@ -92,8 +92,27 @@ function draw(box) {
   return plot;
 }
 const plots = [...document.querySelectorAll(".chart")].map(draw);
+// Paper is white: the canvases keep their pixels, so they are drawn again in the colors of the light scheme.
+for (const event of ["beforeprint", "afterprint"])
+  addEventListener(event, () => {
+    document.documentElement.classList.toggle("print", event === "beforeprint");
+    plots.forEach((plot) => plot.redraw());
+  });
 
-// Tables: a click on a column's head sorts; a long table shows its first rows and a button.
+// MLflow shows the page from a blob: address in a sandbox, where links to a place of the page do nothing and links to
+// other files open an empty page.
+if (location.protocol === "blob:")
+  for (const link of document.querySelectorAll("a[href]")) {
+    const target = link.getAttribute("href");
+    if (target.startsWith("#"))
+      link.addEventListener("click", (event) => {
+        event.preventDefault();
+        document.getElementById(target.slice(1)).scrollIntoView();
+      });
+    else if (!/^[a-z]+:/.test(target)) link.replaceWith(...link.childNodes);
+  }
+
+// Tables: a click on a column's head sorts, the third restores the order; a long table shows its first rows and a button.
 const ROWS = 20;
 function amount(cell) {
   const text = (cell.dataset.value ?? cell.textContent).replaceAll(",", "").trim();
@@ -112,18 +131,24 @@ for (const table of document.querySelectorAll(".wide table")) {
   const body = table.tBodies[0];
   if (rows.length > 2)
     [...head.cells].forEach((cell, column) => {
+      if (!cell.textContent.trim()) return;
       const sort = () => {
-        const rising = cell.ariaSort !== "ascending";
-        for (const other of head.cells) other.ariaSort = "none";
-        cell.ariaSort = rising ? "ascending" : "descending";
-        const order = [...rows].sort((a, b) => (rising ? 1 : -1) * compare(a.cells[column], b.cells[column]));
+        const next = { none: "ascending", ascending: "descending", descending: "none" }[cell.ariaSort];
+        for (const other of head.cells) if (other.ariaSort) other.ariaSort = "none";
+        cell.ariaSort = next;
+        const sign = { none: 0, ascending: 1, descending: -1 }[next];  // 0 keeps the order of the page
+        const order = [...rows].sort((a, b) => sign * compare(a.cells[column], b.cells[column]));
         body.append(...order);
         fold(order);
       };
       cell.ariaSort = "none";
       cell.tabIndex = 0;
       cell.addEventListener("click", sort);
-      cell.addEventListener("keydown", (event) => { if (event.key === "Enter") sort(); });
+      cell.addEventListener("keydown", (event) => {
+        if (event.key !== "Enter" && event.key !== " ") return;
+        event.preventDefault();  // the space key scrolls
+        sort();
+      });
     });
   let folded = rows.length > ROWS * 1.5;
   const fold = (order) => order.forEach((row, place) => { row.hidden = folded && place >= ROWS; });

@@ -17,9 +17,9 @@ from herd.llama3.recipe.gates import GateRule
 from herd.llama3.recipe.load import load_recipe, to_yaml
 from herd.storage.artifact import Artifact, ArtifactSpec, Store
 from herd.storage.root import Root
-from herd.tasks.report.data import ReportData, _notes
-from herd.tasks.report.run import render_report
-from herd.tasks.runs.records import RunRecord
+from herd.tasks.report.data import ReportData, StageRow, _notes
+from herd.tasks.report.run import render_report, summarize
+from herd.tasks.runs.records import RunRecord, StepRecord
 from herd.tasks.runs.status import _scores
 from herd.tasks.tracking.prefect_artifacts import _score_row
 
@@ -47,10 +47,10 @@ def decision() -> Decision:
     return decide(rules, SCORES, champion, {"eval/bpb": difference}, [fact])
 
 
-def report(name: str) -> str:
+def measured() -> ReportData:
     recipe = load_recipe(Path("recipes/quickstart.yaml"), [])
     record = RunRecord(name="quickstart-1", family="quickstart", recipe_digest="d" * 64, code="c0de", started="")
-    data = ReportData(
+    return ReportData(
         record=record,
         recipe=recipe,
         recipe_yaml=to_yaml(recipe),
@@ -66,14 +66,17 @@ def report(name: str) -> str:
         decision=decision(),
         mlflow={},
     )
-    return render_report(name, Root.parse("herd-data"), data, None)
+
+
+def report(name: str) -> str:
+    return render_report(name, Root.parse("herd-data"), measured(), None)
 
 
 def cells(text: str, first: str) -> list[str]:
     """Return the cells of the row whose first two cells begin with `first`, of HTML or markdown."""
-    text = re.sub(" <small>[↓↑]</small>", "", text)
+    text = re.sub(" <small>[↓↑][^<]*</small>", "", text)
     if "<tr>" in text:
-        rows = [re.findall(r"<td[^>]*>(.*?)</td>", line) for line in text.splitlines() if line.startswith("<tr><td>")]
+        rows = [re.findall(r"<td[^>]*>(.*?)</td>", line) for line in text.splitlines() if line.startswith("<tr><td")]
     else:
         rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     (found,) = [row for row in rows if first in (row[0], f"{row[0]} {row[1]}")]
@@ -84,11 +87,11 @@ def cells(text: str, first: str) -> list[str]:
 def test_the_gate_s_table_shows_difference_interval_and_p(name: str) -> None:
     text = report(name)
     row = cells(text, "eval/bpb")
-    assert row[:4] == ["eval/bpb", "better", "2.5", "2.513"]
-    assert row[-4:-1] == ["-0.0125", "-0.02 .. -0.005", "0.0004"]
+    assert row[:4] == ["eval/bpb", "better", "2.500", "2.513"]
+    assert row[-4:-1] == ["-0.0125", "-0.0200 .. -0.00500", "0.00040"]
     assert "pass" in row[-1]
     assert (
-        "eval/bpb 2.5 is 0.498% better than champion 2.513 (95% 0.2% to 0.8%); it must be better at the 95% bound"
+        "eval/bpb 2.500 is 0.498% better than champion 2.513 (95% 0.2% to 0.8%); it must be better at the 95% bound"
     ) in text
     assert cells(text, "integrity/digests")[-1].endswith("4 files as their manifest says")
     assert "fail" in cells(text, "eval/mmlu")[-1]
@@ -97,18 +100,50 @@ def test_the_gate_s_table_shows_difference_interval_and_p(name: str) -> None:
 def test_the_first_screen_says_whether_it_is_better_where_and_why_not() -> None:
     html, markdown = report("report.html"), report("report.md")
     for text in (html, markdown):
-        assert text.index("Not promoted: it stays a candidate.") < text.index("eval/mmlu 0.3 is not at least 0.4")
-    row = re.search(r"<tr><td[^>]*>bits per byte <small>↓</small></td>(.*)</tr>", html)
-    assert row
-    assert re.findall(r"<td[^>]*>([^<]*)", row[1]) == ["2.5", "2.513", "-0.5 %", "better"]
-    assert "| · code | 2.75 |  |  |" in markdown, "no champion's score, and no rule"
-    assert "no better than guessing" in markdown, "0.3 from 0.219 on, of four choices"
+        assert text.index("Not promoted: it stays a candidate.") < text.index("eval/mmlu 0.3000 is not at least 0.4")
+    assert cells(html, "bits per byte") == [
+        "bits per byte", "2.500", "2.513", "-0.5 %", "better; better than a 5-gram: 9.000",
+    ]  # fmt: skip
+    assert '<span class="good">better</span>; better than a 5-gram' in html
+    assert "A 5-gram is a table" in html
+    assert "| · code | 2.750 |  |  |" in markdown, "no champion's score, and no rule"
+    assert "| mmlu (accuracy) | 0.3000 |  | no better than guessing: 0.25 |" in markdown, "from 0.219 on"
+    assert "<td>mmlu <small>↑ accuracy</small></td>" in html
+
+
+def test_a_change_that_rounds_to_zero_has_one_sign() -> None:
+    same = replace(SCORES["eval/bpb"], value=2.5124)
+    html = render_report(
+        "report.html", Root.parse("herd-data"), replace(measured(), evaluations={"anneal": {same.key: same}}), None
+    )
+    assert cells(html, "bits per byte")[1:4] == ["2.512", "2.513", "+0.0 %"]
+
+
+def test_the_cost_is_what_this_run_did(tmp_path: Path) -> None:
+    first = StageRow("main", 0, 1_000_000, 9, "512", 2048, 8.0, 5.0, None, 9e3, 1.0, 600.0, "reused")
+    last = replace(first, name="anneal", start=1_000_000, end=1_240_000, seconds=60.0, outcome="created")
+    record = measured().record
+    record.steps = {
+        "main": StepRecord(artifact="checkpoint/main", outcome="reused"),
+        "anneal": StepRecord(artifact="checkpoint/anneal", outcome="created", cost={"gpu_hours": 0.02}),
+    }
+
+    def cost(*stages: StageRow) -> dict[str, tuple[str, str]]:
+        summary = summarize(Root.parse(tmp_path), replace(measured(), record=record, stages=list(stages)))
+        return {name: (value, meaning) for name, value, meaning in summary.cost}
+
+    assert cost(first, last)["tokens"] == ("1.24M", "of which 240K in this run")
+    assert cost(first, last)["device time"][0] == "1:12 min"
+    assert cost(replace(first, outcome="resumed at 1K"), last)["tokens"] == ("1.24M", "trained on")
+    del record.steps["anneal"]
+    assert cost(first)["tokens"] == ("1M", "none of them in this run")
+    assert "device time" not in cost(first)
 
 
 @pytest.mark.parametrize("name", ["report.html", "report.md"])
 def test_every_score_has_size_interval_chance_shots_version_and_digest(name: str) -> None:
     row = cells(report(name), "anneal eval/mmlu")
-    assert row[2:10] == ["0.3", "0.09", "0.219 .. 0.396", "100", "0.25", "0", "1", "facadefa"]
+    assert row[2:10] == ["0.3000", "0.090", "0.2190 .. 0.3960", "100", "0.250", "0", "1", "facadefa"]
     assert cells(report(name), "anneal eval/odd")[3:5] == ["", ""], "one document has no spread"
 
 

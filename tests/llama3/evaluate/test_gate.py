@@ -55,7 +55,7 @@ def rules(**texts: str) -> dict[str, GateRule]:
             2.8,
             True,
             2.814,
-            "eval/bpb 2.7 is 3.57% better than champion 2.8; allowed 0.5%",
+            "eval/bpb 2.700 is 3.57% better than champion 2.800; allowed 0.5%",
         ),
         (
             {"core": "no worse than 20%"},
@@ -63,7 +63,7 @@ def rules(**texts: str) -> dict[str, GateRule]:
             0.4,
             False,
             0.32,
-            "eval/core 0.3 is 25% worse than champion 0.4; allowed 20%",
+            "eval/core 0.3000 is 25% worse than champion 0.4000; allowed 20%",
         ),
         (
             {"core": "better"},
@@ -71,7 +71,7 @@ def rules(**texts: str) -> dict[str, GateRule]:
             0.4,
             False,
             0.4,
-            "eval/core 0.4 equals champion 0.4; it must be better",
+            "eval/core 0.4000 equals champion 0.4000; it must be better",
         ),
         (
             {"core": "better"},
@@ -79,11 +79,18 @@ def rules(**texts: str) -> dict[str, GateRule]:
             0.4,
             True,
             0.4,
-            "eval/core 0.41 is 2.5% better than champion 0.4; it must be better",
+            "eval/core 0.4100 is 2.5% better than champion 0.4000; it must be better",
         ),
-        ({"bpb": "better"}, 0.41, 0.4, False, 0.4, "eval/bpb 0.41 is 2.5% worse than champion 0.4; it must be better"),
-        ({"bpb": "at most 2.5"}, 2.6, 2.9, False, 2.5, "eval/bpb 2.6 is not at most 2.5"),
-        ({"core": "at least 0.3"}, 0.3, 0.9, True, 0.3, "eval/core 0.3 is at least 0.3"),
+        (
+            {"bpb": "better"},
+            0.41,
+            0.4,
+            False,
+            0.4,
+            "eval/bpb 0.4100 is 2.5% worse than champion 0.4000; it must be better",
+        ),
+        ({"bpb": "at most 2.5"}, 2.6, 2.9, False, 2.5, "eval/bpb 2.600 is not at most 2.5"),
+        ({"core": "at least 0.3"}, 0.3, 0.9, True, 0.3, "eval/core 0.3000 is at least 0.3"),
         # a champion below zero: 10 % of its magnitude is allowed
         (
             {"core": "no worse than 10%"},
@@ -91,7 +98,7 @@ def rules(**texts: str) -> dict[str, GateRule]:
             -0.02,
             True,
             -0.022,
-            "eval/core -0.021 is 5% worse than champion -0.02; allowed 10%",
+            "eval/core -0.02100 is 5% worse than champion -0.02000; allowed 10%",
         ),
         # a champion at zero has no percent
         (
@@ -100,7 +107,7 @@ def rules(**texts: str) -> dict[str, GateRule]:
             0.0,
             False,
             0.0,
-            "eval/core -0.02 is 0.02 worse than champion 0; allowed 10%",
+            "eval/core -0.02000 is 0.02 worse than champion 0.000; allowed 10%",
         ),
     ],
 )
@@ -123,8 +130,8 @@ def test_without_champion_relative_rules_pass_and_absolute_ones_hold() -> None:
     asked = rules(bpb="no worse than 0.5%", core="better", arithmetic="at least 0.5")
     decision = decide(asked, table({"bpb": 2.9, "core": 0.1, "arithmetic": 0.4}), None)
     assert [row.passed for row in decision.rows] == [True, True, True, False]
-    assert decision.rows[1].reason == "eval/bpb is 2.9; no champion yet"
-    assert decision.refusals == ["eval/arithmetic 0.4 is not at least 0.5"]
+    assert decision.rows[1].reason == "eval/bpb is 2.900; no champion yet"
+    assert decision.refusals == ["eval/arithmetic 0.4000 is not at least 0.5"]
     assert not decision.accepted
 
 
@@ -216,7 +223,7 @@ def test_an_unknown_rule_is_refused_until_it_is_a_class(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(gates, "GATE_RULES", (*gates.GATE_RULES, About))
     row = decide(rules(bpb="about 1"), table({"bpb": 1.5}), None).rows[1]
-    assert (row.passed, row.rule, row.reason) == (False, "about 1", "eval/bpb 1.5 is not about 1")
+    assert (row.passed, row.rule, row.reason) == (False, "about 1", "eval/bpb 1.500 is not about 1")
 
 
 def test_what_a_machine_could_not_judge_is_no_verdict_on_a_model() -> None:

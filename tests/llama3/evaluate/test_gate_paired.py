@@ -38,7 +38,7 @@ def paired(metric: str, value: float, half: float, p: float = 0.5) -> dict[str, 
             0.012,
             0.001,
             False,
-            "eval/bpb 3.096 is 1.18% worse than champion 3.06 (95% 0.78% to 1.6%); allowed 0.5%",
+            "eval/bpb 3.096 is 1.18% worse than champion 3.060 (95% 0.78% to 1.6%); allowed 0.5%",
         ),
         (
             "no worse than 5%",
@@ -46,7 +46,7 @@ def paired(metric: str, value: float, half: float, p: float = 0.5) -> dict[str, 
             0.012,
             0.001,
             True,
-            "eval/bpb 3.096 is 1.18% worse than champion 3.06 (95% 0.78% to 1.6%); allowed 5%",
+            "eval/bpb 3.096 is 1.18% worse than champion 3.060 (95% 0.78% to 1.6%); allowed 5%",
         ),
         (
             "no worse than 0.5%",
@@ -54,7 +54,7 @@ def paired(metric: str, value: float, half: float, p: float = 0.5) -> dict[str, 
             0.03,
             0.5,
             False,
-            "eval/bpb 3.05 is 0.327% better than champion 3.06 (95% -0.65% to 1.3%); allowed 0.5%, "
+            "eval/bpb 3.050 is 0.327% better than champion 3.060 (95% -0.65% to 1.3%); allowed 0.5%, "
             "which 64 documents cannot show; about 90 would; raise evaluate.documents or curate.validation_fraction",
         ),
         (
@@ -63,7 +63,8 @@ def paired(metric: str, value: float, half: float, p: float = 0.5) -> dict[str, 
             0.01,
             0.001,
             True,
-            "eval/bpb 3.02 is 1.31% better than champion 3.06 (95% 0.98% to 1.6%); it must be better at the 95% bound",
+            "eval/bpb 3.020 is 1.31% better than champion 3.060 (95% 0.98% to 1.6%); "
+            "it must be better at the 95% bound",
         ),
         (
             "better",
@@ -71,7 +72,7 @@ def paired(metric: str, value: float, half: float, p: float = 0.5) -> dict[str, 
             0.03,
             0.5,
             False,
-            "eval/bpb 3.05 is 0.327% better than champion 3.06 (95% -0.65% to 1.3%); "
+            "eval/bpb 3.050 is 0.327% better than champion 3.060 (95% -0.65% to 1.3%); "
             "it must be better at the 95% bound",
         ),
         (
@@ -80,7 +81,7 @@ def paired(metric: str, value: float, half: float, p: float = 0.5) -> dict[str, 
             0.012,
             0.001,
             False,
-            "eval/bpb 3.096 is 0.036 worse than champion 3.06 (95% 0.024 to 0.048); p 0.001: a significant drop",
+            "eval/bpb 3.096 is 0.036 worse than champion 3.060 (95% 0.024 to 0.048); p 0.001: a significant drop",
         ),
         (
             "no significant drop",
@@ -88,7 +89,7 @@ def paired(metric: str, value: float, half: float, p: float = 0.5) -> dict[str, 
             0.03,
             0.5,
             True,
-            "eval/bpb 3.07 is 0.01 worse than champion 3.06 (95% -0.02 to 0.04); p 0.5: no significant drop",
+            "eval/bpb 3.070 is 0.01 worse than champion 3.060 (95% -0.02 to 0.04); p 0.5: no significant drop",
         ),
     ],
 )
@@ -109,7 +110,7 @@ def test_a_drop_counts_after_holm_over_the_scores_of_its_rule() -> None:
     assert decision.accepted
     assert decision.rows[1].p == pytest.approx(0.08)
     assert decision.rows[1].reason == (
-        "eval/arithmetic 0.4 is 0.1 worse than champion 0.5 (95% 0.01 to 0.19); "
+        "eval/arithmetic 0.4000 is 0.1 worse than champion 0.5000 (95% 0.01 to 0.19); "
         "p 0.08 after Holm over 4: no significant drop"
     )
     alone = decide({"eval/copa": GateRule.parse("no significant drop")}, ours, theirs, differences)
@@ -150,7 +151,7 @@ def test_whether_a_drop_is_significant_needs_samples() -> None:
 
 def test_decisions_written_before_there_were_differences_are_read() -> None:
     old = {"metric": "eval/bpb", "rule": "better", "candidate": 1.0, "champion": 2.0, "threshold": 2.0}
-    text = json.dumps({"accepted": True, "rows": [{**old, "passed": True, "reason": "eval/bpb 1 is better"}]})
+    text = json.dumps({"accepted": True, "rows": [{**old, "passed": True, "reason": "eval/bpb 1.000 is better"}]})
     (row,) = Decision.model_validate_json(text).rows
     assert (row.difference, row.low, row.high, row.p) == (None, None, None, None)
 

@@ -66,8 +66,9 @@ def test_a_card_says_what_is_known() -> None:
         "| arc | 0.400 | 0.361 to 0.440 | 600 | 0.25 | 5 | accuracy | 2 | `ab12ab12` |",
         "| data mix | `" + "d" * 64 + "` |",
         "![Training loss against tokens](training-loss.png)",
-        "The weights are under Apache-2.0. The training text is under 1 license, listed below; for 49.0% of its tokens "
-        "none is known.",
+        "The weights are under Apache-2.0. The sources of the training text name 1 license, counted by spelling and "
+        "listed below; for 49.0% of its tokens none is known.",
+        "| stage | tokens | sequence | batch, tokens | mix | mean loss of the last tenth, nats per token |",
     ):
         assert line in text.splitlines(), line
 

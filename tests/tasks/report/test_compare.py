@@ -50,11 +50,11 @@ def test_without_a_server_there_are_tables_and_a_page_of_our_own(root: Root, mon
         console.print(table)
     lines = [line.split() for line in console.export_text().splitlines()]
     assert ["seed", "3", "4"] in lines
-    assert ["eval/bpb", "1.5", "1"] in lines
+    assert ["eval/bpb", "1.500", "1.000"] in lines
     assert ["verdict", "promoted", "promoted"] in lines
     assert not any(line[:1] == ["precision"] for line in lines), "the same in both"
     assert ["torch", "2.13", "2.14"] in lines
-    assert ["cost/usd", "10", "10"] in lines
+    assert ["cost/usd", "10.00", "10.00"] in lines
     assert not any(line[:1] in (["layout"], ["numpy"]) for line in lines), "the same in both"
     assert made.line == "torch 2.13 -> 2.14"
     url = compare.comparison_url(root, made)
@@ -62,8 +62,8 @@ def test_without_a_server_there_are_tables_and_a_page_of_our_own(root: Root, mon
     assert url == page.as_uri()
     text = page.read_text()
     charts = re.findall('"unit":"([^"]*)"', text)
-    assert charts == ["train/loss", *(f"train/loss/{domain}" for domain in DOMAINS), "train/lr", "train/batch_tokens",
-                      "train/seq_len", "throughput/tokens_per_s"]  # fmt: skip
+    assert charts == ["nats per token", *(f"{domain}, nats per token" for domain in DOMAINS), "learning rate",
+                      "batch, tokens", "sequence, tokens", "tokens/s"]  # fmt: skip
     assert text.count("<svg") == 1, "scores are bars"
     assert not re.search(r"""(src|href)=["']?(http|//)|@import|url\(['"]?http""", text), "nothing is fetched"
     for title in ("Loss by domain", "Schedule", "Throughput", "Evaluations", "Recipe fields that differ"):
@@ -76,6 +76,21 @@ def test_a_program_gets_numbers(root: Root) -> None:
     assert document["recipe"]["seed"] == ["3", "4"]
     assert [(one["verdict"], one["eval/bpb"]) for one in document["results"]] == [("promoted", 1.5), ("promoted", 1.0)]
     assert document["results"][0]["tokens"] > 0
+
+
+def test_a_rounded_score_keeps_its_digits_and_languages_are_folded(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "scores_of", lambda _: {"eval/bpb": 1.99958, "eval/bpb_language/de": 3.0})
+    made = compare.compare_runs(root, ["tiny-1", "tiny-2"])
+    assert ("eval/bpb", ["2.000", "2.000"]) in made.results
+    console = Console(width=120, record=True)
+    console.print(compare.comparison_tables(made)[2])
+    assert "language" not in console.export_text()
+    text = compare._html(made)
+    table, _, folded = text.partition("<summary>bits per byte by language</summary>")
+    assert "eval/bpb_language/de" in folded
+    assert "bpb_language" not in table
+    assert text.count(">2.000</text>") == 2, "the labels of the bars"
+    assert made.as_dict()["results"][0]["eval/bpb_language/de"] == 3.0
 
 
 def test_a_mistake_is_named(root: Root) -> None:

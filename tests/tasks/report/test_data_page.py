@@ -78,6 +78,7 @@ def test_the_page_shows_every_finding(tmp_path: Path, checkout: Path) -> None:
         "home | about | contact us",
         "exam",
         "https://h.org/9",
+        "menus and the like, which many documents share",
     ):
         assert text in html
     assert html.count("<svg") == 1

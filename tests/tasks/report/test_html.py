@@ -34,7 +34,8 @@ def page(names: list[str], rows: int = 40) -> str:
     table = [("train/loss" if row else "loss", [f"{row * 1000:,}" for _ in names]) for row in range(rows)]
     charts = chart("nats", [Curve(names[0], FALLING, COLOURS["math"]), Curve("each", FALLING[::2], "#b8860b")], STAGES)
     figures = [("Loss", "It should fall.", charts), ("Bars", "None.", SVG)]
-    return render("comparison.html", names=names, tables=[("Results", table), ("Same", [])], figures=figures, line="")
+    tables = [("Results", "", table), ("Same", "", [])]
+    return render("comparison.html", names=names, tables=tables, languages=[], figures=figures, line="")
 
 
 def test_a_chart_has_every_value_or_a_thinned_series_with_its_last() -> None:
@@ -64,8 +65,21 @@ def test_the_frame_lists_headings_explains_words_and_escapes_names() -> None:
     assert all(f'id="{anchor}"' in text for anchor in contents)
     assert text.count("<dt>loss</dt>") == 1
     assert text.count("uPlot=function") == 1
-    plain = render("comparison.html", names=["tiny-1"], tables=[("Results", [])], figures=[], line="")
+    plain = render("comparison.html", names=["tiny-1"], tables=[], languages=[], figures=[], line="")
     assert "uPlot=function" not in plain, "50 kB that nothing on the page needs"
+
+
+def test_metric_keys_and_tasks_are_explained() -> None:
+    rows = [(key, ["1"]) for key in ("eval/bpb/code", "eval/bpb_macro", "eval/core", "eval/gold_nll/x", "train/loss")]
+    rows += [
+        (key, ["1"]) for key in ("eval/arithmetic", "eval/continuation", "time/goodput", "throughput/tokens_per_s")
+    ]
+    text = render("comparison.html", names=["a"], tables=[("Results", "", rows)], languages=[], figures=[], line="")
+    words = re.findall("<dt>([^<]*)</dt>", text)
+    assert words == [
+        "arithmetic", "bits per byte", "bpb_macro", "continuation", "core", "gold_nll", "goodput", "loss", "tokens/s",
+    ]  # fmt: skip
+    assert re.search(r'<td title="[^"]*guessing gives 0.25\.">eval/arithmetic', text)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: the page is not looked at")

@@ -14,8 +14,9 @@ from herd.tasks.console import TerminalConsole
 from herd.tasks.promotion.log import PENDING_APPROVAL
 from herd.tasks.runs.progress import run_progress
 from herd.tasks.runs.records import Runs
-from herd.tasks.runs.status import status_tables
+from herd.tasks.runs.status import run_document, status_tables, summary_lines
 from herd.tasks.stages.alerts import Alert, emit_alert
+from tests.tasks.promotion_samples import add
 from tests.tasks.standing_root import begun, log_attempt, tiny, train
 
 
@@ -119,6 +120,39 @@ def test_restarts_and_alerts_are_in_the_detail(root: Root) -> None:
     assert "complete" in text
     assert "1.0 GB free [in] /x" in text
     assert "restarts    1, attempt 1 of the run" in text
+
+
+def test_a_trainer_that_is_running_is_not_asked_why_it_ended(root: Root) -> None:
+    record = begun(root, tiny())
+    root.file("runs", record.name, "logs", "main", "attempt-1").mkdir(parents=True)
+    with lease(root, f"runs/{record.name}", record.name):
+        assert "trainers" not in shown(root, record.name)
+        log_attempt(root, record.name, "main", 2, -9, "rank 1 was killed by SIGKILL")
+        root.file("runs", record.name, "logs", "main", "attempt-3").mkdir(parents=True)
+        text = shown(root, record.name)
+        assert [ending["ended"] for ending in run_document(root, record.name)["trainers"]] == ["", "SIGKILL", "running"]
+    assert [line.split()[1:3] for line in text.splitlines() if line.split()[:1] == ["main"]][-1] == ["3", "running"]
+    assert text.count("it did not say") == 1, "of the first, which has another after it"
+    assert shown(root, record.name).count("it did not say") == 2, "no process holds the run"
+
+
+def test_the_commands_offered_name_runs_that_exist_and_a_change(root: Root) -> None:
+    def offered(*overrides: str, **changes: str) -> list[str]:
+        record = begun(root, tiny(*overrides))
+        record = record.model_copy(update={"state": "finished", "ended": record.started, **changes})
+        Runs(root).save(record)
+        lines = summary_lines(root, record.name)
+        return [" ".join(words[1:]) for line in lines if (words := line.split())[1:2] in (["rerun"], ["compare"])]
+
+    other = f"--root {root.uri}"
+    assert offered() == [f"rerun tiny-1 --from ramp --set stages.ramp.weight_averaging=2 {other}"]
+    assert offered("stages.ramp.weight_averaging=2", rerun_of="tiny-1") == [
+        f"rerun tiny-2 --from ramp --set stages.ramp.weight_averaging=4 {other}",
+        f"compare tiny-1 tiny-2 {other}",
+    ]
+    add(root, 1)
+    add(root, 2, run="tiny-3")
+    assert offered("seed=9")[1:] == [f"compare tiny-1 tiny-3 {other}"], "the champion that it was judged against"
 
 
 def test_an_artifact_that_was_deleted_is_said_to_be_gone(root: Root) -> None:
