@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from prefect import flow
 
 from herd.flows.crash_recovery import check_attempts, progress_of_run
-from herd.flows.recipe_form import PipelineParameters, RerunParameters, StageParameters
-from herd.flows.run_lifecycle import FlowResult, chosen_recipe, find_run, flow_state, open_run, run_message
+from herd.flows.recipe_form import PipelineParameters, RerunParameters, StageParameters, chosen_recipe
+from herd.flows.run_lifecycle import FlowResult, find_run, flow_state, open_run, run_message
 from herd.llama3.evaluate.gate import Decision
 from herd.llama3.recipe.schedule import Schedule, StageSpan
 from herd.llama3.recipe.units import Tokens

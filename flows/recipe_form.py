@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
 import yaml
@@ -19,11 +20,12 @@ from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
 from pydantic_core import CoreSchema
 
 from herd.llama3.recipe.base import DOMAINS
-from herd.llama3.recipe.load import RECIPES
+from herd.llama3.recipe.load import RECIPES, load_recipe, parse_recipe, resolved
+from herd.llama3.recipe.schema import Recipe
 from herd.storage.root import DEFAULT_ROOT, Root
 from herd.tasks.cluster import Cluster
 from herd.tasks.pipeline_steps import KINDS
-from herd.tasks.runs.records import StudyPart
+from herd.tasks.runs.records import Runs, StudyPart
 
 # The form's section "Change the recipe". Each field becomes an override like `--set`. Prefect checks the patterns
 # before a run exists; the recipe's own checks find the rest within a second of the start.
@@ -356,3 +358,11 @@ def is_made_up(name: str) -> bool:
     words = name.split("-")
     listed = len(words) == 2 and all(word in _name_words() for word in words)
     return listed or re.fullmatch(r"[A-Z][a-z]+-[A-Z][a-z]+", name) is not None
+
+
+def chosen_recipe(config: PipelineParameters) -> Recipe:
+    """Return the recipe of a file, or of an earlier run. Raises RecipeError."""
+    if not config.rerun_of:
+        return load_recipe(Path(config.recipe), config.overrides)
+    recipe = Runs(config.root_at).recipe(config.rerun_of)
+    return parse_recipe(resolved(recipe), config.rerun_of, config.overrides)

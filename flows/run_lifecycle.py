@@ -32,7 +32,7 @@ from herd.flows.local_server import is_temporary
 from herd.flows.recipe_form import LATEST, PipelineParameters, is_made_up
 from herd.flows.watchdog import watched
 from herd.llama3.evaluate.gate import CheckUnfinished, Decision
-from herd.llama3.recipe.load import RecipeError, digest, load_recipe, parse_recipe, resolved
+from herd.llama3.recipe.load import RecipeError, resolved
 from herd.llama3.recipe.schema import Recipe
 from herd.storage.artifact import Artifact, flatten
 from herd.storage.lease import Lease, LeaseHeld, LeaseLost, lease
@@ -76,14 +76,6 @@ STOPS: dict[type[BaseException], str] = {
 """What ends a run from outside -> the error of its record."""
 BEGUN = threading.Event()
 """Set once a flow of this process has begun its work: an earlier failure may be retried."""
-
-
-def chosen_recipe(config: PipelineParameters) -> Recipe:
-    """Return the recipe of a file, or of an earlier run. Raises RecipeError."""
-    if not config.rerun_of:
-        return load_recipe(Path(config.recipe), config.overrides)
-    recipe = Runs(config.root_at).recipe(config.rerun_of)
-    return parse_recipe(resolved(recipe), config.rerun_of, config.overrides)
 
 
 @contextmanager
@@ -133,11 +125,7 @@ def acquire_run(
             message = f"waiting until {earlier.name} is free: {{}} works on it"
             run_lease, record = hold(stack, earlier, lambda holder: console.log(message.format(holder))), earlier
         elif not config.fresh:
-            earlier = runs.unfinished(recipe, config.until)
-            if config.from_step:
-                asked, family = (digest(resolved(recipe)), config.until, config.rerun_of, config.from_step), recipe.name
-                same = [r for r in runs.family(family) if (r.recipe_digest, r.until, r.rerun_of, r.redo_from) == asked]
-                earlier = same[-1] if same and same[-1].state != "finished" else None
+            earlier = runs.unfinished(recipe, config.until, config.rerun_of, config.from_step)
             if earlier is not None and earlier.verdict != PENDING_APPROVAL:
                 with suppress(LeaseHeld):
                     run_lease, record = hold(stack, earlier), earlier

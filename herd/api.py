@@ -6,7 +6,6 @@ A function imports what it needs when it is called. `root` is the folder or buck
 
 from __future__ import annotations
 
-import difflib
 import os
 import tempfile
 from collections.abc import Sequence
@@ -14,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from herd.llama3.recipe.load import did_you_mean, to_yaml
 from herd.llama3.recipe.load import load_recipe as load_recipe
-from herd.llama3.recipe.load import to_yaml
 from herd.llama3.recipe.schema import Recipe as Recipe
 from herd.storage.processes import fix_import_path
 from herd.storage.root import DEFAULT_ROOT, Root
@@ -74,25 +73,22 @@ class Run:
 
         Raises ValueError for a key that these stages did not record.
         """
-        import pyarrow.compute as pc
         import pyarrow.parquet as pq
 
         from herd.storage.object_artifact import open_store
         from herd.tasks.runs.records import trained_stages
 
         values: dict[int, float] = {}
-        keys: set[str] = set()
         store, record = open_store(self.root), self.record
-        for span in trained_stages(self.recipe, record):
-            path = store.load(record.steps[span.name].artifact).part("metrics.parquet")
-            table = pq.read_table(path, columns=["key", "position", "value"])
-            keys.update(table["key"].unique().to_pylist())
-            table = table.filter(pc.field("key") == key)
+        artifacts = [store.load(record.steps[span.name].artifact) for span in trained_stages(self.recipe, record)]
+        paths = [artifact.part("metrics.parquet") for artifact in artifacts]
+        for path in paths:
+            table = pq.read_table(path, columns=["position", "value"], filters=[("key", "=", key)])
             values |= dict(zip(table["position"].to_pylist(), table["value"].to_pylist(), strict=True))
-        if keys and key not in keys:
-            close = difflib.get_close_matches(key, keys, 1)
-            meant = f"did you mean {close[0]!r}? " if close else ""
-            raise ValueError(f"key: {self.name} has no metric {key!r}; {meant}it has {', '.join(sorted(keys))}")
+        columns = [] if values else [pq.read_table(path, columns=["key"])["key"] for path in paths]
+        if keys := sorted({name for column in columns for name in column.unique().to_pylist()}):
+            meant = did_you_mean(key, keys)
+            raise ValueError(f"key: {self.name} has no metric {key!r}; {meant}it has {', '.join(keys)}")
         return dict(sorted(values.items()))
 
     def scores(self) -> dict[str, Score]:

@@ -446,10 +446,15 @@ def load_cluster(path: Path, **changes: Any) -> Cluster:
     data = read_yaml(path, f"cluster: {path}") or {}
     if not isinstance(data, dict):
         raise ValueError(f"cluster: {path} is not a mapping; write lines such as processes: 8")
+    return make_cluster({**data, **changes}, str(path))
+
+
+def make_cluster(fields: dict[str, Any], name: str = "") -> Cluster:
+    """Return the cluster with these fields, of the file `name` if there is one. Raises ValueError, a line per fault."""
     try:
-        return Cluster.model_validate({**data, **changes})
+        return Cluster.model_validate(fields)
     except ValidationError as error:
-        raise ValueError(fault_lines(error, Cluster, str(path), "cluster")) from None
+        raise ValueError(fault_lines(error, Cluster, name, "cluster")) from None
 
 
 def cluster_reference() -> str:

@@ -32,6 +32,7 @@ from herd.storage.filesystem import remote_filesystem
 from herd.storage.processes import processors
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
+from herd.tasks.errors import REMEDIES
 from herd.tasks.format import FittedTable, format_bytes
 from herd.tasks.launch.local import query_gpu, visible_gpus
 
@@ -98,8 +99,8 @@ def diagnose(root: Root, cluster: Cluster, recipe: Recipe | None = None) -> list
         try:
             findings += check()
         except PermissionError as error:
-            todo = "ask the owner for the permission, or choose another folder (--root)"
-            findings.append(CheckResult(name, "fail", f"{error.filename}: {error.strerror}", todo))
+            what = f"{error.filename}: {error.strerror}"
+            findings.append(CheckResult(name, "fail", what, REMEDIES[error.errno or errno.EACCES]))
         except Exception as error:
             findings.append(CheckResult(name, "fail", f"{type(error).__name__}: {error}", "repair this first"))
     return findings

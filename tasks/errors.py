@@ -1,5 +1,17 @@
 """How work fails that is nobody's mistake; apart, so that a command that trains nothing need not import a trainer."""
 
+from __future__ import annotations
+
+import errno
+
+REMEDIES = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "ask the owner for the permission, or choose another folder (--root)"),
+    errno.EROFS: "the file system is mounted read-only: choose another folder (--root)",
+    errno.EMFILE: "too many files are open: raise the limit with ulimit -n 65536",
+    errno.ENOLCK: "the file system has no locks (flock): choose another folder (--root), or mount it with locks",
+}
+"""Number of a system error -> what to do."""
+
 
 class TrainingFailed(RuntimeError):
     """The trainer died without getting further; the text holds its last words."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import errno
 import math
 import os
 import select
@@ -68,12 +66,6 @@ def option(name: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{name}: {str(error).removeprefix(f'{name}: ')}") from error
-
-
-def did_you_mean(word: str, known: list[str]) -> str:
-    """Return `did you mean tokenize? ` for `tokenise`; empty if none of `known` is close."""
-    close = difflib.get_close_matches(word, known, 1)
-    return f"did you mean {close[0]}? " if close else ""
 
 
 @contextmanager
@@ -155,6 +147,7 @@ def _print_error(error: Exception) -> int | None:
 def _print_system_error(error: OSError | MemoryError) -> int | None:
     """Print what the system refused, and what to do; return the exit status, or None if the reader of a pipe left."""
     from herd.storage.fetch import FULL
+    from herd.tasks.errors import REMEDIES
 
     if isinstance(error, MemoryError):
         problems.print(f"[red]error[/]  memory: none is left ({escape(str(error) or 'out of memory')})")
@@ -168,17 +161,8 @@ def _print_system_error(error: OSError | MemoryError) -> int | None:
         place = f"{error.filename}: " if error.filename else ""
         problems.print(f"[red]error[/]  {escape(place + (error.strerror or str(error) or type(error).__name__))}")
         remedy = "the same command continues; HERD_TRACEBACK=1 shows where it was"
-        problems.print(_REMEDIES.get(error.errno or 0, remedy))
+        problems.print(REMEDIES.get(error.errno or 0, remedy))
     return FAILED
-
-
-_REMEDIES = {
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "ask the owner for the permission, or choose another folder (--root)"),
-    errno.EROFS: "the file system is mounted read-only: choose another folder (--root)",
-    errno.EMFILE: "too many files are open: raise the limit with ulimit -n 65536",
-    errno.ENOLCK: "the file system has no locks (flock): choose another folder (--root), or mount it with locks",
-}
-"""Number of a system error -> what to do."""
 
 
 def _reader_left() -> bool:

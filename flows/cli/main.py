@@ -27,7 +27,6 @@ from herd.flows.cli.errors import (
     JsonOption,
     RootOption,
     at_work,
-    did_you_mean,
     exit_as_judged,
     mistakes,
     option,
@@ -88,21 +87,7 @@ def options(
 
 app.add_typer(planner, name="plan")
 app.add_typer(study, name="study")
-
-
-def _no_folder(recipe: Path | None) -> Path | None:
-    from herd.llama3.recipe.load import RECIPES
-
-    with mistakes():
-        # a folder that has the name of a shipped recipe does not hide it
-        if recipe and recipe.is_dir() and not (RECIPES / f"{recipe}.yaml").is_file():
-            raise ValueError(f"recipe {recipe}: is a folder; name a YAML file in it, or a shipped recipe")
-    return recipe
-
-
-RecipeArgument = Annotated[
-    Path, typer.Argument(callback=_no_folder, help="YAML file of a recipe, such as recipes/quickstart.yaml.")
-]
+RecipeArgument = Annotated[Path, typer.Argument(help="YAML file of a recipe, such as recipes/quickstart.yaml.")]
 RunArgument = Annotated[str, typer.Argument(help="A run, such as quickstart-7.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a recipe field: stages.main.until=3M")]
 ProcessesOption = Annotated[
@@ -324,7 +309,7 @@ def try_data(
     from herd.llama3.data.accounting import EXPLAINED, KEPT
     from herd.llama3.data.curate import CURATION, curate_sample
     from herd.llama3.evaluate.suite import with_evaluation_sets
-    from herd.llama3.recipe.load import load_recipe
+    from herd.llama3.recipe.load import did_you_mean, load_recipe
     from herd.storage.fetch import use_fetched
     from herd.tasks.report.data import print_sample
 
@@ -333,7 +318,8 @@ def try_data(
             name for name in EXPLAINED if name not in KEPT
         ]
         if rule and rule not in rules and not rule.startswith("score_"):
-            raise ValueError(f"--rule: {rule!r} is not a rule; {did_you_mean(rule, rules)}rules: {', '.join(rules)}")
+            meant = did_you_mean(rule, rules, str)
+            raise ValueError(f"--rule: {rule!r} is not a rule; {meant}rules: {', '.join(rules)}")
         use_fetched(Root.parse(root))
         loaded = with_evaluation_sets(load_recipe(recipe, set_))
         emptied = ""
@@ -388,12 +374,10 @@ def _run(cluster_file: Path | None, processes: int, threads: int, json_: bool, *
 
     With `json_` standard output is the document of `herd status RUN --json`; all other lines go to standard error.
     """
-    from pydantic import ValidationError
-
     from herd.flows.local_server import quiet_prefect, start_temporary_server
-    from herd.flows.recipe_form import PipelineParameters
-    from herd.llama3.recipe.load import fault_lines, load_recipe, parse_recipe, resolved
-    from herd.tasks.cluster import Cluster, load_cluster
+    from herd.flows.recipe_form import PipelineParameters, chosen_recipe
+    from herd.llama3.recipe.load import did_you_mean
+    from herd.tasks.cluster import load_cluster, make_cluster
     from herd.tasks.console import TerminalConsole, console_as, working
     from herd.tasks.pipeline_steps import KINDS, first_step, step_names
     from herd.tasks.runs.preflight import check_place
@@ -404,27 +388,21 @@ def _run(cluster_file: Path | None, processes: int, threads: int, json_: bool, *
         config = PipelineParameters(**fields)
         root, runs = config.root_at, Runs(config.root_at)
         # find wrong input within a second, before Prefect starts
-        if config.rerun_of:
-            recipe = parse_recipe(resolved(runs.recipe(config.rerun_of)), config.rerun_of, config.overrides)
-        else:
-            recipe = load_recipe(Path(config.recipe), config.overrides)
+        recipe = chosen_recipe(config)
         steps = step_names(recipe)
         for name, step in (("--from", config.from_step), ("--until", config.until)):
             if step and first_step(recipe, step) not in steps:
-                meant = did_you_mean(step, [*steps, *KINDS])
+                meant = did_you_mean(step, [*steps, *KINDS], str)
                 raise ValueError(f"{name}: {step!r} is not a step of {recipe.name}; {meant}steps: {', '.join(steps)}")
-        cluster = None
+        preset = None
         if cluster_file and not cluster_file.is_file():
             from herd.tasks.plan.presets import cluster_of
 
-            cluster = cluster_of(str(cluster_file), recipe, root)
-        try:
-            if cluster is not None:
-                cluster = Cluster.model_validate({**cluster.model_dump(), **changes})
-            else:
-                cluster = load_cluster(cluster_file, **changes) if cluster_file else Cluster(**changes)
-        except ValidationError as error:
-            raise ValueError(fault_lines(error, Cluster, section="cluster")) from None
+            preset = cluster_of(str(cluster_file), recipe, root)
+        if preset is not None or not cluster_file:
+            cluster = make_cluster({**(preset.model_dump() if preset else {}), **changes})
+        else:
+            cluster = load_cluster(cluster_file, **changes)
         config = config.model_copy(update={"cluster": cluster})
         check_place(recipe, cluster, root)
         console = TerminalConsole(shown := problems if json_ else out)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -38,18 +38,27 @@ RECIPES = IMPORT_FOLDER / "herd" / "recipes"
 def find_recipe(path: Path | str) -> Path:
     """Return the file of a recipe: `path` itself, or the shipped recipe with that name, such as quickstart.
 
-    A file in the current folder has precedence. Raises RecipeError for a name that is neither.
+    A file in the current folder has precedence, a folder has not. Raises RecipeError for a name that is neither.
     """
     path = Path(path)
-    if path.is_file() or len(path.parts) != 1 or path.suffix in (".yaml", ".yml"):
+    if path.is_file():
         return path
     shipped = RECIPES / f"{path}.yaml"
+    if path.is_dir() and not shipped.is_file():
+        raise RecipeError(f"recipe {path}: is a folder; name a YAML file in it, or a shipped recipe")
+    if len(path.parts) != 1 or path.suffix in (".yaml", ".yml"):
+        return path
     if not shipped.is_file():
         names = sorted(other.stem for other in RECIPES.glob("*.yaml"))
-        close = difflib.get_close_matches(str(path), names, 1)
-        meant = f"did you mean {close[0]}? " if close else ""
+        meant = did_you_mean(str(path), names, str)
         raise RecipeError(f"recipe {path}: no such file or shipped recipe; {meant}herd ships {', '.join(names)}")
     return shipped
+
+
+def did_you_mean(word: str, known: Iterable[str], show: Callable[[str], str] = repr) -> str:
+    """Return `did you mean 'tokenize'? ` for `tokenise`; empty if none of `known` is close."""
+    close = difflib.get_close_matches(word, known, 1)
+    return f"did you mean {show(close[0])}? " if close else ""
 
 
 def load_recipe(path: Path | str, overrides: list[str] | str | None = None) -> Recipe:
@@ -210,11 +219,8 @@ def element(items: list[Any], key: str, override: str) -> int:
     if key.isdigit() and int(key) < len(items):
         return int(key)
     names = [str(item.get("name", index)) if isinstance(item, dict) else str(index) for index, item in enumerate(items)]
-    close = difflib.get_close_matches(key, names, 1)
-    meant = f"did you mean {close[0]!r}? " if close else ""
-    raise RecipeError(
-        f"override {override!r}: there is no element {key!r} in that list; {meant}it has {', '.join(names) or 'none'}"
-    )
+    meant, has = did_you_mean(key, names), ", ".join(names) or "none"
+    raise RecipeError(f"override {override!r}: there is no element {key!r} in that list; {meant}it has {has}")
 
 
 def fault_lines(error: ValidationError, model: type[BaseModel], name: str = "", section: str = "") -> str:
@@ -231,13 +237,11 @@ def fault_lines(error: ValidationError, model: type[BaseModel], name: str = "", 
                 fields = [field for m in models for key, field in m.model_fields.items() if part in (key, field.alias)]
                 models = [inner for field in fields for inner in models_in(field.annotation)] or models
             keys = [info.alias or key for m in models for key, info in m.model_fields.items()]
-            close = difflib.get_close_matches(str(fault["loc"][-1]), keys, n=1)
-            if close:
-                hint = f"; did you mean {close[0]!r}?"
-            else:
-                hint = "" if fault["loc"][:-1] in listed else f"; the keys here are {', '.join(keys)}"
+            hint = did_you_mean(str(fault["loc"][-1]), keys).strip()
+            if not hint and fault["loc"][:-1] not in listed:
                 listed.add(fault["loc"][:-1])
-            lines.append(f"{field}: unknown key{hint}")
+                hint = f"the keys here are {', '.join(keys)}"
+            lines.append(f"{field}: unknown key{'; ' * bool(hint)}{hint}")
         elif fault["type"] == "missing":
             lines.append(f"{field}: is missing")
         elif fault["type"] == "value_error":

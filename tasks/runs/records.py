@@ -191,10 +191,16 @@ class Runs:
         if not self.root.is_local:
             self.root.write(self.folder(name).joinpath(file).read_bytes(), "runs", name, file)
 
-    def unfinished(self, recipe: Recipe, until: str = "") -> RunRecord | None:
-        """Return the newest run of exactly this recipe, up to the same step, if it did not finish: it is continued."""
-        identity = (digest(resolved(recipe)), until)
-        same = [record for record in self.family(recipe.name) if (record.recipe_digest, record.until) == identity]
+    def unfinished(self, recipe: Recipe, until: str = "", rerun_of: str = "", redo_from: str = "") -> RunRecord | None:
+        """Return the newest run of exactly this recipe, up to the same step, if it did not finish: it is continued.
+
+        With `redo_from` only reruns of `rerun_of` from that step count.
+        """
+        asked, same = digest(resolved(recipe)), []
+        for record in self.family(recipe.name):
+            equal = (record.recipe_digest, record.until) == (asked, until)
+            if equal and (not redo_from or (record.rerun_of, record.redo_from) == (rerun_of, redo_from)):
+                same.append(record)
         return same[-1] if same and same[-1].state != "finished" else None
 
     def of_flow_run(self, recipe: Recipe, flow_run: str) -> RunRecord | None:

@@ -25,8 +25,8 @@ from herd.flows.recipe_form import (
     RerunParameters,
     StageChange,
     StageParameters,
+    chosen_recipe,
 )
-from herd.flows.run_lifecycle import chosen_recipe
 from herd.flows.study import StudyParameters, study
 from herd.llama3.recipe.load import RecipeError, load_recipe
 from herd.llama3.recipe.units import Cadence, Duration, Share, Span, Tokens
