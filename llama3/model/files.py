@@ -141,17 +141,17 @@ class CheckpointModel(StoredModel):
             raise ValueError(f"{folder / SAVED}: is not a checkpoint ({error}); name another") from error
         self._open, self._prefix = lru_cache(OPEN_FILES)(_open), prefix
         self._shapes = {param.name: param.shape for param in param_table(self.config, self.rows)}
-        self._slices: dict[str, list[tuple[Path, list[int], list[int]]]] = {name: [] for name in self._shapes}
-        """Parameter -> file with a slice of it, the slice's offsets in the parameter, and its shape."""
+        self._slices: dict[str, dict[tuple[int, ...], tuple[Path, list[int]]]] = {name: {} for name in self._shapes}
+        """Parameter -> offsets of a slice in it -> a file with the slice (small ones are in several), and its shape."""
         for path in (path for path in sizes if path.suffix == ".safetensors"):
             file = self._open(path)
             offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
             for key in file.keys():  # noqa: SIM118  (it is no dictionary)
                 if (name := key.removeprefix(prefix)) in self._slices and name != key:
                     shape = file.get_slice(key).get_shape()
-                    self._slices[name].append((path, offsets[key]["saved_offsets"], shape))
+                    self._slices[name][tuple(offsets[key]["saved_offsets"])] = (path, shape)
         for name, shape in self._shapes.items():
-            if sum(prod(size) for *_, size in self._slices[name]) != prod(shape):
+            if sum(prod(size) for _, size in self._slices[name].values()) != prod(shape):
                 raise ValueError(f"{folder}: does not hold the whole of {name}; score another checkpoint")
 
     def names(self) -> list[str]:
@@ -169,10 +169,10 @@ class CheckpointModel(StoredModel):
         shape = self._shapes[name]
         axes = (*where, *[slice(None)] * (len(shape) - len(where)))
         wanted = [axis.indices(size)[:2] for axis, size in zip(axes, shape, strict=True)]
-        key, ((first, *_), *_) = self._prefix + name, self._slices[name]
+        key, ((first, _), *_) = self._prefix + name, self._slices[name].values()
         dtype = self._open(first).get_slice(key)[tuple(slice(0, 0) for _ in shape)].dtype
         whole = torch.empty([end - begin for begin, end in wanted], dtype=dtype)
-        for path, offsets, sizes in self._slices[name]:
+        for offsets, (path, sizes) in self._slices[name].items():
             both = [
                 (max(begin, at), min(end, at + size))
                 for (begin, end), at, size in zip(wanted, offsets, sizes, strict=True)

@@ -268,7 +268,9 @@ class CheckpointQueue:
         refs = [ref for ref in store.refs() if ref.position == position]
         if not refs:
             raise FileNotFoundError(f"{folder}: the checkpoint was removed")
-        path, manifest = store.fetch(refs[-1], ParallelContext(0, 1, torch.device("cpu")))
+        alone = ParallelContext(0, 1, torch.device("cpu"))
+        path, manifest = store.open(refs[-1], alone)
+        store.download(path, manifest, alone, manifest.files)
         manifest.write(path)
         return path
 

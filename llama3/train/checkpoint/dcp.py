@@ -10,19 +10,25 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -35,9 +41,14 @@ from herd.llama3.parallel.mesh import (
     run_on_rank0_and_broadcast,
     to_local,
 )
-from herd.llama3.train.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint, MalformedManifest
+from herd.llama3.train.checkpoint.manifest import (
+    CheckpointManifest,
+    DamagedCheckpoint,
+    MalformedManifest,
+    share_of_files,
+)
 from herd.llama3.train.checkpoint.storage import SupersededError
-from herd.storage.digests import FileDigest
+from herd.storage.digests import FileDigest, parallel_map
 
 WRITE_BYTES = 4 << 20
 """Bytes hashed and written at a time: they stay in the processor's cache between the two."""
@@ -46,6 +57,9 @@ PUSH = 4 * WRITE_BYTES
 idle while we hash: 0.6 s instead of 0.4 s for 545 MB (best of 6)."""
 READ_BYTES = 1 << 20
 """Bytes read and hashed at a time."""
+COPIED = 1 << 16
+"""Bytes of a tensor up to which every process that has a copy writes it: step counts, and norms under TP. A process
+then finds all that it needs in its own files; otherwise it would read whole files of others for a few bytes."""
 TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -151,8 +165,11 @@ def write(planner: WritePlanner, writer: Writer, world: ParallelContext, group: 
 
 
 @contextmanager
-def unwrap_dcp_errors(action: str) -> Iterator[None]:
-    """Turn torch's CheckpointException, which `except Exception` misses, into RuntimeError or its SupersededError."""
+def unwrap_dcp_errors(action: str, first_rank: int = 0) -> Iterator[None]:
+    """Turn torch's CheckpointException, which `except Exception` misses, into RuntimeError or its SupersededError.
+
+    torch counts processes from `first_rank`.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -161,7 +178,7 @@ def unwrap_dcp_errors(action: str) -> Iterator[None]:
         for failure in error.failures.values():
             if isinstance(failure[0], SupersededError):
                 raise failure[0] from None
-        reasons = "; ".join(f"process {rank}: {failure[0]!r}" for rank, failure in error.failures.items())
+        reasons = "; ".join(f"process {first_rank + rank}: {failure[0]!r}" for rank, failure in error.failures.items())
         raise RuntimeError(f"{action}: {reasons}") from error
 
 
@@ -179,6 +196,8 @@ class WritePlanner(DefaultSavePlanner):
         self.parts: dict[str, Tensor] = {}
         """This process's part of each, in host memory or not."""
         self.final_plan: SavePlan | None = None
+        self._own = SavePlan([])
+        """What this process has, before torch leaves each part to one of those that have it."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -186,7 +205,10 @@ class WritePlanner(DefaultSavePlanner):
         super().set_up_planner(self.shapes, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([], usable=False) if self.final_plan else super().create_local_plan()
+        if self.final_plan:
+            return SavePlan([], usable=False)
+        self._own = super().create_local_plan()
+        return self._own
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         repeating = [not plan.usable for plan in all_plans]
@@ -199,7 +221,9 @@ class WritePlanner(DefaultSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         if self.final_plan is None:
-            self.final_plan = new_plan
+            planned = {item.index for item in new_plan.items}
+            copies = [item for item in self._own.items if size_of(item) <= COPIED and item.index not in planned]
+            self.final_plan = replace(new_plan, items=[*new_plan.items, *copies])
         return self.final_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
@@ -335,48 +359,110 @@ def write_file(path: Path, items: list[WriteItem], data: Callable[[WriteItem], A
 
 
 def load(
-    folder: Path, manifest: CheckpointManifest, tensors: dict[str, Tensor], world: ParallelContext, threads: int
+    folder: Path,
+    manifest: CheckpointManifest,
+    tensors: dict[str, Tensor],
+    world: ParallelContext,
+    threads: int,
+    download: Callable[[Collection[str]], None],
 ) -> None:
     """Fill `tensors` in place from the files of `folder`; every process calls it.
+
+    `download` brings files into `folder`; all processes call it, each with the names that it needs. If as many
+    processes with the same layout wrote the checkpoint, each reads its own files, and nothing grows with their number.
 
     Raises, on all processes, DamagedCheckpoint if a file is not what `manifest` says (`tensors` may be overwritten by
     then), MalformedManifest if a header cannot be read or names other tensors.
     """
     reader = CheckpointReader(folder, manifest, threads)
-    # One process reads all headers: each opening every file would be the square of their number on the file system.
-    reader.known = run_on_rank0_and_broadcast(world, reader.headers)
-    raise_on_all_ranks(world, lambda: reader.compare(tensors))
-    torch_load(dict(tensors), storage_reader=reader, process_group=world.host_group, no_dist=world.size == 1)
+    names: Collection[str] = own_files(manifest, tensors, world)
+
+    def fill() -> None:
+        with unwrap_dcp_errors(f"{folder}: cannot be loaded", world.rank):
+            parts = {name: tensor for name, tensor in tensors.items() if to_local(tensor).numel()}
+            torch_load(parts, storage_reader=reader, no_dist=True)
+
+    download(names)
+    try:
+        raise_on_all_ranks(world, lambda: reader.read_own(names, tensors))
+        if not all(world.all_gather_object(reader.complete)):
+            download(manifest.files)
+            # One process reads all headers: each opening every file would be the square of their number.
+            reader.known = run_on_rank0_and_broadcast(world, lambda: reader.headers(manifest.files))
+            raise_on_all_ranks(world, lambda: reader.compare(tensors))
+            names = share_of_files(manifest, world)
+        raise_on_all_ranks(world, fill)
+    except (RuntimeError, OSError, MalformedManifest):
+        # A damaged file is the likely cause, and its error says more.
+        raise_on_all_ranks(world, lambda: manifest.check(folder, names))
+        raise
     problems = {name: problem for rank in world.all_gather_object(reader.problems) for name, problem in rank.items()}
     for _, problem in sorted(problems.items()):
-        if problem:
-            raise DamagedCheckpoint(problem)
+        raise DamagedCheckpoint(problem)
 
 
-class CheckpointReader(HuggingFaceStorageReader):
-    """torch's reader of safetensors files, given their headers; records the problems of the files that it reads."""
+def own_files(manifest: CheckpointManifest, tensors: dict[str, Tensor], world: ParallelContext) -> list[str]:
+    """Return the files in which this process finds its parts of `tensors` if it wrote them in the present layout.
+
+    That is its own files, and those of processes with copies of its parts, of which one wrote each.
+    """
+    if manifest.processes != world.size:
+        return []
+    ranks = {world.rank}
+    for tensor in tensors.values():
+        mesh: Any = getattr(tensor, "device_mesh", None)
+        if mesh is not None and to_local(tensor).nbytes > COPIED:
+            places = zip(mesh.get_coordinate(), getattr(tensor, "placements"), strict=True)  # noqa: B009
+            copies = tuple(slice(None) if placement.is_replicate() else place for place, placement in places)
+            ranks.update(mesh.mesh[copies].flatten().tolist())
+    return [name for name in manifest.files if name.split("-")[0] in {f"{rank:05}" for rank in ranks}]
+
+
+class CheckpointReader(FileSystemReader):
+    """torch's reader, given the headers of safetensors files; records the problems of the files that it reads."""
 
     def __init__(self, folder: Path, manifest: CheckpointManifest, threads: int) -> None:
-        super().__init__(str(folder), threads)
-        self.manifest, self.known = manifest, Metadata({})
-        self.problems: dict[str, str | None] = {}
+        super().__init__(str(folder))
+        self.folder, self.manifest, self.threads, self.known = folder, manifest, threads, Metadata({})
+        self.complete = False
+        """Whether `read_own` found all that this process needs."""
+        self.problems: dict[str, str] = {}
 
-    def read_metadata(self) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.known
 
-    def headers(self) -> Metadata:
-        """Return the headers of all files. Raises MalformedManifest naming the file with an unreadable header."""
-        try:
-            return super().read_metadata()
-        except (SafetensorError, ValueError, KeyError, TypeError) as error:
-            for path in sorted(Path(self.path).glob("*.safetensors")):
-                try:
-                    with safe_open(path, "pt"):
-                        pass
-                except SafetensorError as reason:
-                    why = f"{type(reason).__name__}: {reason}"
-                    raise MalformedManifest(f"{path}: its header cannot be read ({why})") from None
-            raise MalformedManifest(f"{self.path}: a header cannot be read ({type(error).__name__}: {error})") from None
+    def headers(self, names: Collection[str]) -> Metadata:
+        """Return the headers of the files `names`. Raises MalformedManifest naming a file whose header is not one."""
+        known = Metadata({}, storage_data={}, storage_meta=StorageMeta())
+        files = sorted(name for name in names if name.endswith(".safetensors"))
+        headers = parallel_map(lambda name: read_header(self.folder / name), files)
+        parts = ((name, *part) for name, header in zip(files, headers, strict=True) for part in header)
+        for name, tensor, dtype, chunk in parts:
+            index = MetadataIndex(tensor, chunk.offsets)
+            if index in known.storage_data:
+                continue  # a copy
+            known.storage_data[index] = (name, chunk.sizes)
+            ends = torch.Size(start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            stored: Any = known.state_dict_metadata.setdefault(
+                tensor, TensorStorageMetadata(TensorProperties(dtype), ends, [])
+            )
+            stored.size = torch.Size(map(max, stored.size, ends))
+            stored.chunks.append(chunk)
+        return known
+
+    def read_own(self, names: Collection[str], tensors: dict[str, Tensor]) -> None:
+        """Read the headers of `names`: do they hold this process's parts of `tensors` as it would write them now?"""
+        self.known = self.headers(names)
+        planner = WritePlanner()
+        planner.shapes = tensors
+        planner.set_up_planner({})
+        for item in filter(size_of, planner.create_local_plan().items):
+            data: Any = item.tensor_data
+            if self.known.storage_data.get(item.index, ("", ()))[1] != data.chunk.sizes:
+                return
+            stored: Any = self.known.state_dict_metadata[item.index.fqn]
+            stored.size = data.size  # the other parts are in files that this process does not read
+        self.complete = True
 
     def compare(self, tensors: dict[str, Tensor]) -> None:
         """Raise MalformedManifest unless the files hold all of `tensors`, in these shapes."""
@@ -392,21 +478,41 @@ class CheckpointReader(HuggingFaceStorageReader):
         """Read the files that hold something of `plan`, each whole and once, several at a time. Raises OSError."""
         per_file: dict[str, dict[str, list[ReadItem]]] = {}
         for item in plan.items:
-            path = self.storage_data[item.storage_index].relative_path
-            per_file.setdefault(path, {}).setdefault(item.storage_index.fqn, []).append(item)
-        paths = sorted(per_file, key=os.path.getsize, reverse=True)
-        with ThreadPoolExecutor(self.thread_count) as pool:
-            digests = list(pool.map(lambda path: read_file(path, per_file[path], planner), paths))
-        for path, digest in zip(paths, digests, strict=True):
-            self.problems[Path(path).name] = self.manifest.difference(path, digest)
+            name, _ = self.storage_data[item.storage_index]
+            per_file.setdefault(name, {}).setdefault(item.storage_index.fqn, []).append(item)
+        names = sorted(per_file, key=lambda name: self.manifest.files[name].bytes, reverse=True)
+        with ThreadPoolExecutor(self.threads) as pool:
+            digests = list(pool.map(lambda name: read_file(self.folder / name, per_file[name], planner), names))
+        for name, digest in zip(names, digests, strict=True):
+            if problem := self.manifest.difference(str(self.folder / name), digest):
+                self.problems[name] = problem
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
 
-def read_file(path: str, requests: dict[str, list[ReadItem]], planner: LoadPlanner) -> FileDigest:
+def read_header(path: Path) -> list[tuple[str, torch.dtype, ChunkStorageMetadata]]:
+    """Return name, type and place of each tensor of a file that `write_file` wrote. Raises MalformedManifest."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            fields = json.loads(file.read(min(size, os.fstat(file.fileno()).st_size)))
+        places = json.loads(fields.pop("__metadata__")["DCP_SHARDING_INFO"])
+        return [
+            (
+                name,
+                DTYPES[field["dtype"]],
+                ChunkStorageMetadata(torch.Size(places[name]["saved_offsets"]), torch.Size(field["shape"])),
+            )
+            for name, field in fields.items()
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise MalformedManifest(f"{path}: its header cannot be read ({type(error).__name__}: {error})") from None
+
+
+def read_file(path: Path, requests: dict[str, list[ReadItem]], planner: LoadPlanner) -> FileDigest:
     """Copy the requested slices of a safetensors file into their tensors; return the digest of the whole file."""
-    with open(path, "rb", buffering=0) as file:
+    with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         digest, position = hashlib.sha256(), 0

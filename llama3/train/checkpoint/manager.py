@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from herd.llama3.parallel.mesh import ParallelContext, run_on_rank0_and_broadcas
 from herd.llama3.recipe.sections import Keep
 from herd.llama3.train.checkpoint import dcp
 from herd.llama3.train.checkpoint.dcp import Savable, SaveResult
-from herd.llama3.train.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint, MalformedManifest, verify_files
+from herd.llama3.train.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from herd.llama3.train.checkpoint.storage import (
     CheckpointRef,
     CheckpointStore,
@@ -185,9 +186,10 @@ class Checkpoints:
         for ref in reversed(run_on_rank0_and_broadcast(self.world, self.store.refs)):
             try:
                 with self.store.pins.pinned(ref.position, reason) if self.world.is_rank0 else nullcontext():
-                    path, manifest = self.store.fetch(ref, self.world)
+                    path, manifest = self.store.open(ref, self.world)
+                    download = partial(self.store.download, path, manifest, self.world)
                     try:
-                        load_state(path, manifest, state, self.world, threads=self.threads)
+                        load_state(path, manifest, state, self.world, threads=self.threads, download=download)
                     finally:
                         self.store.release(path)
                 loaded = path, manifest
@@ -366,11 +368,13 @@ def load_state(
     world: ParallelContext,
     average: bool = True,
     threads: int = THREADS,
+    download: Callable[[Collection[str]], None] = lambda names: None,
 ) -> None:
     """Read the checkpoint of `manifest` into `state` and verify it; its running average only if `average`.
 
-    Every process calls it. Raises ValueError, with `state` untouched, if it is of another model. Raises
-    DamagedCheckpoint on all processes if a file has changed; `state` is then partly overwritten.
+    Every process calls it; `download` as in `dcp.load`, by default all files are there. Raises ValueError, with `state`
+    untouched, if it is of another model. Raises DamagedCheckpoint on all processes if a file has changed; `state` is
+    then partly overwritten.
     """
     expected = (state.config.model_dump(mode="json", exclude={"preset"}), state.rows)
     stored = ({key: value for key, value in manifest.model.items() if key != "preset"}, manifest.rows)
@@ -379,10 +383,5 @@ def load_state(
             f"{folder}: holds a model of shape {stored}, the recipe asks {expected}; train that stage again"
         )
     state.make_average(manifest.averaged if average else 0)
-    try:
-        with dcp.unwrap_dcp_errors(f"{folder}: cannot be loaded"):
-            dcp.load(folder, manifest, state.tensors(), world, threads)
-    except (RuntimeError, OSError, MalformedManifest):
-        verify_files(folder, world)  # a damaged file is the likely cause, and its error says more
-        raise
+    dcp.load(folder, manifest, state.tensors(), world, threads, download)
     state.position = manifest.position

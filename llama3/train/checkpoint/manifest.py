@@ -152,11 +152,14 @@ class CheckpointManifest(BaseModel):
 def verify_files(folder: Path, world: ParallelContext) -> CheckpointManifest:
     """Return the manifest of `folder` after all processes have read its files, or raise DamagedCheckpoint on all."""
     manifest = run_on_rank0_and_broadcast(world, lambda: CheckpointManifest.read(folder))
-    # Neighbors in name order: each process verifies its own files if as many processes wrote them.
-    names = sorted(manifest.files)
-    share = names[len(names) * world.rank // world.size : len(names) * (world.rank + 1) // world.size]
-    raise_on_all_ranks(world, lambda: manifest.check(folder, share))
+    raise_on_all_ranks(world, lambda: manifest.check(folder, share_of_files(manifest, world)))
     return manifest
+
+
+def share_of_files(manifest: CheckpointManifest, world: ParallelContext) -> list[str]:
+    """Return the files that this process verifies: its own, if as many processes wrote as many files each."""
+    names = sorted(manifest.files)
+    return names[len(names) * world.rank // world.size : len(names) * (world.rank + 1) // world.size]
 
 
 def _digest_of(content: object) -> str:

@@ -12,7 +12,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from itertools import compress, count
 from pathlib import Path
@@ -175,13 +175,18 @@ class LocalCheckpointStore:
 
         run_on_rank0_and_broadcast(world, remove_hidden)
 
-    def fetch(self, ref: CheckpointRef, world: ParallelContext) -> tuple[Path, CheckpointManifest]:
-        """Return a folder with the files of its manifest; every process calls it. Raises DamagedCheckpoint."""
+    def open(self, ref: CheckpointRef, world: ParallelContext) -> tuple[Path, CheckpointManifest]:
+        """Return a folder for its files and its manifest; every process calls it. Raises DamagedCheckpoint."""
         path = self.folder / ref.name
         return path, run_on_rank0_and_broadcast(world, lambda: CheckpointManifest.read(path))
 
+    def download(
+        self, path: Path, manifest: CheckpointManifest, world: ParallelContext, names: Collection[str]
+    ) -> None:
+        """Bring the files `names` into `path`, which `open` returned; every process calls it. No-op: they are there."""
+
     def release(self, path: Path) -> None:
-        """Free what `fetch` returned; every process calls it. No-op: that is the checkpoint itself."""
+        """Free what `open` returned; every process calls it. No-op: that is the checkpoint itself."""
 
     def quarantine(self, ref: CheckpointRef, reason: str) -> None:
         """Never offer this checkpoint again, but keep its files."""
@@ -200,9 +205,9 @@ class LocalCheckpointStore:
 class RemoteCheckpointStore:
     """Checkpoints `<uri>/<position>/<attempt>-<save>/` in an object store, where nothing is overwritten or renamed.
 
-    Each process uploads its files, then rank 0 stores `manifest.json`; a prefix without it is not a checkpoint. A load
-    downloads the whole checkpoint to each machine. Only one attempt may write (the stage's lease): each takes a number
-    in `<uri>/attempts/` when it starts, and checks before a commit that it is still the newest.
+    Each process uploads its files, then rank 0 stores `manifest.json`; a prefix without it is not a checkpoint. Only
+    one attempt may write (the stage's lease): each takes a number in `<uri>/attempts/` when it starts, and checks
+    before a commit that it is still the newest.
     """
 
     def __init__(self, uri: str, folder: Path, attempt: str) -> None:
@@ -253,23 +258,36 @@ class RemoteCheckpointStore:
     def remove_leftovers(self, world: ParallelContext) -> None:
         run_on_rank0_and_broadcast(world, self._register_attempt)
         run_on_rank0_and_broadcast(world, self._remove_unfinished)
-        if self._local_rank(world)[0] == 0:
+        hosts = world.all_gather_object(socket.gethostname())
+        if hosts.index(hosts[world.rank]) == world.rank:
             shutil.rmtree(self.staging, ignore_errors=True)
         world.barrier()
 
-    def fetch(self, ref: CheckpointRef, world: ParallelContext) -> tuple[Path, CheckpointManifest]:
-        """Download and verify, each process its part. Also raises OSError if a file cannot be downloaded."""
+    def open(self, ref: CheckpointRef, world: ParallelContext) -> tuple[Path, CheckpointManifest]:
         prefix, folder = f"{self.uri}/{ref.name}", self.staging / ref.name
-        manifest = run_on_rank0_and_broadcast(world, lambda: self._read_manifest(prefix))
-        rank, count = self._local_rank(world)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder, run_on_rank0_and_broadcast(world, lambda: self._read_manifest(prefix))
+
+    def download(
+        self, path: Path, manifest: CheckpointManifest, world: ParallelContext, names: Collection[str]
+    ) -> None:
+        """Download and verify what the machine's processes need and lack, each its part.
+
+        Raises DamagedCheckpoint, and OSError if a file cannot be downloaded.
+        """
+        prefix = self._prefix(path)
+        everything = len(names) == len(manifest.files)  # not gathered: 65,536 names from each of 16,384 processes
+        gathered = world.all_gather_object((socket.gethostname(), None if everything else sorted(names)))
+        here = [rank for rank, (host, _) in enumerate(gathered) if host == gathered[world.rank][0]]
+        needed = set[str]().union(*(manifest.files if (own := gathered[rank][1]) is None else own for rank in here))
 
         def download(name: str) -> None:
             uri = f"{prefix}/{name}"
             problem = None
             for _ in range(2):  # wrong bytes may have changed in transit only
                 try:
-                    get_file(uri, folder / name)
-                    digest = digest_file(folder / name)
+                    get_file(uri, path / name)
+                    digest = digest_file(path / name)
                 except FileNotFoundError as error:
                     raise DamagedCheckpoint(f"{uri}: is missing") from error
                 problem = manifest.difference(uri, digest)
@@ -277,12 +295,11 @@ class RemoteCheckpointStore:
                     return
             raise DamagedCheckpoint(problem)
 
-        def download_all() -> None:
-            folder.mkdir(parents=True, exist_ok=True)
-            parallel_map(download, sorted(manifest.files)[rank::count])
+        def download_share() -> None:
+            share = sorted(needed)[here.index(world.rank) :: len(here)]
+            parallel_map(download, [name for name in share if not (path / name).exists()])
 
-        raise_on_all_ranks(world, download_all)
-        return folder, manifest
+        raise_on_all_ranks(world, download_share)
 
     def release(self, path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
@@ -340,10 +357,6 @@ class RemoteCheckpointStore:
 
     def _prefix(self, building: Path) -> str:
         return f"{self.uri}/{building.relative_to(self.staging).as_posix()}"
-
-    def _local_rank(self, world: ParallelContext) -> tuple[int, int]:
-        hosts = world.all_gather_object(socket.gethostname())
-        return hosts[: world.rank].count(hosts[world.rank]), hosts.count(hosts[world.rank])
 
 
 CheckpointStore = LocalCheckpointStore | RemoteCheckpointStore

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from herd.llama3.parallel.mesh import ParallelContext, full_tensor, init_distributed, to_local
 from herd.llama3.recipe.sections import Keep, Model
+from herd.llama3.train.checkpoint import dcp, storage
 from herd.llama3.train.checkpoint.manager import Checkpoints, SaveFailed
 
 SHAPES = {"wide": (12, 6), "odd": (7, 3), "few": (2, 5), "vector": (9,), "half": (64, 16)}
@@ -88,8 +90,11 @@ def opened(folder: Path, world: ParallelContext = ALONE, last: int = 3, **more: 
     return Checkpoints(folder, Keep(last=last), world, **more)
 
 
-def save_in_the_background(folder: Path, positions: list[int], uri: str | None = None) -> list[int]:
+def save_in_the_background(
+    folder: Path, positions: list[int], uri: str | None = None, copied: int = dcp.COPIED
+) -> list[int]:
     """Save at each of `positions` and change the state at once; return what was committed, in order."""
+    dcp.COPIED = copied
     with init_distributed("cpu", 30) as world:
         state, checkpoints = State(world), opened(folder, world, uri=uri)
         done = []
@@ -108,6 +113,35 @@ def resume(folder: Path, uri: str | None = None) -> tuple[int, tuple[str, ...], 
         state = State(world)
         found = opened(folder, world, uri=uri).resume(state)
         return state.position, found.skipped, state.arrays()
+
+
+def resume_and_list(
+    folder: Path, copied: int = dcp.COPIED, uri: str | None = None, environment: dict[str, str] | None = None
+) -> tuple[list[int], list[int], Any]:
+    """Load as one of two processes of a machine; return whose files it opened, whose are there, and every tensor."""
+    os.environ.update(environment or {})
+    dcp.COPIED = copied
+    with init_distributed("cpu", 30) as world:
+        opened_files, on_machine = set[str](), set[str]()
+        state, read, release = State(world), dcp.read_header, storage.RemoteCheckpointStore.release
+
+        def record_file(path: Path) -> Any:
+            opened_files.add(path.name)
+            return read(path)
+
+        def record_machine(store: storage.RemoteCheckpointStore, path: Path) -> None:
+            world.barrier()
+            on_machine.update(file.name for file in path.iterdir())
+            world.barrier()
+            release(store, path)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dcp, "read_header", record_file)
+            patch.setattr(storage.RemoteCheckpointStore, "release", record_machine)
+            patch.setattr("socket.gethostname", lambda: f"machine{world.rank // 2}")
+            opened(folder, world, uri=uri).resume(state)
+        writers = [sorted({int(name.split("-")[0]) for name in names}) for names in (opened_files, on_machine)]
+        return writers[0], writers[1], state.arrays()
 
 
 def save_with(environment: dict[str, str], folder: Path, positions: list[int], uri: str) -> list[int]:

@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 
 import herd.llama3.train.checkpoint.storage as remote
+from herd.llama3.train.checkpoint.dcp import COPIED
 from herd.llama3.train.checkpoint.manager import Checkpoints, SaveFailed
 from herd.storage.filesystem import filesystem_of
 from herd.storage.processes import free_port
 from tests.dist import run
-from tests.llama3.train.checkpoint_samples import State, assert_holds, opened, resume_with, save_with
+from tests.llama3.train.checkpoint_samples import (
+    State,
+    assert_holds,
+    opened,
+    resume_and_list,
+    resume_with,
+    save_with,
+)
 
 BUCKET = "checkpoints"
 
@@ -285,6 +293,28 @@ def test_two_processes_save_and_one_loads(uri: str, server: dict[str, str], tmp_
     ((position, skipped, arrays),) = run(1, resume_with, server, tmp_path, uri)
     assert (position, skipped) == (6, ())
     assert_holds(arrays, 6)
+
+
+def test_a_machine_downloads_what_its_processes_read(uri: str, server: dict[str, str], tmp_path: Path) -> None:
+    run(4, save_with, server, tmp_path, [3], uri)
+    for rank, (_, on_machine, arrays) in enumerate(run(4, resume_and_list, tmp_path, COPIED, uri, server)):
+        assert on_machine == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert_holds(arrays, 3)
+
+
+def test_what_fails_after_the_download_condemns_no_checkpoint(
+    uri: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store(uri, tmp_path, 3)
+
+    def fail(*arguments: object) -> None:
+        raise OSError("disk failed")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("herd.llama3.train.checkpoint.dcp.read_file", fail)
+        with pytest.raises(RuntimeError, match="disk failed"):
+            load(uri, tmp_path)
+    assert_holds(load(uri, tmp_path)[0].arrays(), 3)
 
 
 def test_a_path_is_not_a_uri(tmp_path: Path) -> None:
