@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 STEP, COUNTS = "written", "output/counts"
 SHARD_BYTES = 64_000_000
 """Text per file, of text shards and of curated documents."""
+FILES, LARGEST_FILE = 8192, 512_000_000
+"""Curated files of a domain beyond which they get larger, and their largest size in text: each file becomes three of
+tokens, which every trainer's index lists. 512 MB are 128M tokens, and a worker holds one file in memory."""
 PIECES = 8
 """Ranges of ids in which a file is written, one after another; one of them is in memory."""
 CURATED_SCHEMA = schema_of(
@@ -133,11 +136,10 @@ class OutputFile(NamedTuple):
 def write_documents(runner: Runner, job: CurationJob) -> list[str]:
     """Write the documents that no step dropped into `job.folder`/documents and return the names of the files."""
     if not job.files(COUNTS):
-        # Files of about SHARD_BYTES per domain, counted before lines are removed.
         sizes: dict[Domain, int] = dict.fromkeys((shard.domain for shard in job.shards), 0)
         for row in count_survivors(runner, job, "end").to_pylist():
             sizes[row["domain"]] += row["bytes"]
-        counts = {"domain": list(sizes), "files": [max(1, -(-size // SHARD_BYTES)) for size in sizes.values()]}
+        counts = {"domain": list(sizes), "files": list(map(files_for, sizes.values()))}
         write_table(pa.table(counts), job.file(COUNTS, 0))
     files = _file_counts(job)
     documents = _documents(job, files)
@@ -145,6 +147,11 @@ def write_documents(runner: Runner, job: CurationJob) -> list[str]:
     documents.merge(runner, job)
     run_step(runner, job, "output/files", write_file, range(documents.parts))
     return [_output_file(files, item).name for item in range(documents.parts)]
+
+
+def files_for(size: int) -> int:
+    """Return the number of curated files for `size` bytes of text, counted before lines are removed."""
+    return max(1, -(-size // min(max(SHARD_BYTES, size // FILES), LARGEST_FILE)))
 
 
 def _file_counts(job: CurationJob) -> dict[Domain, int]:

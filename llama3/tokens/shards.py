@@ -25,7 +25,7 @@ from herd.llama3.data.mapreduce import run_serial, write_table
 from herd.llama3.recipe.base import Domain
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.tokens.kernels import Ints, add_begin_end
-from herd.llama3.tokens.megatron import NARROW_ROWS, write_pair
+from herd.llama3.tokens.megatron import NARROW_ROWS, read_lengths, write_pair
 from herd.llama3.tokens.mix import MixDataset, mix_datasets
 from herd.llama3.tokens.tokenizer import Tokenizer
 from herd.storage.digests import parallel_map
@@ -37,6 +37,10 @@ Counts = dict[str, list[int]]
 ROW_GROUP = 8192
 """Documents in a row group of a shard's table; a reader reads single groups by number."""
 NAME = "tokens.json"
+GROUPS = "groups.npy"
+"""Beside the shards of a dataset: the tokens of each group, int64[groups]."""
+GROUP = 256
+"""Neighboring documents of a group; a stream shuffles groups (see `source_stream`)."""
 COUNTED = ("source", "language", "license")
 """Columns of the tables for whose values tokens and documents are counted."""
 STEP = "tokens"
@@ -64,13 +68,13 @@ Runner = Callable[[Any, str, Work, Sequence[int]], None]
 """As in `llama3/data/mapreduce.py`: runs the items of a step, in any order."""
 
 
-# The index `tokens.json`: opening a stream reads this one small file.
+# The index: a stream is opened from `tokens.json` and one GROUPS file a dataset, whatever the number of shards.
 
 
 def write_index(
     folder: str | Path, datasets: Mapping[str, str], dtype: str, vocabulary: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write and return the index of the shards in `folder`.
+    """Write the index of the shards in `folder`; return what `tokens.json` holds.
 
     `datasets` gives each dataset's domain; `vocabulary` has rows, begin, end and the tokenizer's digest, stored as is.
     The index holds per dataset: domain, tokens, documents, bytes, `shards` (columns number, documents and tokens;
@@ -93,12 +97,32 @@ def write_index(
                 shards["number"].append(number)
                 shards["documents"].append(counts["documents"])
                 shards["tokens"].append(counts["tokens"])
+        indexes = [f"{folder}/{dataset}/tokens-{number:05}.idx" for number in shards["number"]]
+        with atomic_file(f"{folder}/{dataset}/{GROUPS}") as temporary, temporary.open("wb") as file:
+            np.save(file, group_tokens(indexes, np.cumsum([0, *shards["documents"]])))
         sorted_by = {column: dict(sorted(values.items())) for column, values in by.items()}
         entries[dataset] = {"domain": domain, **totals, "shards": shards, "by": sorted_by}
     index = {"dtype": dtype, **vocabulary, "leaves": entries}
     with atomic_file(f"{folder}/{NAME}") as temporary:
         temporary.write_text(json.dumps(index, indent=1) + "\n")
     return index
+
+
+def group_tokens(indexes: Sequence[str], rows: Ints) -> Ints:
+    """Return the tokens of each group of a dataset: int64[groups].
+
+    `indexes` are the .idx of its shards, by path or URI; `rows` the first document of each, and all documents.
+    """
+    totals = np.zeros(-(-int(rows[-1]) // GROUP), np.int64)
+
+    def of_shard(shard: int) -> Ints:
+        first, count = int(rows[shard]), int(rows[shard + 1] - rows[shard])
+        tokens = read_lengths(indexes[shard], count)
+        return np.add.reduceat(tokens, np.arange(-(first % GROUP), count, GROUP).clip(0))
+
+    for first, tokens in zip(rows.tolist(), parallel_map(of_shard, range(len(indexes))), strict=False):
+        totals[first // GROUP : first // GROUP + len(tokens)] += tokens
+    return totals
 
 
 def _schema(uri: str) -> pa.Schema:

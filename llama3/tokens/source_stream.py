@@ -1,7 +1,7 @@
 """The endless stream of one dataset: its documents in shuffled order, epoch after epoch, readable at any token.
 
 Token j is in epoch j // tokens; binary search finds its block (see `Permutation`) and its document in the block. Memory
-holds the tokens per group and the orders of the last few blocks; shards are mapped on demand. A block is read in up to
+holds the orders of the last few blocks; tokens per group and shards are mapped on demand. A block is read in up to
 256 separate runs, so bins should be in the page cache, on an SSD, or paged from an object store.
 """
 
@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from herd.llama3.tokens.kernels import Ints, gather_tokens, permute
 from herd.llama3.tokens.megatron import open_pair
-from herd.llama3.tokens.shards import ROW_GROUP, Counts, add_counts
+from herd.llama3.tokens.shards import GROUP, GROUPS, ROW_GROUP, Counts, add_counts, group_tokens
 from herd.storage.digests import PAGE
 from herd.storage.page_cache import LazyFolder, ensure_local, lazy_folder_of
 
@@ -35,8 +35,6 @@ from herd.storage.page_cache import LazyFolder, ensure_local, lazy_folder_of
 
 # No numpy random generator: its streams may change between versions, and a resumed run must not.
 GOLDEN = 0x9E3779B97F4A7C15
-GROUP = 256
-"""Neighboring documents that are assigned to a block together."""
 BLOCK = 256
 """Groups in a block. Changing GROUP or BLOCK changes the order of every dataset that is longer than a block."""
 ROUNDS = 6
@@ -60,11 +58,6 @@ def shuffled_order(count: int, seed: int, dataset: str, epoch: int, block: int =
     state = np.uint64(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
     steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     return np.argsort(splitmix64(state + steps)).astype(np.int64, copy=False)
-
-
-def group_edges(documents: int) -> Ints:
-    """Return the first document of each group, and `documents`: int64[groups + 1]."""
-    return np.append(np.arange(0, documents, GROUP), documents)
 
 
 class Permutation:
@@ -245,8 +238,7 @@ class SourceStream:
         self._numbers: list[int] = shards["number"]
         self._rows = np.cumsum([0, *shards["documents"]])
         """First document of each shard, and the dataset's documents."""
-        self._tokens = np.cumsum([0, *shards["tokens"]])
-        self.tokens, self.documents = int(self._tokens[-1]), int(self._rows[-1])
+        self.tokens, self.documents = sum(shards["tokens"]), int(self._rows[-1])
         """Tokens and documents of one epoch."""
         # Caches per stream; lru_cache is thread-safe, and a trainer reads from two threads.
         self._shard = lru_cache(SHARDS_KEPT)(lambda shard: open_pair(self._file("tokens", shard, "")))
@@ -387,17 +379,14 @@ class SourceStream:
 
     @cached_property
     def _group_tokens(self) -> Ints:
-        """Tokens of each group of documents; reads only the pointers at the groups' edges."""
-        edges = group_edges(self.documents)
-        if self._bins is not None:
-            self._bins.lazy.fetch(self._file("tokens", shard, ".idx") for shard in range(len(self._numbers)))
-        before = np.full(len(edges), self.tokens)
-        bounds = np.searchsorted(edges, self._rows).tolist()
-        for shard, (low, high) in enumerate(pairwise(bounds)):
-            if low < high:
-                local = edges[low:high] - self._rows[shard]
-                before[low:high] = self._shard(shard).offsets(local) + self._tokens[shard]
-        return np.diff(before)
+        """Tokens of each group of documents, mapped: at 15T tokens 470 MB, which the processes of a machine share."""
+        try:
+            return np.load(ensure_local(self.folder / GROUPS), mmap_mode="r").view(np.ndarray)  # type: ignore[no-any-return]
+        except FileNotFoundError:  # of shards that an earlier version wrote
+            indexes = [self._file("tokens", shard, ".idx") for shard in range(len(self._numbers))]
+            if self._bins is not None:
+                self._bins.lazy.fetch(indexes)
+            return group_tokens([str(ensure_local(path)) for path in indexes], self._rows)
 
     @cached_property
     def _itemsize(self) -> int:

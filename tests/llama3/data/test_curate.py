@@ -12,13 +12,15 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from herd.llama3.data.accounting import EXPLAINED
 from herd.llama3.data.annotate import annotate
 from herd.llama3.data.collect import collect
 from herd.llama3.data.curate import CURATION, curate, explain
 from herd.llama3.data.mapreduce import DocumentRule, Runner, hash_threshold, run_serial, text_hash
-from herd.llama3.data.write_shards import CURATED_SCHEMA
+from herd.llama3.data.write_shards import CURATED_SCHEMA, FILES, LARGEST_FILE, SHARD_BYTES, files_for
 from herd.llama3.recipe.data_schema import Curate
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import Share
@@ -34,6 +36,15 @@ def prose(seed: int, count: int) -> list[str]:
     letters = "abcdefghijklmnopqrstuvwxyz"
     vocabulary = ["".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(4000)]
     return [" ".join(rng.choices(vocabulary, k=rng.randint(40, 120))) + "." for _ in range(count)]
+
+
+@given(st.integers(0, 10**14))
+def test_files_get_larger_before_they_get_too_many(size: int) -> None:
+    files = files_for(size)
+    assert size <= files * LARGEST_FILE
+    assert files <= max(FILES + 1, -(-size // LARGEST_FILE))
+    if size <= FILES * SHARD_BYTES:
+        assert files == max(1, -(-size // SHARD_BYTES))
 
 
 def chain(recipe: Recipe, folder: Path, runner: Runner = run_serial, **settings: Any) -> dict[str, Any]:

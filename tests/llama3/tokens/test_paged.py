@@ -93,6 +93,20 @@ def test_the_next_block_is_brought_while_one_is_read(
     assert general._ahead == (1, 0)
 
 
+def test_a_stream_opens_the_shards_of_the_blocks_that_it_reads(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 15T tokens a dataset has 50,000 shards, and 16,384 processes open a stream."""
+    monkeypatch.setattr(source_stream, "BLOCK", 1)
+    folder = lazily(tmp_path / "lazy", plain, 500)
+    lazy = lazy_folder_of(folder)
+    assert lazy is not None
+    TokenStream(folder, asked()).read(0, 100)
+    lazy._prefetch.submit(lambda: None).result()  # behind what was asked for
+    indexes = {name for name in lazy._known if name.endswith(".idx")}
+    assert 0 < len(indexes) < len(list(plain.rglob("*.idx"))) / 2
+
+
 def test_tables_come_with_the_documents_that_are_counted(plain: Path, tmp_path: Path) -> None:
     """A trainer's main thread counts sources after each step: it must find the tables there."""
     folder = lazily(tmp_path / "lazy", plain, 500)
