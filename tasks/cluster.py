@@ -80,7 +80,8 @@ def _quantity(value: Any) -> Any:
     return value
 
 
-def _bytes(quantity: str) -> float:
+def quantity_bytes(quantity: str) -> float:
+    """Return the bytes of a quantity in Kubernetes' notation: 64Gi."""
     number = quantity.rstrip("kKMGTPEi")
     return float(number) * QUANTITY_UNITS.get(quantity.removeprefix(number), 1)
 
@@ -231,7 +232,7 @@ class Kubernetes(Nodes):
     @classmethod
     def _within_memory(cls, shm: str, info: ValidationInfo) -> str:
         memory = info.data.get("memory")
-        if shm and memory and _bytes(shm) > _bytes(memory):
+        if shm and memory and quantity_bytes(shm) > quantity_bytes(memory):
             raise ValueError(f"{shm} is more than memory: {memory}, of which it is a part; raise memory, or lower shm")
         return shm
 

@@ -70,12 +70,14 @@ def plan_recipe(
         fabric, here = None, None
         if cluster:
             from herd.tasks.plan.options import open_cluster
+            from herd.tasks.plan.predict import pod_memory_faults
             from herd.tasks.plan.presets import fabric_of
             from herd.tasks.runs.preflight import layout_faults
 
             cluster = fabric_of(cluster)
             fabric, here = open_cluster(cluster, sparse)
-            if here is not None and (faults := layout_faults(plan.recipe, here, plan.rows)):
+            faults = here and (layout_faults(plan.recipe, here, plan.rows) or pod_memory_faults(plan.recipe, here))
+            if faults:
                 raise ValueError("\n".join(faults))
         if fabric is None:
             options = {"--gpus": gpus, "--html": html, "--write": write, "--hosts": hosts, "--json": json_ and cluster}

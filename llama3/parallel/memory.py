@@ -16,6 +16,8 @@ from typing import Literal
 from herd.llama3.model.param_table import Param, layer_params, param_table
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.pipeline_schedule import peak_in_flight, split_layers
+from herd.llama3.recipe.schedule import Schedule, Segment
+from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.sections import Model
 
 # Sizes of the local weights
@@ -87,6 +89,8 @@ BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp8": 2}
 CHUNK = {"cpu": 2**21, "cuda": 2**29}
 CHUNK_TOKENS = {"cpu": 256, "cuda": 1}
 """As in `herd.llama3.model.loss`: logits of a chunk, and least tokens."""
+FP32_SUM_TERMS = 1024
+"""As in `herd.llama3.train.state`: from this number of weights on, their sum is in fp64."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,8 @@ class Load:
     exact: bool = False
     """Whether gradients are summed in fp64."""
     device: Literal["cpu", "cuda"] = "cuda"
+    average: int = 0
+    """Bytes of a value in the average of the weights (`average_bytes`); 0: none."""
 
     @property
     def narrow(self) -> int:
@@ -125,6 +131,15 @@ class Load:
         return 8 if self.exact else self.master
 
 
+def average_bytes(recipe: Recipe, segment: Segment) -> int:
+    """Return the bytes of a value in the average of a segment's stage at the stage's end, 0 without one."""
+    span = Schedule(recipe).span(segment.stage)
+    if (rule := span.stage.weight_averaging) is None:
+        return 0
+    terms = {"last": min(rule.count, span.steps), "polyak": span.steps, "ema": 1}[rule.kind]
+    return 8 if terms >= FP32_SUM_TERMS else max(4, BYTES[recipe.precision])
+
+
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes at the fullest moment of a step on a process of one pipeline rank, padding of shards included."""
@@ -134,6 +149,8 @@ class RankMemory:
     """This process's shard of the weights."""
     moments: int
     """AdamW's two, beside it."""
+    average: int
+    """The sum of the stage's weights, sharded as they are; 0 if the stage has no `weight_averaging`."""
     sharded_gradients: int
     """After the reduction, which frees the accumulated gradients layer by layer."""
     gathered: int
@@ -163,7 +180,12 @@ class RankMemory:
         """
         begin = self.accumulated + self.activations + self.passing
         end = max(self.gradients, self.sharded_gradients) + self.temporaries + self.reduction
-        return self.master + self.moments + self.gathered + max(begin, end)
+        return self.saved + self.gathered + max(begin, end)
+
+    @property
+    def saved(self) -> int:
+        """Bytes in a checkpoint, which a save copies to host memory."""
+        return self.master + self.moments + self.average
 
     @property
     def passing(self) -> int:
@@ -223,6 +245,7 @@ def _rank(config: Model, rows: int, layout: Layout, world: int, load: Load, rank
         pipeline_rank=rank,
         master=local * load.master,
         moments=2 * local * load.master,
+        average=local * load.average,
         sharded_gradients=local * load.master,
         gathered=gathered,
         gradients=gradients,

@@ -57,6 +57,8 @@ class LayoutQuery:
     """Share of `memory_bytes` that stays free."""
     compiled: bool = False
     """Whether compiled blocks are searched too."""
+    average: int = 0
+    """As in `Load`."""
     steps: Mapping[int, int] = field(default_factory=dict)
     """Steps of every sequence length that shares the layout, `seq_len` among them; empty: `seq_len` alone."""
 
@@ -195,7 +197,7 @@ def _check_batch(query: LayoutQuery, layout: Layout, seq_len: int, micro_batch: 
 
 def _load(query: LayoutQuery, layout: Layout, seq_len: int, micro_batch: int) -> Load:
     sequences = query.batch // seq_len // layout.dp(query.world)
-    return Load(seq_len, *split_micro_batches(layout, sequences, micro_batch), query.precision)
+    return Load(seq_len, *split_micro_batches(layout, sequences, micro_batch), query.precision, average=query.average)
 
 
 def split_micro_batches(layout: Layout, sequences: int, most: int) -> tuple[int, int]:
@@ -282,7 +284,9 @@ def _fullest_ranks(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
 def memory_error(needs: RankMemory, limit: float) -> str:
     """Return what does not fit, in GB by component, the largest first."""
     sizes = memory_parts(needs)
-    parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in sorted(sizes.items(), key=lambda pair: -pair[1]))
+    parts = ", ".join(
+        f"{name} {size / 1e9:.1f}" for name, size in sorted(sizes.items(), key=lambda pair: -pair[1]) if size
+    )
     return f"{needs.total / 1e9:.1f} GB of {limit / 1e9:.1f}: {parts}"
 
 
@@ -293,5 +297,6 @@ def memory_parts(needs: RankMemory) -> dict[str, int]:
         "weights": needs.master + needs.gathered,
         "gradients": max(needs.gradients, needs.sharded_gradients),
         "optimizer": needs.moments,
+        "average": needs.average,
         "temporary": needs.passing,
     }

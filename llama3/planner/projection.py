@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.memory import average_bytes
 from herd.llama3.planner.budget import Budget
 from herd.llama3.planner.collectives import Network
 from herd.llama3.planner.device_curves import Curves
@@ -152,7 +153,7 @@ def segment_query(
     """Return the query of a segment's layouts, eager and compiled, on `gpus` of a cluster."""
     memory, per_server = fabric.accelerator.memory_gb * 1e9, fabric.server.gpus
     query = LayoutQuery(recipe.model, rows, segment.seq_len, segment.batch, gpus, memory, per_server, recipe.precision)
-    return replace(query, reserve=reserve, compiled=True)
+    return replace(query, reserve=reserve, compiled=True, average=average_bytes(recipe, segment))
 
 
 def _project_span(

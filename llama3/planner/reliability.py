@@ -24,6 +24,10 @@ from herd.llama3.planner.hardware import SourcedFigures, read_description, valid
 HOURS = 24.0
 NODE_DAY_FAILURES = 6.50e-3
 """Failures of one server (8 GPUs) in a day on RSC-1. Source: Kokolis et al. 2025 (arXiv 2410.21680)."""
+RSC1_JOBS = 1 / 47.7
+"""The same as RSC-1's jobs of 8 GPUs saw it (same source): 8.9 h for 1,024 GPUs, where 7.9 h were observed."""
+RSC1_GPUS = 1_024
+"""GPUs of the largest jobs whose time to a failure the source observed."""
 MEGASCALE_SLOW = 1.1
 """Slow hosts took about 10 % longer. Source: MegaScale (arXiv 2402.15627), 6."""
 MEGASCALE_GAIN = 0.007

@@ -19,9 +19,20 @@ from herd.llama3.planner.goodput import (
     CheckpointInterval,
     Recovery,
     best_checkpoint_interval,
+    effective_time,
     longest_restart,
 )
-from herd.llama3.planner.reliability import FailureModel, Fleet, Trace, llama3_failures, make_trace, spare_hosts
+from herd.llama3.planner.reliability import (
+    RSC1_GPUS,
+    RSC1_JOBS,
+    FailureModel,
+    Fleet,
+    Trace,
+    llama3_failures,
+    make_trace,
+    mttf_by_node_rate,
+    spare_hosts,
+)
 
 SEEDS = range(64)
 RECOVERY = Recovery(notice_s=30.0, timeout_s=600.0, relaunch_s=300.0)
@@ -183,6 +194,16 @@ class Uptime:
     def share(self) -> float:
         """Effective training time."""
         return self.spread.mean
+
+    @property
+    def rsc1_mtti_s(self) -> float | None:
+        """Mean time to interruption at the rate of RSC-1's jobs, a shared fleet; None for a larger job than those."""
+        return 3600 * mttf_by_node_rate(self.gpus, RSC1_JOBS) if self.gpus <= RSC1_GPUS else None
+
+    @property
+    def rsc1_share(self) -> float | None:
+        """Effective training time at that rate, in closed form; None where the formula is not valid."""
+        return self.rsc1_mtti_s and effective_time(self.rsc1_mtti_s, self.restart_s, self.interval_s, self.costs)
 
 
 def uptime(

@@ -60,7 +60,6 @@ from herd.tasks.plan.tables import (
     format_days,
     format_digits,
     format_energy,
-    format_figure,
     format_memory,
     hall_facts,
     hall_line,
@@ -157,6 +156,8 @@ class ClusterPlan:
                 {
                     "gpus": reliability.gpus,
                     "mtti_s": reliability.mtti_s,
+                    "rsc1_mtti_s": reliability.rsc1_mtti_s,
+                    "rsc1_effective_time": reliability.rsc1_share,
                     "restart_s": reliability.restart_s,
                     "interval_s": reliability.interval_s,
                     "best_interval_s": reliability.cadence.interval_s,
@@ -528,6 +529,10 @@ def uptime_lines(planned: ClusterPlan) -> Iterator[str]:
             f"effective time {reliability.share:.1%} ({spread.low:.1%} to {spread.high:.1%}); "
             f"{reliability.spares or 'no'} spare server{'s' * (reliability.spares > 1)}"
         )
+        if reliability.rsc1_mtti_s is not None:
+            share = f", effective time {reliability.rsc1_share:.1%}" if reliability.rsc1_share is not None else ""
+            often = _time(reliability.rsc1_mtti_s)
+            yield f"         on a fleet like RSC-1 (arXiv 2410.21680): one every {often}{share}"
         share = f"{cadence.share:.1%}" if cadence.share is not None else "effective time unknown: too many failures"
         restart, longest = "", reliability.restart_budget_s
         if longest is None:
@@ -633,7 +638,7 @@ def fabrics_table(found: Sequence[ClusterProjection]) -> Table:
             plan.fabric.routing,
             f"{plan.share:.0%}",
             f"{best.world:,}",
-            format_figure(best.time.total),
+            format_digits(best.time.total),
             f"{best.tflops:.0f}",
             f"{plan.uptime.share:.1%}",
             format_digits(plan.days),

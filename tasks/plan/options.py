@@ -77,8 +77,7 @@ def check_stage_names(recipe: Recipe, places: Mapping[str, StagePlacement]) -> N
 def open_cluster(named: str, sparse: bool = False) -> tuple[Fabric | None, Cluster | None]:
     """Return the fabric that `named` describes, and the cluster of a run if it is the file of `herd run`.
 
-    The fabric is None if such a file names none. Where its nodes run fewer processes than a server has GPUs, a server
-    of the fabric is that part of one. Raises ValueError.
+    The fabric is None if such a file names none. Raises ValueError.
     """
     if is_fabric_name(named) or not Path(named).is_file():
         return load_fabric(named, sparse), None
@@ -86,15 +85,21 @@ def open_cluster(named: str, sparse: bool = False) -> tuple[Fabric | None, Clust
     if isinstance(data, dict) and "tiers" in data:
         return load_fabric(named, sparse), None
     cluster = load_cluster(Path(named))
-    if not cluster.fabric:
-        return None, cluster
+    return (run_fabric(cluster, sparse) if cluster.fabric else None), cluster
+
+
+def run_fabric(cluster: Cluster, sparse: bool = False) -> Fabric:
+    """Return the fabric that `cluster` names. Raises ValueError.
+
+    Where its nodes run fewer processes than a server has GPUs, a server of the fabric is that part of one.
+    """
     fabric = load_fabric(cluster.fabric, sparse)
     server, per_node = fabric.server, min(processes_per_node(cluster).values(), default=fabric.server.gpus)
     if server.gpus > per_node and server.gpus % per_node == 0:
         whole = server.model_dump(include={"gpus", "overhead_watts", "peak_watts", "frontend_gbit_s"})
         part = {name: value * per_node / server.gpus for name, value in whole.items()} | {"gpus": per_node}
         fabric = fabric.model_copy(update={"server": server.model_copy(update=part)})
-    return fabric, cluster
+    return fabric
 
 
 def processes_per_node(cluster: Cluster) -> dict[str, int]:

@@ -27,6 +27,7 @@ from herd.tasks.plan.tables import (
     format_amount,
     format_days,
     format_degrees,
+    format_digits,
     format_energy,
     format_layout,
     format_memory,
@@ -51,6 +52,7 @@ def write_page(planned: ClusterPlan, path: Path) -> None:
 def render_plan_page(planned: ClusterPlan) -> str:
     """Return the page of a plan as HTML text."""
     main = planned.main
+    unit, a_day = time_unit(sum(part.seconds for part in planned.projection.parts) / 86_400)
     return render(
         "plan.html",
         planned=planned,
@@ -70,6 +72,9 @@ def render_plan_page(planned: ClusterPlan) -> str:
         layout_words=format_layout,
         takes=format_days(planned.budget.days).rsplit(" ", 1),
         amount=format_amount,
+        digits=format_digits,
+        unit=unit,
+        a_day=a_day,
         energy=format_energy(planned.budget.mwh),
         figures=plan_figures(planned),
     )
@@ -95,8 +100,9 @@ def plan_figures(planned: ClusterPlan) -> list[tuple[str, str, str]]:
         note = "Each square is a server, its color the pipeline rank that it works on; gray servers are free."
         plot = _topology_plot(fabric, planned.placement.placement, rank, best.layout.pp)
         figures.append(("The job on the cluster", note, plot))
-    note = "What a GPU sends that goes up to each layer of the network and no further, by axis of parallelism."
-    figures.append(("Traffic of a step", note, _traffic_plot(planned.placement.traffic, best.world)))
+    if planned.placement.traffic:  # a GPU alone has none
+        note = "What a GPU sends that goes up to each layer of the network and no further, by axis of parallelism."
+        figures.append(("Traffic of a step", note, _traffic_plot(planned.placement.traffic, best.world)))
     if best.layout.pp > 1:
         note = "Which rank works when" + ("; dark and light: virtual stages in turn." if best.layout.vpp > 1 else ".")
         figures.append(("The pipeline", note, _pipeline_plot(main, parts)))
@@ -151,6 +157,7 @@ MEMORY = {
     "weights": PALETTE[2],
     "gradients": PALETTE[1],
     "optimizer": PALETTE[3],
+    "average": PALETTE[4],
     "temporary": PALETTE[7],
 }
 WIDTH = 8.0
@@ -257,7 +264,8 @@ def _memory_plot(ranks: Sequence[RankMemory], limit: float, whole: float) -> str
     bottom = np.zeros(len(ranks))
     for name, color in MEMORY.items():
         each = np.array([memory_parts(need)[name] / 1e9 for need in ranks])
-        axis.bar(places, each, bottom=bottom, color=color, label=name, width=0.8)
+        if each.any():
+            axis.bar(places, each, bottom=bottom, color=color, label=name, width=0.8)
         bottom += each
     axis.axhline(limit / 1e9, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
     edge = axis.get_yaxis_transform()

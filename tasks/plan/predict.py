@@ -21,7 +21,17 @@ from herd.llama3.evaluate.suite import recipe_suite, stage_suite_name, with_suit
 from herd.llama3.evaluate.task import WRITTEN
 from herd.llama3.model.flops import flops_per_token, parameter_count, vocab_rows
 from herd.llama3.parallel.layout import FIELD, Layout
-from herd.llama3.parallel.memory import BYTES, DECODED, Load, RankMemory, inference_bytes, inference_layout, memory
+from herd.llama3.parallel.memory import (
+    BYTES,
+    DECODED,
+    Load,
+    RankCoords,
+    RankMemory,
+    average_bytes,
+    inference_bytes,
+    inference_layout,
+    memory,
+)
 from herd.llama3.planner.collectives import Network
 from herd.llama3.planner.device_curves import Curves
 from herd.llama3.planner.layout_search import LADDER, MICRO_BATCHES, RESERVE, memory_error, split_micro_batches
@@ -34,10 +44,10 @@ from herd.llama3.train import metrics
 from herd.llama3.train.job import PredictedStepTimes
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
-from herd.tasks.cluster import Cluster
+from herd.tasks.cluster import Cluster, quantity_bytes
 from herd.tasks.launch.local import visible_gpus
 from herd.tasks.plan.calibrate import KIND, load_calibration
-from herd.tasks.plan.options import device_curves
+from herd.tasks.plan.options import device_curves, run_fabric
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class DeviceMemory:
 def device_memory(cluster: Cluster) -> DeviceMemory | None:
     """Return what a process of `cluster` has, or None where that is not known here. Raises ValueError."""
     if cluster.fabric:
-        fabric = load_fabric(cluster.fabric)
+        fabric = run_fabric(cluster)
         limit = fabric.accelerator.memory_gb * 1e9 * (1 - RESERVE)
         return DeviceMemory(fabric.accelerator.name, limit, cuda=True, per_node=fabric.server.gpus)
     if cluster.launcher != "local":
@@ -95,12 +105,13 @@ def _load(
 ) -> Load:
     sequences = max(1, segment.batch // (segment.seq_len * layout.dp(processes)))
     kind: Literal["cuda", "cpu"] = "cuda" if device.cuda else "cpu"
-    return Load(segment.seq_len, *split_micro_batches(layout, sequences, micro_batch), recipe.precision, device=kind)
+    parts = split_micro_batches(layout, sequences, micro_batch)
+    return Load(segment.seq_len, *parts, recipe.precision, device=kind, average=average_bytes(recipe, segment))
 
 
 def memory_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
-    """Return a line for each stage whose layout does not fit its devices, with what would."""
-    faults = []
+    """Return a line for each stage whose layout does not fit its devices, and for a pod's memory, with what would."""
+    faults = pod_memory_faults(recipe, cluster)
     for span in Schedule(recipe).trained:
         place = cluster.for_stage(span.stage.name, span.name)
         device = device_memory(place)
@@ -116,6 +127,29 @@ def memory_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
                 f"{memory_remedy(recipe, place, fullest[1], device)}"
             )
     return faults
+
+
+def pod_memory_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
+    """Return a line if a save copies more to a Kubernetes pod's memory than it has; all other use of it is unknown."""
+    if cluster.launcher != "kubernetes":
+        return []
+    given, saves = cluster.kubernetes.memory, list[tuple[int, str]]()
+    limit = quantity_bytes(given)
+    for span in Schedule(recipe).trained:
+        place = cluster.for_stage(span.stage.name, span.name)
+        layout, world, each = place.layout, place.processes, cluster.kubernetes.processes_per_node
+        load = _load(recipe, layout, world, place.micro_batch, span.segments[0], DeviceMemory("pod", limit, cuda=True))
+        saved = [need.saved for need in memory(recipe.model, vocab_rows(recipe), layout, world, load)]
+        ranks = [saved[RankCoords.from_rank(rank, layout).pp] for rank in range(world)]
+        saves += [(sum(ranks[first : first + each]), span.name) for first in range(0, world, each)]
+    most, name = max(saves, default=(0, ""))
+    if most <= limit:
+        return []
+    return [
+        f"cluster.kubernetes.memory: {given} is {limit / 1e9:,.1f} GB, and a save of {name} copies "
+        f"{most / 1e9:,.1f} GB to the memory of a pod; write {math.ceil(2 * most / 2**30)}Gi, because torch rounds "
+        "each tensor there up to a power of two, or take more nodes"
+    ]
 
 
 def memory_remedy(recipe: Recipe, cluster: Cluster, segment: Segment, device: DeviceMemory) -> str:
@@ -200,7 +234,7 @@ def _step_model(root: Root, recipe: Recipe, cluster: Cluster) -> StepModel | Non
     """Return the model of steps on a described cluster, or on this machine if it was measured and works alone."""
     rows = vocab_rows(recipe)
     if cluster.fabric:
-        fabric = load_fabric(cluster.fabric)
+        fabric = run_fabric(cluster)
         network = Network(fabric, bandwidth_share(fabric))
         return StepModel(recipe.model, rows, network, device_curves(fabric, root))
     curves = local_calibration(root, cluster.device) if cluster.processes == 1 and cluster.launcher == "local" else None

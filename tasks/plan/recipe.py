@@ -6,6 +6,7 @@ fetch` downloads what a recipe names elsewhere: see `remote_addresses`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -27,7 +28,7 @@ from herd.llama3.evaluate.suite import all_tasks
 from herd.llama3.evaluate.task_yaml import MissingFile
 from herd.llama3.model.flops import flops_per_token, parameter_count, vocab_rows
 from herd.llama3.parallel.layout import Layout
-from herd.llama3.parallel.memory import Load, memory, memory_line
+from herd.llama3.parallel.memory import Load, RankMemory, average_bytes, memory, memory_line
 from herd.llama3.recipe.base import DOMAINS, Domain
 from herd.llama3.recipe.data_schema import Source
 from herd.llama3.recipe.lint import lint, placeholders
@@ -284,15 +285,17 @@ def plan_document(plan: RunPlan) -> dict[str, Any]:
 
 
 def memory_lines(plan: RunPlan, layout: Layout, processes: int, micro_batch: int) -> list[str]:
-    """Return what the fullest process needs at each sequence length, with the largest batch of that length."""
-    batches = {part.seq_len: part.batch for part in sorted(plan.schedule.segments, key=lambda part: part.batch)}
-    lines = []
-    for seq_len, batch in sorted(batches.items()):
-        count = max(1, batch // (seq_len * layout.dp(processes) * micro_batch))
-        load = Load(seq_len, micro_batch, count, plan.recipe.precision)
-        needs = memory(plan.recipe.model, plan.rows, layout, processes, load)
-        lines.append(f"memory   {memory_line(max(needs, key=lambda need: need.total))} (sequences of {seq_len:,})")
-    return lines
+    """Return what the fullest process needs at each sequence length."""
+    needs: dict[int, list[RankMemory]] = defaultdict(list)
+    for part in plan.schedule.segments:
+        count = max(1, part.batch // (part.seq_len * layout.dp(processes) * micro_batch))
+        average = average_bytes(plan.recipe, part)
+        load = Load(part.seq_len, micro_batch, count, plan.recipe.precision, average=average)
+        needs[part.seq_len] += memory(plan.recipe.model, plan.rows, layout, processes, load)
+    return [
+        f"memory   {memory_line(max(found, key=lambda need: need.total))} (sequences of {seq_len:,})"
+        for seq_len, found in sorted(needs.items())
+    ]
 
 
 def plan_markdown(plan: RunPlan) -> str:

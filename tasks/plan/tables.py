@@ -204,7 +204,7 @@ def rejected_table(found: SearchResult) -> Table:
 def format_memory(one: Candidate, limit: float) -> str:
     """Return the memory of the fullest GPU by component, the largest first."""
     sizes = sorted(memory_parts(one.memory).items(), key=lambda pair: -pair[1])
-    parts = ", ".join(f"{name} {format_digits(size / 1e9)}" for name, size in sizes)
+    parts = ", ".join(f"{name} {format_digits(size / 1e9)}" for name, size in sizes if size)
     return f"{format_digits(one.memory.total / 1e9)} GB of {format_digits(limit / 1e9)}: {parts}"
 
 

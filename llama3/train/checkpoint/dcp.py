@@ -409,13 +409,13 @@ def own_files(manifest: CheckpointManifest, tensors: dict[str, Tensor], world: P
     if manifest.processes != world.size:
         return []
     ranks = {world.rank}
+    tensor: Any
     for tensor in tensors.values():
-        mesh: Any = getattr(tensor, "device_mesh", None)
-        if mesh is not None and to_local(tensor).nbytes > COPIED:
-            places = zip(mesh.get_coordinate(), getattr(tensor, "placements"), strict=True)  # noqa: B009
+        if hasattr(tensor, "device_mesh") and to_local(tensor).nbytes > COPIED:
+            places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
             copies = tuple(slice(None) if placement.is_replicate() else place for place, placement in places)
-            ranks.update(mesh.mesh[copies].flatten().tolist())
-    return [name for name in manifest.files if name.split("-")[0] in {f"{rank:05}" for rank in ranks}]
+            ranks.update(tensor.device_mesh.mesh[copies].flatten().tolist())
+    return [name for name in manifest.files if name.startswith(tuple(f"{rank:05}-" for rank in ranks))]
 
 
 class CheckpointReader(FileSystemReader):

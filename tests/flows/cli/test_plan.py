@@ -205,3 +205,9 @@ def test_fabrics_compares_clusters(room: Path) -> None:
 def test_without_words_there_is_help() -> None:
     assert "validate" in ask().output
     assert "validate" in ask("--help").output
+
+
+def test_a_pod_that_is_too_small_for_a_save_is_refused(room: Path) -> None:
+    (room / "run.yaml").write_text("{launcher: kubernetes, processes: 8, kubernetes: {memory: 8Gi}}")
+    told = " ".join(ask("recipe.yaml", "--cluster", "run.yaml").output.split())
+    assert "cluster.kubernetes.memory: 8Gi is 8.6 GB, and a save of main copies" in told

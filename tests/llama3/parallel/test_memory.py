@@ -6,6 +6,7 @@ from math import prod
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,15 +16,20 @@ from herd.llama3.parallel.memory import (
     Load,
     RankCoords,
     RankMemory,
+    average_bytes,
     layer_activations,
     memory,
     stage_activations,
     stages,
 )
 from herd.llama3.parallel.pipeline_schedule import actions, in_flight
+from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.sections import Model
+from herd.llama3.train.state import Precision, TrainState
 from tests.dist import run
 from tests.llama3.parallel.scale_samples import ROWS, all_held, local_parameters, names_and_shapes, shape
+from tests.llama3.train import train_samples
+from tests.llama3.train.checkpoint_samples import ALONE
 
 PAPER = Model.model_validate({"preset": "405b"})
 GIB = 2**30
@@ -225,6 +231,29 @@ def test_a_process_alone_needs_weights_moments_and_gradients_in_fp32() -> None:
     (few,) = memory(shape(), ROWS, Layout(), 1, Load(8, precision="fp32"))
     assert few.activations + few.passing < count
     assert few.total == 4 * count + few.temporaries + few.reduction
+
+
+@pytest.mark.parametrize(
+    ("rule", "steps", "terms"),
+    [
+        ("last 3", 9, 3),
+        ("last 2000", 9, 9),
+        ("polyak", 1023, 1023),
+        ("polyak", 1024, 1024),
+        ("last 1024", 1024, 1024),
+        ("ema 0.9", 1024, 1),
+    ],
+)
+def test_an_average_and_a_save_are_those_of_the_trainer(rule: str, steps: int, terms: int) -> None:
+    stage = {**train_samples.stages(steps)[0], "weight_averaging": rule}
+    recipe = train_samples.recipe(precision="fp32", stages=[stage])
+    (segment,) = Schedule(recipe).segments
+    state = TrainState(recipe, ROWS, Precision(torch.float32), ALONE, 0)
+    state.make_average(terms)
+    work = Load(segment.seq_len, precision="fp32", average=average_bytes(recipe, segment))
+    (need,), (plain,) = (memory(recipe.model, ROWS, Layout(), 1, one) for one in (work, Load(16, precision="fp32")))
+    assert need.average == need.total - plain.total == sum(total.nbytes for total in state.sum.values())
+    assert need.saved == sum(tensor.nbytes for name, tensor in state.tensors().items() if not name.endswith(".step"))
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -101,3 +101,14 @@ def test_times_and_sizes_that_cannot_be_are_told() -> None:
     ]:
         with pytest.raises(ValueError, match=told):
             uptime(gpus, interval_s)
+
+
+def test_small_jobs_have_the_times_of_a_shared_fleet_too() -> None:
+    """Kokolis et al. observed 47.7 days for 8 GPUs and 7.9 h for 1,024, and no larger job."""
+    one, largest, more = (uptime(gpus, 600.0) for gpus in (8, 1_024, 1_025))
+    assert one.rsc1_mtti_s == pytest.approx(47.7 * 86_400)
+    assert largest.rsc1_mtti_s is not None
+    assert largest.rsc1_share is not None
+    assert 7.9 < largest.rsc1_mtti_s / 3600 < 9
+    assert largest.rsc1_share < largest.share - 0.02
+    assert (more.rsc1_mtti_s, more.rsc1_share) == (None, None)

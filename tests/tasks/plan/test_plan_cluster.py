@@ -123,6 +123,7 @@ def test_the_console_fits_100_columns_and_says_what_matters() -> None:
     assert f"{best.layout.tp}·{best.layout.cp}·{best.layout.pp}·{best.dp}" in text
     for word in ("matrix products", "layouts,", "axis", "takes", "stores", "failures 64 GPUs", "failures 32 GPUs"):
         assert word in text
+    assert "         on a fleet like RSC-1 (arXiv 2410.21680): one every 5.96 days, effective time 99." in text
     assert "[bold]" not in text
     assert "…" not in text
     rate, mfu = planned(*BOTH).main.segment.batch / best.time.total, planned(*BOTH).main.mfu
@@ -180,6 +181,7 @@ def test_json_is_json_and_holds_every_figure_that_is_shown() -> None:
     assert sum(len(mine) for mine in main["refused"].values()) == len(found.main.found.rejected)  # type: ignore[union-attr]
     assert told["budget"]["days"] == pytest.approx(found.budget.days)
     assert {one["gpus"] for one in told["reliability"]} == {64, 32}
+    assert [one["rsc1_mtti_s"] / one["mtti_s"] < 0.25 for one in told["reliability"]] == [True] * 2
     assert set(told["sensitivity"]) == {"days", "gpu_hours", "money"}
     assert all(len(three) == 3 for three in told["sensitivity"].values())
     assert {row["axis"] for row in told["placement"]["traffic"]} >= {"dp"}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from herd.llama3.recipe.load import load_recipe
 from herd.tasks.plan.cluster import plan_on_cluster
 from herd.tasks.plan.page import MEMORY, cost_points, plan_figures, render_plan_page, write_page
 from herd.tasks.plan.recipe import make_plan
+from herd.tasks.plan.tables import format_digits
 from tests.llama3.planner.plan_samples import recipe
 from tests.tasks.plan_room import planned
 
@@ -82,6 +84,15 @@ def test_a_job_on_one_server_has_only_the_pictures_that_say_something() -> None:
     assert "at 2.5 per GPU-hour, with storage" in render_plan_page(found)
 
 
+def test_a_tiny_job_on_one_gpu_has_no_zeros_for_times() -> None:
+    found = plan_on_cluster(make_plan(load_recipe(Path("recipes/quickstart.yaml")), []), "one-4090")
+    text = render_plan_page(found)
+    assert re.findall(r"<td>0[.0]*</td>", text) == ["<td>0</td>"], "where the first stage starts"
+    assert f"<td>{found.main.best.time.total:.5f}</td>" in text
+    assert "<th>seconds</th>" in text
+    assert "Traffic of a step" not in text
+
+
 def test_a_pipeline_is_drawn_with_the_colors_of_its_legend(checkout: Path) -> None:
     found = plan_on_cluster(make_plan(load_recipe(checkout / "recipes" / "quickstart.yaml"), []), "h100x8", ())
     assert (found.main.best.layout.pp, found.main.best.layout.vpp) == (2, 1)
@@ -97,7 +108,7 @@ def test_the_page_has_the_figures_of_the_console(read: Reader) -> None:
         f"{best.tflops:.0f} TFLOP/s",
         f"{100 * found.main.mfu:.1f} %",
         f"{100 * found.uptimes[64].share:.1f} %",
-        f"{best.time.gemm * 1e3:,.0f}",
+        format_digits(best.time.gemm * 1e3),
         f"{best.memory.total / 1e9:.1f} GB of",
         f"{best.layout.tp}·{best.layout.cp}·{best.layout.pp}·{best.dp}",
         "64 H100" if "64 H100" in words else "64 h100",

@@ -12,6 +12,7 @@ from herd.llama3.parallel.layout import Layout
 from herd.llama3.planner.device_curves import Curves
 from herd.llama3.planner.layout_search import RESERVE
 from herd.llama3.planner.projection import project
+from herd.llama3.recipe.load import load_recipe
 from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.train import metrics
 from herd.llama3.train.device import device_name
@@ -19,16 +20,19 @@ from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
 from herd.tasks.plan import predict as module
 from herd.tasks.plan.calibrate import load_calibration, store_calibration
-from herd.tasks.plan.options import device_curves, stage_placements
+from herd.tasks.plan.options import device_curves, run_fabric, stage_placements
 from herd.tasks.plan.predict import (
     DeviceMemory,
     device_memory,
     memory_faults,
     memory_needs,
     memory_remedy,
+    pod_memory_faults,
     predict_step_times,
 )
-from tests.llama3.planner.plan_samples import ROWS, cluster_file, fabric, recipe
+from herd.tasks.plan.recipe import make_plan, memory_lines
+from herd.tasks.plan.tables import format_memory
+from tests.llama3.planner.plan_samples import MAIN, ROWS, cluster_file, fabric, recipe
 from tests.llama3.planner.test_calibration import calibration, points
 
 H8 = {"name": "h8", "dense_tflops": 989, "reached_tflops": 795, "memory_gb": 8, "memory_tb_s": 3, "watts": 700}
@@ -149,6 +153,51 @@ def test_the_prediction_is_that_of_the_plan(tmp_path: Path) -> None:
         assert told[metrics.PLANNED_STEP_S] == pytest.approx(part.best.time.total)
         assert told[metrics.PLANNED_TFLOPS] == pytest.approx(part.best.tflops)
         assert told[metrics.PLANNED_GIB] == pytest.approx(part.best.memory.total / 2**30)
+
+
+def test_the_average_of_a_stage_is_counted_by_run_and_plan(tmp_path: Path) -> None:
+    place = on(tmp_path, processes=16, micro_batch=2)
+    totals, averaged = [], recipe(f"stages=[{MAIN[:-1]}, weight_averaging: last 8}}]")
+    for asked in (recipe(f"stages=[{MAIN}]"), averaged):
+        best = project(asked, ROWS, fabric(), device_curves(fabric()), stage_placements(asked, place)).main.best
+        found = predict_step_times(Root.parse(tmp_path), asked, place, Schedule(asked).trained[0])
+        assert found is not None
+        assert found.by_seq[4096][metrics.PLANNED_GIB] == best.memory.total / 2**30
+        totals.append(best.memory.total)
+        told = [format_memory(best, 75.2e9), *memory_lines(make_plan(asked, []), place.layout, 16, 2)]
+        assert [", average " in line for line in told] == [asked is averaged] * 2
+    assert totals[1] - totals[0] == best.memory.master
+
+
+@pytest.mark.parametrize("gpus", [True, False])
+def test_nodes_smaller_than_a_server_are_predicted_as_planned(tmp_path: Path, gpus: bool) -> None:
+    nodes = {"processes_per_node": 4, "gpus": gpus}
+    place = on(tmp_path, processes=16, micro_batch=1, layout={"tp": 2}, launcher="slurm", slurm=nodes)
+    made = project(recipe(), ROWS, run_fabric(place), device_curves(fabric()), stage_placements(recipe(), place))
+    found = predict_step_times(Root.parse(tmp_path), recipe(), place, Schedule(recipe()).trained[0])
+    assert found is not None
+    assert found.by_seq[4096][metrics.PLANNED_STEP_S] == pytest.approx(made.parts[0].best.time.total)
+    known = device_memory(place)
+    assert known is not None
+    assert known.per_node == (4 if gpus else 8)
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout", "memory", "told"),
+    [
+        (8, {}, "64Gi", "64Gi is 68.7 GB, and a save of anneal copies 128.5 GB to the memory of a pod; write 240Gi, "),
+        (8, {}, "129G", ""),
+        (12, {"pp": 3}, "64Gi", "64Gi is 68.7 GB, and a save of anneal copies 8"),  # eight of twelve processes
+        (16, {}, "64Gi", ""),
+        (16, {"dp_replicate": 2}, "64Gi", "64Gi is 68.7 GB, and a save of anneal copies 128.5 GB"),
+    ],
+)
+def test_a_pod_holds_what_a_save_copies(processes: int, layout: dict[str, int], memory: str, told: str) -> None:
+    eight, pods = load_recipe(Path("recipes/llama3-8b.yaml")), {"memory": memory}
+    place = {"processes": processes, "micro_batch": 1, "layout": layout, "kubernetes": pods}
+    faults = memory_faults(eight, Cluster.model_validate({**place, "launcher": "kubernetes"}))
+    assert [fault[: len(told) + 27] for fault in faults] == [f"cluster.kubernetes.memory: {told}"] * bool(told)
+    assert pod_memory_faults(eight, Cluster.model_validate(place)) == []
 
 
 def test_every_length_of_a_stage_is_predicted(tmp_path: Path) -> None:
