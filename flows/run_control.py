@@ -19,7 +19,7 @@ from herd.storage.lease import lease_holder
 from herd.storage.root import Root
 from herd.tasks.launch.base import orphans
 from herd.tasks.runs.progress import log_folders
-from herd.tasks.runs.records import RunRecord, Runs
+from herd.tasks.runs.records import RunRecord, Runs, rerun_command
 
 POLL_S = 0.5
 LIVE_S = 10.0
@@ -103,7 +103,7 @@ def stop_run(root: Root, name: str, log: Callable[[str], None], patience_s: floa
         if time.monotonic() > deadline:
             return f"{name} still saves after {patience_s:.0f} s; herd status {name} shows when it has ended"
         time.sleep(POLL_S)
-    return f"{name} is stopped; the same command, or: herd rerun {name}, continues it"
+    return f"{name} is stopped; the same command, or: {rerun_command(root, record)}, continues it"
 
 
 def _stop_orphan(root: Root, record: RunRecord, log: Callable[[str], None]) -> str:

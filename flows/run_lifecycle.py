@@ -32,7 +32,7 @@ from herd.flows.local_server import is_temporary
 from herd.flows.recipe_form import LATEST, PipelineParameters, is_made_up
 from herd.flows.watchdog import watched
 from herd.llama3.evaluate.gate import CheckUnfinished, Decision
-from herd.llama3.recipe.load import RecipeError, resolved
+from herd.llama3.recipe.load import resolved
 from herd.llama3.recipe.schema import Recipe
 from herd.storage.artifact import Artifact, flatten
 from herd.storage.lease import Lease, LeaseHeld, LeaseLost, lease
@@ -43,16 +43,15 @@ from herd.storage.secrets import split_login
 from herd.tasks.cluster import Cluster
 from herd.tasks.console import Console, current_console, working
 from herd.tasks.errors import EvaluationFailed, SchedulerRefused, StudyIncomplete, TrainingFailed
-from herd.tasks.format import command
 from herd.tasks.launch.local import slow_precision
 from herd.tasks.models.lookup import label_of_alias
-from herd.tasks.pipeline_steps import step_names
+from herd.tasks.pipeline_steps import check_step, step_names
 from herd.tasks.plan.recipe import RunPlan, make_plan, plan_markdown, stage_table, summary_lines
 from herd.tasks.promotion.log import PENDING_APPROVAL
 from herd.tasks.report.run import write_report
 from herd.tasks.runs.preflight import preflight
 from herd.tasks.runs.provenance import CLUSTER, code_version, record_provenance
-from herd.tasks.runs.records import RunRecord, Runs, State, mark_open, now, trained_stages
+from herd.tasks.runs.records import RunRecord, Runs, State, mark_open, now, rerun_command, trained_stages
 from herd.tasks.step import Context
 from herd.tasks.tracking import prefect_artifacts
 from herd.tasks.tracking.backfill import catch_up, watch_outages
@@ -81,14 +80,12 @@ BEGUN = threading.Event()
 @contextmanager
 def open_run(config: PipelineParameters, recipe: Recipe) -> Iterator[Context]:
     """Yield the context of a new run, or of the interrupted run that it continues. Raises RecipeError."""
-    steps = step_names(recipe)
-    for field, step in (("from_step", config.from_step), ("until", config.until)):
-        if step and step not in steps:
-            raise RecipeError(f"{field}: {step!r} is not a step of {recipe.name}; steps: {', '.join(steps)}")
+    check_step(recipe, "from_step", config.from_step)
+    check_step(recipe, "until", config.until)
     console, root = current_console(), config.root_at
     with working(console, "sources"):
         checked = preflight(recipe, config.cluster, root)
-    store, runs = open_store(root), Runs(root)
+    store, runs, steps = open_store(root), Runs(root), step_names(recipe)
     store.clear_staging()
     with acquire_run(config, recipe, runs, console) as (record, fence):
         tracker = open_tracker(root, recipe.name, recipe.tracking)
@@ -138,7 +135,7 @@ def acquire_run(
             run_lease = hold(stack, record)
         before = record.prefect_run
         record.state, record.error, record.ended, record.code = "running", "", "", code_version()
-        record.until, record.prefect_run = config.until, str(flow_run.id or "")
+        record.until, record.prefect_run, record.attempt_started = config.until, str(flow_run.id or ""), now()
         record.study = config.study or record.study
         runs.hold(record.name, run_lease)
         given = f"deployment {by}" if (by := deployment.name) else shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
@@ -224,8 +221,7 @@ def _close(context: Context, state: State, status: str, error: str) -> None:
         context.console.log(f"[yellow]{record.name} is left as it is: {escape(str(lost))}[/]")
         return
     if error == STOPS[TerminationSignal]:  # Prefect ends this process before the command line can print a line
-        words = ("rerun", record.name, *(("--until", record.until) if record.until else ()))
-        context.console.log(f"[yellow]{error}[/]; {escape(command(context.root, *words))} continues it")
+        context.console.log(f"[yellow]{error}[/]; {escape(rerun_command(context.root, record))} continues it")
     if record.mlflow_run:
         context.tracker.close(record.mlflow_run, status)
     if mlflow_of(context.tracker).stale and status == "FINISHED":  # a killed run has no time to wait

@@ -18,6 +18,7 @@ from uuid import UUID
 
 import httpx
 from prefect import flow, get_client
+from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict
 from rich.markup import escape
@@ -32,7 +33,7 @@ from herd.flows.crash_recovery import (
 from herd.flows.local_server import is_temporary
 from herd.flows.pipeline import pipeline
 from herd.flows.recipe_form import NAME, PlaceParameters, RecipeChange, field_at, is_made_up
-from herd.flows.run_lifecycle import MISTAKES, FlowResult, flow_state, reporting_end
+from herd.flows.run_lifecycle import MISTAKES, STOPS, FlowResult, flow_state, reporting_end
 from herd.flows.study_variant import Apart, VariantJob
 from herd.flows.watchdog import watched
 from herd.llama3.recipe.load import resolved, to_yaml
@@ -73,7 +74,7 @@ class VariantForm(BaseModel):
 class StudyParameters(PlaceParameters):
     """A study: several runs of a changed recipe that answer one question."""
 
-    study: str = field_at(0, "Study", "recipes/experiments/ramp-cpu.yaml", "A YAML file, relative to the checkout.")
+    study: str = field_at(0, "Study", "recipes/experiments/ramp-cpu.yaml", "A shipped study, or a YAML file.")
     variants: list[VariantForm] = field_at(
         1, "Further variants", [], "For a comparison or a mix search: run in addition to the study's own."
     )
@@ -131,8 +132,11 @@ class StudyContext:
 
     def close(self, state: State, status: str, error: str) -> None:
         """Write how the study ended into its record and into MLflow."""
-        if self.ends(state, error) and self.record.mlflow_run:
-            self.tracker.close(self.record.mlflow_run, status)
+        if self.ends(state, error):
+            if error == STOPS[TerminationSignal]:  # Prefect ends this process before the command line can print a line
+                self.console.log(f"[yellow]{error}[/]; the same command continues {self.record.name}")
+            if self.record.mlflow_run:
+                self.tracker.close(self.record.mlflow_run, status)
         prefect_artifacts.flush()
 
 

@@ -6,6 +6,7 @@ listing once hid a finished file from a second process. Calls of an object store
 
 from __future__ import annotations
 
+import atexit
 import errno
 import json
 import os
@@ -14,8 +15,9 @@ import shutil
 import stat
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib import import_module
@@ -66,6 +68,19 @@ def call_deadline() -> float:
 def cache_folder() -> Path:
     """Return the user's cache folder of herd; it may not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "herd"
+
+
+def use_writable_cache() -> None:
+    """Keep caches in a temporary folder if the user's cannot be written: numba and Matplotlib need one."""
+    with suppress(OSError):
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        if os.access(cache_folder(), os.W_OK):
+            return
+    os.environ.setdefault("HF_HOME", str(cache_folder().with_name("huggingface")))  # where its token may be
+    os.environ["XDG_CACHE_HOME"] = folder = tempfile.mkdtemp(prefix="herd-cache-")
+    os.environ.setdefault("MPLCONFIGDIR", folder)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    warnings.filterwarnings("ignore", "Failed to create the Prefect home")  # which herd does not use
 
 
 def is_local(uri: str) -> bool:

@@ -38,6 +38,7 @@ class Root:
         refuse_secrets(str(text), "root")
         if is_local(str(text)):
             folder = local_path(str(text)).absolute()
+            folder = folder.resolve() if ".." in folder.parts else folder
             return cls(str(folder), folder)
         uri = str(text).rstrip("/")
         if not is_object_store(uri):

@@ -6,6 +6,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Literal
 
+from herd.llama3.recipe.load import RecipeError, did_you_mean
 from herd.llama3.recipe.schedule import Schedule, StageSpan
 from herd.llama3.recipe.schema import Recipe
 
@@ -64,6 +65,14 @@ def step_names(recipe: Recipe) -> list[str]:
         recipe.init_from is not None and recipe.init_from.is_checkpoint
     )  # it exists already and is not made again
     return [step.name for step in pipeline_steps(recipe) if not (imported and step.kind == "init-weights")]
+
+
+def check_step(recipe: Recipe, field: str, word: str) -> None:
+    """Raise RecipeError if `word`, the value of `field`, is no step of the recipe; it may be empty."""
+    steps = step_names(recipe)
+    if word and first_step(recipe, word) not in steps:
+        meant = did_you_mean(word, [*steps, *KINDS], str)
+        raise RecipeError(f"{field}: {word!r} is not a step of {recipe.name}; {meant}steps: {', '.join(steps)}")
 
 
 def first_step(recipe: Recipe, word: str) -> str:

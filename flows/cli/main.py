@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from typer.core import TyperGroup
+from typer.core import TyperGroup, TyperOption
 
 from herd import __version__
 from herd.flows.cli import models, ops
@@ -37,6 +37,7 @@ from herd.flows.cli.errors import (
 )
 from herd.flows.cli.plan import planner
 from herd.flows.cli.study import study
+from herd.storage.filesystem import use_writable_cache
 from herd.storage.processes import fix_import_path
 from herd.storage.root import DEFAULT_ROOT, Root
 from herd.storage.secrets import move_logins
@@ -61,6 +62,9 @@ class Panels(TyperGroup):
         return [*(name for name in titles if name in self.commands), *(set(self.commands) - set(titles))]
 
 
+option_class: Any = TyperOption  # a flag takes no value: not `--json <bool>`
+shown_type = getattr(option_class, "display_type_rich", lambda option, ctx: None)
+option_class.display_type_rich = lambda option, ctx: None if option.is_flag else shown_type(option, ctx)
 app = typer.Typer(
     cls=Panels,
     help="Pretrain Llama 3 class models from raw text to a promoted checkpoint.",
@@ -376,10 +380,9 @@ def _run(cluster_file: Path | None, processes: int, threads: int, json_: bool, *
     """
     from herd.flows.local_server import quiet_prefect, start_temporary_server
     from herd.flows.recipe_form import PipelineParameters, chosen_recipe
-    from herd.llama3.recipe.load import did_you_mean
     from herd.tasks.cluster import load_cluster, make_cluster
     from herd.tasks.console import TerminalConsole, console_as, working
-    from herd.tasks.pipeline_steps import KINDS, first_step, step_names
+    from herd.tasks.pipeline_steps import check_step
     from herd.tasks.runs.preflight import check_place
     from herd.tasks.runs.records import Runs, now
 
@@ -389,11 +392,8 @@ def _run(cluster_file: Path | None, processes: int, threads: int, json_: bool, *
         root, runs = config.root_at, Runs(config.root_at)
         # find wrong input within a second, before Prefect starts
         recipe = chosen_recipe(config)
-        steps = step_names(recipe)
-        for name, step in (("--from", config.from_step), ("--until", config.until)):
-            if step and first_step(recipe, step) not in steps:
-                meant = did_you_mean(step, [*steps, *KINDS], str)
-                raise ValueError(f"{name}: {step!r} is not a step of {recipe.name}; {meant}steps: {', '.join(steps)}")
+        check_step(recipe, "--from", config.from_step)
+        check_step(recipe, "--until", config.until)
         preset = None
         if cluster_file and not cluster_file.is_file():
             from herd.tasks.plan.presets import cluster_of
@@ -444,6 +444,7 @@ def _run(cluster_file: Path | None, processes: int, threads: int, json_: bool, *
 def main() -> None:
     """Entry point of the `herd` command."""
     fix_import_path()
+    use_writable_cache()
     move_logins()  # before Prefect reads its settings
     sys.exit(app())
 

@@ -72,8 +72,16 @@ def generate(
     from herd.tasks.models.lookup import generate_text, load_runner, model_folder
 
     with mistakes():
+        from herd.llama3.evaluate.task import check_sampling
         from herd.llama3.tokens.tokenizer import Tokenizer
 
+        try:
+            check_sampling(temperature, top_p, top_k, repetition_penalty)
+        except ValueError as error:
+            field, _, fault = str(error).partition(" ")
+            raise ValueError(f"--{field.replace('_', '-')}: {fault}") from None
+        if stop and "" in stop:
+            raise ValueError("--stop: '' is at the start of every text; write the text to stop before")
         given = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
         folder = model_folder(Root.parse(root), model)
         with load_runner(folder, tp, pp, dtype) as runner:

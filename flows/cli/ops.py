@@ -126,10 +126,14 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh in place until Ctrl-C.")] = False,
 ) -> None:
     """Show the state of runs: stage, position, loss, speed, goodput, last checkpoint, restarts, time left."""
+    from herd.tasks.format import command
     from herd.tasks.runs.status import run_document, runs_document, status_tables
 
     with mistakes():
         place = Root.parse(root)
+        if place.is_local and not place.local.is_dir():
+            begin = command(place, "run", "quickstart")
+            raise ValueError(f"--root: {place.uri} is not a folder; name the one with the runs, or begin: {begin}")
         if json_ and watch:
             raise ValueError("--watch: refreshes a terminal, and --json is for programs; leave one out")
         if json_:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 study = typer.Typer(
     help="Experiments that compare recipes: several runs, one question, one verdict.", no_args_is_help=True
 )
-FileArgument = Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="E.g. recipes/experiments/ramp-cpu.yaml.")]
+FileArgument = Annotated[Path, typer.Argument(metavar="STUDY", help="A YAML file, or a shipped study: ramp-cpu.")]
 NameArgument = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study under the root.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a recipe field in all variants.")]
 OnlyOption = Annotated[list[str] | None, typer.Option("--only", help="A variant to run; repeatable.")]
@@ -152,6 +152,9 @@ def list_(root: RootOption = DEFAULT_ROOT) -> None:
     from herd.tasks.study.records import Studies
 
     with mistakes():
-        for record in Studies(Root.parse(root)).standing():
+        records = Studies(Root.parse(root)).standing()
+        if not records:
+            out.print(f"no study in {escape(Root.parse(root).uri)}; start one with: herd study run ramp-cpu")
+        for record in records:
             result = "; ".join(record.verdict.headline) if record.verdict else record.error
             out.print(f"{record.name:<20}{record.digest[:12]}  {record.state:<12}{escape(result)}")

@@ -35,23 +35,23 @@ RECIPES = IMPORT_FOLDER / "herd" / "recipes"
 """The recipes that herd ships."""
 
 
-def find_recipe(path: Path | str) -> Path:
-    """Return the file of a recipe: `path` itself, or the shipped recipe with that name, such as quickstart.
+def find_recipe(path: Path | str, kind: str = "recipe", folder: Path = RECIPES) -> Path:
+    """Return the file of a recipe: `path` itself, or the one with that name that herd ships, such as quickstart.
 
     A file in the current folder has precedence, a folder has not. Raises RecipeError for a name that is neither.
     """
     path = Path(path)
     if path.is_file():
         return path
-    shipped = RECIPES / f"{path}.yaml"
+    shipped = folder / f"{path}.yaml"
     if path.is_dir() and not shipped.is_file():
-        raise RecipeError(f"recipe {path}: is a folder; name a YAML file in it, or a shipped recipe")
+        raise RecipeError(f"{kind} {path}: is a folder; name a YAML file in it, or a shipped {kind}")
     if len(path.parts) != 1 or path.suffix in (".yaml", ".yml"):
         return path
     if not shipped.is_file():
-        names = sorted(other.stem for other in RECIPES.glob("*.yaml"))
+        names = sorted(other.stem for other in folder.glob("*.yaml") if not other.stem.startswith("base"))
         meant = did_you_mean(str(path), names, str)
-        raise RecipeError(f"recipe {path}: no such file or shipped recipe; {meant}herd ships {', '.join(names)}")
+        raise RecipeError(f"{kind} {path}: no such file or shipped {kind}; {meant}herd ships {', '.join(names)}")
     return shipped
 
 

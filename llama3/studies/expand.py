@@ -23,7 +23,16 @@ from pydantic import ValidationError
 
 from herd.llama3.model.flops import flops_per_token, parameter_count, trained_flops, vocab_rows
 from herd.llama3.recipe.base import DOMAINS, Domain, read_yaml
-from herd.llama3.recipe.load import RecipeError, digest, fault_lines, parse_recipe, read_recipe, resolved
+from herd.llama3.recipe.load import (
+    RECIPES,
+    RecipeError,
+    digest,
+    fault_lines,
+    find_recipe,
+    parse_recipe,
+    read_recipe,
+    resolved,
+)
 from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.sections import Model
@@ -188,10 +197,11 @@ class ExpandedStudy:
 def load_study(
     path: Path, changes: Sequence[str] = (), further: Mapping[str, list[str]] | None = None
 ) -> ExpandedStudy:
-    """Return the study in the YAML file `path`, with `changes` of its base recipe and `further` variants.
+    """Return the study in a YAML file, or shipped under that name, with `changes` of its base and `further` variants.
 
     Raises RecipeError with the file and each faulty field.
     """
+    path = find_recipe(path, "study", RECIPES / "experiments")
     data = _read(path)
     data["set"] = [*(data.get("set") or []), *changes]
     if further:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -58,12 +57,13 @@ class LivePage:
             progress = run_progress(self.root, [record])[0]
             reached = [span for span in Schedule(progress.recipe).trained if span.start < max(1, progress.position)]
             stages = [(span.start, min(span.end, progress.position) or span.end, span.name) for span in reached]
+            series = self._series(progress)
             return render(
                 "live.html",
                 run=progress,
                 share=progress.position / progress.total,
-                facts=self._facts(progress),
-                figures=training_charts(self._series(progress), stages),
+                facts=self._facts(progress, series.get(metrics.HELD_OUT)),
+                figures=training_charts(series, stages),
                 alerts=read_alerts(self.root, self.run)[-3:],
                 sample=self._sample(progress),
                 report=self.runs.folder(self.run).joinpath("report.html").exists() and bool(record.ended),
@@ -71,19 +71,18 @@ class LivePage:
                 refresh=REFRESH_S,
             )
 
-    def _facts(self, run: RunProgress) -> list[tuple[str, str, str]]:
+    def _facts(self, run: RunProgress, held_out: Series | None) -> list[tuple[str, str, str]]:
         """Return name, value and explanation of each tile; unknown ones are left out."""
-        speed, held_out, left = run.last(metrics.TOKENS_PER_S), run.last(metrics.HELD_OUT), run.remaining_s
-        silent = time.time() - run.recent[-1].time if run.recent and run.holder else 0.0
+        speed, left = run.last(metrics.TOKENS_PER_S), run.remaining_s
         facts = [
             ("tokens", tokens(run.position), f"of {tokens(run.total)}"),
             ("time left", format_duration(left) if left is not None and run.holder else "", "of training, as it goes"),
             ("loss", f"{run.loss:.3f}" if run.loss is not None else "", "mean of the last steps"),
-            ("bits per byte", f"{held_out:.3f}" if held_out is not None else "", "of held-out text"),
+            ("bits per byte", f"{held_out[-1][1]:.3f}" if held_out else "", "of held-out text"),
             ("tokens/s", tokens(speed) if speed and run.holder else "", "at the last step"),
             ("checkpoint", tokens(run.saved.position) if run.saved else "", "a restart goes on from there"),
             ("restarts", str(run.restarts or ""), "of its trainers"),
-            ("silent", format_duration(silent) if silent > 60 else "", "since its last step"),
+            ("silent", format_duration(run.silent_s) if run.silent_s > 60 else "", "since its last step"),
         ]
         return [fact for fact in facts if fact[1]]
 

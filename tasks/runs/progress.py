@@ -7,8 +7,10 @@ checkpoint is read, so the cost does not grow with the run. Without a local jour
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,6 +68,14 @@ class RunProgress:
         if self.record.state == "running" and not self.holder:
             return "no live process"
         return "waiting" if self.record.verdict == PENDING_APPROVAL and not self.holder else self.record.state
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last step, or since the newest attempt at the run began; 0 if no process works on it."""
+        if not self.recent or not self.holder:
+            return 0.0
+        began = datetime.fromisoformat(self.record.attempt_started or self.record.started).timestamp()
+        return time.time() - max(self.recent[-1].time, began)
 
     @property
     def total(self) -> int:

@@ -27,6 +27,7 @@ from herd.storage.digests import READERS, parallel_map
 from herd.storage.filesystem import write_atomic
 from herd.storage.lease import Lease, LeaseLost
 from herd.storage.root import Root
+from herd.tasks.format import command
 from herd.tasks.runs.provenance import Provenance
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,8 @@ class RunRecord(BaseModel):
     state: State = "running"
     attempts: int = 1
     started: str
+    attempt_started: str = ""
+    """When the newest attempt began; empty for a run of an earlier herd."""
     ended: str = ""
     code: str
     provenance: Provenance | None = None
@@ -256,6 +259,11 @@ class Runs:
     def _records(self, names: list[str], strict: bool = False) -> list[RunRecord]:
         """Return the runs of these names that exist, oldest first."""
         return sorted(read_records(self._read, names, strict), key=lambda record: record.started)
+
+
+def rerun_command(root: Root, record: RunRecord) -> str:
+    """Return the command that continues a run that was stopped; it stops after the same step."""
+    return command(root, "rerun", record.name, *(("--until", record.until) if record.until else ()))
 
 
 def trained_stages(recipe: Recipe, record: RunRecord) -> list[StageSpan]:

@@ -158,10 +158,9 @@ def _all(progress: list[RunProgress], now: float) -> FittedTable:
     table = FittedTable("", (*headers, "left", "verdict"), LEFT_OUT, NUMBERS)
     for run in progress:
         record = run.record
-        silent = now - run.recent[-1].time if run.recent and run.holder else 0.0
         table.add_row(
             f"[bold]{record.name}[/]",
-            _colored(f"silent {format_duration(silent)}" if silent > SILENT_S else run.state),
+            _colored(f"silent {format_duration(run.silent_s)}" if run.silent_s > SILENT_S else run.state),
             run.step if record.state != "finished" else "",
             tokens(run.position),
             _percent(run.position / run.total),

@@ -18,10 +18,11 @@ from rich.markup import escape
 
 from herd.llama3.train import metrics
 from herd.llama3.train.health import HealthTail
-from herd.llama3.train.job import HUNG, AttemptResult, StopEstimate
+from herd.llama3.train.job import GRACE_S, HUNG, AttemptResult, StopEstimate
 from herd.llama3.train.journal import HEALTH, Journal, Record, Rewind, Tail, end_attempt, read_attempts, valid_records
 from herd.storage.filesystem import write_atomic
 from herd.tasks.console import ProgressLine
+from herd.tasks.format import format_duration
 from herd.tasks.launch.base import WATCH_S, Launch, stopped_on_error
 from herd.tasks.launch.hosts import Hosts
 from herd.tasks.stages.alerts import Alerts
@@ -67,6 +68,8 @@ class JournalTailer:
         watch_outages(context)
         self.alerts, self.page, self.offers, self.gauges = alerts, page, offers, gauges
         self.hosts = hosts or Hosts(context.root)
+        scheduler = getattr(context.cluster, context.cluster.launcher, None)  # None: launcher local, which waits
+        self.grace_s: float = getattr(scheduler, "grace_s", math.inf)
         self.health: HealthTail | None = None
         self.faults: set[tuple[str, str]] = set()
         """Host and fault of the attempt, as recorded."""
@@ -191,6 +194,7 @@ class JournalTailer:
             self.position, self.recorded, self.heard = records[-1].position, records[-1].time, time.monotonic()
             mean = {metrics.LOSS: sum(self.losses) / len(self.losses)} if self.losses else {}
             values = {**records[-1].metrics, **mean, **self.held_out}
+            self._check_grace(values.get(metrics.STEP_S, 0.0))
             self.line.update(
                 self.position - start,
                 values.get(metrics.LOSS),
@@ -203,6 +207,17 @@ class JournalTailer:
                 self.gauges.update(records, mean.get(metrics.LOSS))
         if time.monotonic() - self.last_sent > SEND_INTERVAL_S:
             self.send()
+
+    def _check_grace(self, step_s: float) -> None:
+        """Warn once if the scheduler gives a trainer less time to leave than two steps and a save take."""
+        if math.isinf(self.grace_s):
+            return
+        save_s = StopEstimate.read(self.tail.path.parent).save_s
+        if save_s and (leaves_s := math.ceil(GRACE_S + 2 * step_s + save_s)) > self.grace_s:
+            field = f"cluster.{self.context.cluster.launcher}.grace_s: {self.grace_s}"
+            why = f"is less than a stop takes here: {leaves_s} s with a save of {format_duration(save_s)}"
+            self.context.console.log(f"  [yellow]{field} {why}; write at least {leaves_s}, or stops lose steps[/]")
+            self.grace_s = math.inf
 
     def _take_health(self, records: list[Record]) -> None:
         """Read the health of the nodes: record new faults, and add the values to the last of `records` that is sent."""

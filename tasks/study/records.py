@@ -82,7 +82,7 @@ class Studies:
         """Return the record of a study. Raises ValueError with the existing names."""
         text = self.root.read(FOLDER, name, RECORD)
         if text is None:
-            known = ", ".join(self.names()) or "none yet; start one with: herd study run recipes/experiments/STUDY.yaml"
+            known = ", ".join(self.names()) or "none yet; start one with: herd study run ramp-cpu"
             raise ValueError(f"study {name!r} does not exist under {self.root.uri}; studies: {known}")
         return self._parse(name, text)
 

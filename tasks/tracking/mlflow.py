@@ -158,10 +158,11 @@ def is_absence(error: MlflowException) -> bool:
 
 
 def _message(error: Exception) -> str:
-    """Return the error in one line; `requests` wraps the cause four times, so take the innermost."""
+    """Return the error in one line; `requests` wraps the cause four times, so take the innermost words."""
     text = " ".join(str(error).split())
-    cause = text.rsplit("(Caused by ", 1)[-1] if "(Caused by " in text else f"{type(error).__name__}: {text}"
-    return cause.rstrip(")")[:200]
+    wrapper = r"HTTPS?Connection(?:Pool)?\([^)]*\): |\[Errno -?\d+\] |\(Caused by \w+\([\"']?"
+    caused = re.fullmatch(rf".*(?:{wrapper})(.+?)(?: \(\w+ timeout=.*|[\"')]*\))?", text)
+    return (caused[1] if caused else f"{type(error).__name__}: {text}")[:200]
 
 
 @dataclass(frozen=True)

@@ -114,8 +114,11 @@ def test_the_process_of_a_run_here_is_asked_and_awaited(
     root: Root, run: RunRecord, worker: subprocess.Popen[str]
 ) -> None:
     said: list[str] = []
+    run.until = "main"
+    Runs(root).save(run)
     done = stop_run(root, run.name, said.append)
-    assert done == "tiny-1 is stopped; the same command, or: herd rerun tiny-1, continues it"
+    again = f"herd rerun tiny-1 --until main --root {root.uri}"
+    assert done == f"tiny-1 is stopped; the same command, or: {again}, continues it"
     assert said == [f"asked process {worker.pid} to save and end"]
     assert worker.wait(20) == 0
     assert stop_run(root, run.name, said.append) == "tiny-1 does not run; its record says running"

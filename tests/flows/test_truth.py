@@ -16,9 +16,11 @@ from prefect.exceptions import TerminationSignal
 
 from herd.flows import run_lifecycle
 from herd.flows.recipe_form import PipelineParameters
-from herd.flows.run_lifecycle import _close, _closing, acquire_run
-from herd.llama3.recipe.load import load_recipe
+from herd.flows.run_lifecycle import _close, _closing, acquire_run, open_run, reporting_end
+from herd.flows.study import StudyContext, StudyParameters
+from herd.llama3.recipe.load import RecipeError, load_recipe
 from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.studies.expand import load_study
 from herd.storage.lease import LeaseLost, lease
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
@@ -182,6 +184,22 @@ def test_who_is_stopped_says_how_it_goes_on_once(
     ended = Runs(root).find(run.name)
     assert (ended.state, ended.error) == ("interrupted", message)
     assert capsys.readouterr().out == line.format(run.name, root.uri)
+
+
+def test_a_stopped_study_says_how_it_goes_on(root: Root, capsys: pytest.CaptureFixture[str]) -> None:
+    record = StudyRecord(name="warm", digest="d", kind="contrast", question="?", recipe="r", started=now(), code="c")
+    config, expanded, tracker = StudyParameters(), load_study(Path("ramp-cpu")), MLflowTracker(root, RECIPE.name)
+    context = StudyContext(config, expanded, [], Studies(root), record, tracker, TerminalConsole())
+    with suppress(BaseException), Studies(root).alone("warm"), reporting_end(context.close):
+        raise TerminationSignal(signal.SIGTERM)
+    assert Studies(root).find("warm").state == "interrupted"
+    assert capsys.readouterr().out == "stopped by herd stop or SIGTERM; the same command continues warm\n"
+
+
+def test_a_step_that_the_recipe_lacks_is_named_with_the_one_that_was_meant() -> None:
+    config = PipelineParameters(recipe="quickstart", until="anneel")
+    with pytest.raises(RecipeError, match="until: 'anneel' is not a step of quickstart; did you mean anneal"):
+        open_run(config, RECIPE).__enter__()
 
 
 def test_the_same_rerun_from_a_step_continues_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

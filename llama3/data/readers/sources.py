@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import io
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -166,7 +167,20 @@ def check_sources(recipe: Recipe) -> list[str]:
             )
         elif sources and not any(errors) and not any(_has_text(source, domain, recipe) for source in sources):
             faults.append(f"sources.{domain}: yields no document; add a source with text, or raise its limit")
-    return faults
+    return _one_per_host(faults)
+
+
+def _one_per_host(faults: list[str]) -> list[str]:
+    """Return `faults` with one line for the sources of a host that fail alike: the first, and how many more."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for fault in faults:
+        remote = re.match(r"\S+: '((\w+://[^/']+)[^']*)'(.*)", fault)
+        key = (remote[2], remote[3].replace(remote[1], "")) if remote else ("", fault)
+        groups.setdefault(key, []).append(fault)
+    return [
+        first + (f"; {len(others):,} more sources of {host} fail alike" if others else "")
+        for (host, _), (first, *others) in groups.items()
+    ]
 
 
 def _has_text(source: Source, domain: Domain, recipe: Recipe) -> bool:

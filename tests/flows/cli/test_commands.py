@@ -65,6 +65,7 @@ def test_every_command_has_both_options_of_help() -> None:
         assert sorted(context.command.get_help_option(context).opts) == ["--help", "-h"], path
     assert "Usage:" in herd("plan", "-h").output  # a group whose first command is the default
     assert "fault-test" in herd("plan", "-h").output
+    assert re.search(r"--open +--no-open +Open the page", herd("watch", "-h").output), "a flag takes no value"
 
 
 def test_a_shell_gets_its_completion() -> None:
@@ -168,6 +169,7 @@ def lines(result: Result, status: int) -> str:
         ("status tiny-9", "run 'tiny-9' does not exist under"),
         ("status tiny-1 --json --watch", "--watch: refreshes a terminal"),
         ("status ../x", "run '../x' does not exist under"),
+        ("status --root /nope", "--root: /nope is not a folder; name the one with the runs, or begin: herd run"),
         ("logs tiny-9", "run 'tiny-9' does not exist under"),
         ("stop tiny-9", "run 'tiny-9' does not exist under"),
         ("inspect tiny-1 --tokens 5", "--tokens: '5' is not a span"),
@@ -196,6 +198,11 @@ def test_wrong_input_is_a_line(words: str, said: str, root: Root, tmp_path: Path
     printed = lines(herd(*given, HERD_ROOT=root.uri), 2)
     assert said in printed
     assert "starting Prefect" not in printed
+
+
+def test_a_root_without_studies_says_how_to_start_one(root: Root) -> None:
+    listed = lines(herd("study", "list", "--root", root.uri), 0)
+    assert listed == f"no study in {root.uri}; start one with: herd study run ramp-cpu"
 
 
 def test_processes_that_do_not_fit_a_preset_are_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,11 +91,12 @@ def test_on_a_terminal_the_prompt_is_dim_and_nothing_written_can_steer_it(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--top-p", "0"], "top_p 0.0 must be in (0, 1]"),
-        (["--stop", ""], "stop has an empty text"),
+        (["--top-p", "0"], "--top-p: 0.0 must be in (0, 1]; 1 draws from all tokens"),
+        (["--temperature", "inf"], "--temperature: inf must be 0 or more; 0 takes the likeliest token"),
+        (["--stop", ""], "--stop: '' is at the start of every text; write the text to stop before"),
         (["--tokens", "0"], "--tokens"),
         (["--top-k", "-1"], "--top-k"),
-        (["--repetition-penalty", "0"], "repetition_penalty 0.0 must be above 0"),
+        (["--repetition-penalty", "0"], "--repetition-penalty: 0.0 must be above 0; 1 changes nothing"),
     ],
 )
 def test_settings_without_meaning_are_refused(folder: Path, options: list[str], message: str) -> None:

@@ -33,6 +33,12 @@ def test_shipped_studies_can_be_run_and_their_arms_share_data(path: Path) -> Non
     assert len({data_digest(run.recipe) for run in study.runs}) == 1
 
 
+def test_a_shipped_study_is_found_by_its_name() -> None:
+    assert load_study(Path("ramp-cpu")).digest == load_study(RECIPES / "ramp-cpu.yaml").digest
+    with pytest.raises(RecipeError, match="study ramp-cpo: no such file or shipped study; did you mean ramp-cpu"):
+        load_study(Path("ramp-cpo"))
+
+
 def test_a_ladder_spends_its_budgets() -> None:
     study = load_study(RECIPES / "ladder-cpu.yaml")
     ladder = study.study.ladder

@@ -67,6 +67,15 @@ def test_it_says_where_the_run_is_and_only_to_this_machine(address: str) -> None
         live.LivePage(Root.parse("."), "tiny-9")
 
 
+def test_the_last_bits_per_byte_stay_when_later_steps_have_none(running: tuple[Root, Path]) -> None:
+    page, span = live.LivePage(running[0], "tiny-1"), Schedule(tiny()).trained[1]
+    with Journal(running[1]) as journal:
+        for number in range(9, 40):
+            values = {metrics.LOSS: 5.0, **({metrics.HELD_OUT: 2.345} if number == 9 else {})}
+            journal.add(Record(time.time(), span.start + number * span.segments[0].batch // 2, values))
+    assert "2.345" in page.render()
+
+
 def test_curves_follow_a_rewind_and_a_replaced_journal() -> None:
     series: dict[str, Series] = {}
     values = {

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from rich.console import Console as RichConsole
 
+from herd.llama3.train.journal import read_journal
 from herd.storage.lease import lease
 from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole
@@ -57,6 +60,21 @@ def test_a_run_that_works_shows_position_loss_speed_checkpoint_and_time_left(roo
     assert "main       running" in detail
     assert "20.48K of 65.54K" in detail
     assert "process     tiny-1 (process" in detail
+
+
+def test_silence_counts_from_the_newest_attempt(root: Root) -> None:
+    recipe, hour = tiny(), timedelta(hours=1)
+    record = begun(root, recipe)
+    journal = train(root, recipe, record, steps=10, saved=8) / "journal.jsonl"
+    last = max(entry.time for entry in read_journal(journal)) - hour.total_seconds()
+    journal.write_text(re.sub(r'"time": ?[\d.]+', f'"time":{last}', journal.read_text()))
+    with lease(root, f"runs/{record.name}", record.name):
+        record.started = (datetime.now(UTC) - 2 * hour).isoformat()
+        Runs(root).save(record)
+        assert "silent 1:00 h" in shown(root)
+        record.attempt_started = datetime.now(UTC).isoformat()
+        Runs(root).save(record)
+        assert row(shown(root), "tiny-1")[1] == "running"
 
 
 def test_a_record_that_claims_to_run_is_not_believed_without_a_process(root: Root) -> None:

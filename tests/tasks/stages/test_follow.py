@@ -20,7 +20,7 @@ from herd.llama3.train.job import AttemptResult, StopEstimate
 from herd.llama3.train.journal import HEALTH, Journal, Record, device_hours, read_attempts, read_journal, to_parquet
 from herd.storage.artifact import Store
 from herd.storage.root import Root
-from herd.tasks.cluster import Cluster
+from herd.tasks.cluster import Cluster, Slurm
 from herd.tasks.console import TerminalConsole
 from herd.tasks.errors import SchedulerRefused, TrainingFailed
 from herd.tasks.launch import base as launch_base
@@ -104,6 +104,22 @@ def test_what_is_shown_is_a_mean_of_the_last_steps_and_the_last_score_on_held_ou
     follower = JournalTailer(context, [context.record.mlflow_run], tmp_path / "journal.jsonl", len(losses), Line())
     follower._take(0)
     assert shown == [(80 * STEP, pytest.approx(5.0), None, pytest.approx(2.3))]
+
+
+def test_a_scheduler_that_gives_too_little_time_to_leave_is_named_once(
+    context: Context, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    context.cluster = Cluster(launcher="slurm", slurm=Slurm(grace_s=100))
+    follower = JournalTailer(context, [context.record.mlflow_run], tmp_path / "journal.jsonl", 9, Unseen())
+    for number, save_s in enumerate((0.0, 70.0, 95.0, 99.0), start=1):  # the first save has not ended yet
+        StopEstimate(save_s=save_s).write(tmp_path)
+        with Journal(tmp_path / "journal.jsonl") as journal:
+            journal.add(Record(float(number), number * STEP, {metrics.LOSS: 4.0, metrics.STEP_S: 3.0}))
+        follower._take(0)
+    assert capsys.readouterr().out.strip() == (
+        "cluster.slurm.grace_s: 100 is less than a stop takes here: 116 s with a save of 1:35 min; "
+        "write at least 116, or stops lose steps"
+    )
 
 
 def test_prometheus_reads_the_newest_values_until_the_run_ends(

@@ -225,10 +225,13 @@ def test_thinning_keeps_the_last_point_and_what_is_rare() -> None:
     assert len(Thinning(7, 100).points(Record(0.0, 100, {metrics.STEP: 7.0, metrics.LOSS: 1.0}))) == 2
 
 
-def test_a_server_that_is_away_is_a_plain_error(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_away_is_a_plain_error(
+    root: Root, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     use(monkeypatch, f"http://127.0.0.1:{free_port()}")
     with pytest.raises(ValueError, match="does not answer; start it"):
         backfill_run(root, "tiny-1")
+    assert caplog.messages == ["MLflow cannot be reached: Connection refused"]
 
 
 def test_a_run_is_deleted_from_mlflow_only_while_the_root_can_show_it_again(root: Root, tmp_path: Path) -> None:

@@ -128,6 +128,19 @@ def test_faults_are_found_before_any_work(
     assert fault.startswith("sources.general")
 
 
+def test_sources_of_a_host_that_fail_alike_are_one_line(make_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(source: Source) -> None:
+        raise SourceError(f"{source.uri!r} cannot be listed ({source.uri}: no route); check the address")
+
+    monkeypatch.setattr("herd.llama3.data.readers.sources.source_files", away)
+    near, far = ({"uri": f"http://near/{name}"} for name in "ab"), {"uri": "http://far/c"}
+    assert check_sources(make_recipe({"general": [*near, far], "code": [{"uri": "http://near/d"}]})) == [
+        "sources.general.0.uri: 'http://near/a' cannot be listed (http://near/a: no route); check the address"
+        "; 2 more sources of http://near fail alike",
+        "sources.general.2.uri: 'http://far/c' cannot be listed (http://far/c: no route); check the address",
+    ]
+
+
 def test_a_recipe_without_faults_has_none(write_jsonl: Write, make_recipe: Make) -> None:
     recipe = make_recipe({"general": [{"uri": write_jsonl("a.jsonl", ["words"])}], "code": [{"uri": "installed"}]})
     assert check_sources(recipe) == []
