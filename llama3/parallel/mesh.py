@@ -89,6 +89,14 @@ class ParallelContext:
         torch.distributed.all_gather_object(values, value, group=self.host_group)
         return [value for value in values if value is not None]
 
+    def gather_object(self, value: T) -> list[T]:
+        """Return every process's `value` on rank 0, in the order of ranks, and nothing on the others."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.is_rank0 else None
+        torch.distributed.gather_object(value, values, dst=0, group=self.host_group)
+        return values or []
+
     def barrier(self) -> None:
         if self.size > 1:
             torch.distributed.barrier()

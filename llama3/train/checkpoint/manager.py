@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.planner import WriteItem
 
 from herd.llama3.parallel.mesh import ParallelContext, run_on_rank0_and_broadcast, to_local
 from herd.llama3.recipe.sections import Keep
@@ -91,14 +92,13 @@ class Checkpoints:
             RemoteCheckpointStore(uri, folder, self.attempt) if uri else LocalCheckpointStore(folder)
         )
         self.journal_upload = JournalUpload(uri, work, self.attempt) if uri and work and world.is_rank0 else None
-        self.snapshot = Snapshot()
+        self.snapshot = Snapshot(world.rank)
         # The thread has its own group: collectives of two threads must not meet on one. gloo needs no device.
         self.group: Any = None
         if world.size > 1:
             self.group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
         self.failures: list[str] = []
         """Errors of the saves since the last that succeeded."""
-        self._planner = dcp.WritePlanner()
         self._running: Future[SaveResult] | None = None
         self._thread: threading.Thread | None = None
         """Of the last save; deletes older checkpoints after it."""
@@ -115,7 +115,7 @@ class Checkpoints:
         self._give_up()
         waited = time.perf_counter() - began
         manifest = dcp.make_manifest(state, stage, self.world, self.attempt)
-        changed = self.snapshot.take(state.tensors())
+        self.snapshot.take(state.tensors())
         blocked = time.perf_counter() - began - waited
         self._saves += 1
         journal_end = self.journal_upload.mark() if self.journal_upload else 0
@@ -125,7 +125,7 @@ class Checkpoints:
 
         def run() -> None:
             try:
-                running.set_result(self._save(manifest, changed, cost, began + waited, journal_end))
+                running.set_result(self._save(manifest, cost, began + waited, journal_end))
             except BaseException as error:
                 running.set_exception(error)
             # After the result: the other processes would wait for rank 0 at the next step that they take together.
@@ -224,14 +224,9 @@ class Checkpoints:
     def positions(self) -> list[int]:
         return sorted({ref.position for ref in self.store.refs()})
 
-    def _save(
-        self, manifest: CheckpointManifest, changed: bool, cost: SaveResult, began: float, journal_end: int
-    ) -> SaveResult:
+    def _save(self, manifest: CheckpointManifest, cost: SaveResult, began: float, journal_end: int) -> SaveResult:
         """In the thread: wait for the copy, write, commit."""
-        if changed:
-            self._planner.final_plan = None
         on_device = self.snapshot.wait()
-        self._planner.shapes, self._planner.parts = self.snapshot.shapes, self.snapshot.parts
         building = self.store.building(manifest.position, self._saves)
 
         def commit(files: dict[str, FileDigest]) -> None:
@@ -242,7 +237,6 @@ class Checkpoints:
 
         writer = dcp.Writer(
             building,
-            self.world.rank,
             self.threads,
             start=lambda: self.store.start(building),
             stored=lambda path: self.store.stored(building, path),
@@ -250,12 +244,13 @@ class Checkpoints:
         )
         committed = False
         try:
-            dcp.write(self._planner, writer, self.world, self.group)
+            world = replace(self.world, host_group=self.group)
+            written = writer.write(self.snapshot.items, self.snapshot.parts, world)
             committed = True
         finally:
             self.store.end_save(building, committed, self.world.is_rank0)
         total = time.perf_counter() - began
-        size = sum(digest.bytes for digest in writer.written.values())
+        size = sum(digest.bytes for digest in written.values())
         return replace(cost, bytes=size, blocked_s=max(cost.blocked_s, on_device), total_s=total)
 
     def _wait(self) -> None:
@@ -313,45 +308,35 @@ class Snapshot:
     cannot overtake them (12 GB of a 1B model take about 0.3 s at 40 GB/s).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
         self.parts: dict[str, Tensor] = {}
         """This process's tensors."""
-        self.shapes: dict[str, Tensor] = {}
-        """The same names as tensors without data (meta device), sharded as the state is: used for planning."""
+        self.items: list[WriteItem] = []
+        """Those that this process writes."""
         self._began: DeviceTime | None = None
         self._copied: DeviceTime | None = None
 
     @torch.no_grad()
-    def prepare(self, tensors: dict[str, Tensor]) -> bool:
-        """Allocate memory for `tensors` unless it is there; return whether it was not."""
+    def prepare(self, tensors: dict[str, Tensor]) -> None:
+        """Allocate memory for `tensors`, and choose what this process writes, unless that was done."""
         parts = {name: to_local(tensor) for name, tensor in tensors.items()}
         allocated = {name: (part.shape, part.dtype) for name, part in self.parts.items()}
         if allocated == {name: (part.shape, part.dtype) for name, part in parts.items()}:
-            return False
+            return
         pinned = any(part.is_cuda for part in parts.values())
         self.parts = {name: torch.zeros(p.shape, dtype=p.dtype, pin_memory=pinned) for name, p in parts.items()}
-        self.shapes = {name: part.to("meta") for name, part in parts.items()}
-        sharded: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if hasattr(tensor, "to_local")}
-        if sharded:
-            from torch.distributed.tensor import DTensor  # takes 0.7 s to import
-
-            for name, tensor in sharded.items():
-                whole = {"shape": tensor.shape, "stride": tensor.stride()}
-                self.shapes[name] = DTensor.from_local(
-                    self.shapes[name], tensor.device_mesh, tensor.placements, run_check=False, **whole
-                )
-        return True
+        self.items = dcp.parts_to_write(tensors, self.rank)
 
     @torch.no_grad()
-    def take(self, tensors: dict[str, Tensor]) -> bool:
-        """Copy `tensors`; return whether their names or shapes have changed. Call `wait` before reading `parts`."""
-        changed = self.prepare(tensors)
+    def take(self, tensors: dict[str, Tensor]) -> None:
+        """Copy `tensors`; call `wait` before reading `parts`."""
+        self.prepare(tensors)
         device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), torch.device("cpu"))
         self._began = DeviceTime(device)
         for name, tensor in tensors.items():
             self.parts[name].copy_(to_local(tensor), non_blocking=True)
         self._copied = DeviceTime(device) if device.type == "cuda" else None
-        return changed
 
     def wait(self) -> float:
         """Wait for the copies; return the seconds for which they held up the device (on a CPU 0)."""

@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.mesh import ParallelContext, full_tensor, init_distributed, to_local
+from herd.llama3.parallel.parallelize import empty_parts
 from herd.llama3.recipe.sections import Keep, Model
 from herd.llama3.train.checkpoint import dcp, storage
 from herd.llama3.train.checkpoint.manager import Checkpoints, SaveFailed
@@ -142,6 +144,18 @@ def resume_and_list(
             opened(folder, world, uri=uri).resume(state)
         writers = [sorted({int(name.split("-")[0]) for name in names}) for names in (opened_files, on_machine)]
         return writers[0], writers[1], state.arrays()
+
+
+def parts_written(layout: dict[str, int]) -> tuple[int, dict[tuple[str, tuple[int, ...]], int]]:
+    """Return the pipeline rank, and the bytes that this process writes of a model's parts, by name and offsets."""
+    dcp.COPIED = 0
+    config = Model(layers=4, dim=64, ffn=224, heads=8, kv_heads=4, max_seq_len=64)
+    with init_distributed("cpu", 30, Layout(**layout)) as world:
+        parts = empty_parts(config, 512, world, torch.float32, None)
+        tensors: dict[str, Any] = {name: one for part in parts.values() for name, one in part.named_parameters()}
+        mine = dcp.parts_to_write(tensors, world.rank)
+        written = {(item.index.fqn, tuple(item.index.offset or ())): dcp.size_of(item) for item in mine}
+        return world.axis("pp").rank, written
 
 
 def save_with(environment: dict[str, str], folder: Path, positions: list[int], uri: str) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from herd.llama3.model.flops import parameter_count
 from herd.llama3.recipe.sections import Keep, Model
 from herd.llama3.recipe.units import Tokens
 from herd.llama3.train.checkpoint.dcp import save_state
@@ -27,6 +29,7 @@ from tests.llama3.train.checkpoint_samples import (
     State,
     assert_holds,
     opened,
+    parts_written,
     resume,
     resume_and_list,
     save_in_the_background,
@@ -157,11 +160,23 @@ def test_in_the_layout_that_wrote_it_each_opens_its_own_files(tmp_path: Path) ->
 
 
 def test_a_large_part_of_two_replicas_is_in_the_files_of_one(tmp_path: Path) -> None:
-    """Tensor `wide` has replicas on processes 0 and 2, and on 1 and 3."""
+    """Tensor `wide` has replicas on processes 0 and 2, and on 1 and 3; 0 and 1 write it."""
     run(4, save_in_the_background, tmp_path, [3], None, 80)
     for rank, (opened_files, _, arrays) in enumerate(run(4, resume_and_list, tmp_path, 80)):
-        assert opened_files == sorted({rank, (rank + 2) % 4})
+        assert opened_files == sorted({rank, rank % 2})
         assert_holds(arrays, 3)
+
+
+@pytest.mark.parametrize("layout", [{"dp_replicate": 4}, {"tp": 2, "pp": 2, "dp_replicate": 2}])
+def test_each_part_is_written_once_and_processes_write_about_as_much(layout: dict[str, int]) -> None:
+    written = run(8, parts_written, layout)
+    parts = Counter(part for _, mine in written for part in mine)
+    assert set(parts.values()) == {1}
+    config = Model(layers=4, dim=64, ffn=224, heads=8, kv_heads=4, max_seq_len=64)
+    assert sum(size for _, mine in written for size in mine.values()) == 4 * parameter_count(config, 512)
+    for stage in range(layout.get("pp", 1)):
+        loads = [sum(mine.values()) for pp, mine in written if pp == stage]
+        assert max(loads) <= 1.3 * min(loads)
 
 
 def test_in_another_layout_all_headers_are_read_once(tmp_path: Path) -> None:
