@@ -130,4 +130,5 @@ def _curated(context: Context) -> Artifact:
 
 def _scores(evaluation: Artifact) -> str:
     scores = {key.removeprefix(SCORE): value for key, value in scores_of(evaluation).items()}
-    return ", ".join(f"{name} {value:.3f}" for name, value in sorted(scores.items()))
+    whole = sorted((name, value) for name, value in scores.items() if "/" not in name)  # not by domain or language
+    return ", ".join(f"{name} {value:.3f}" for name, value in whole)

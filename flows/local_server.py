@@ -65,13 +65,17 @@ def server_command(*address: str) -> list[str]:
 
 
 def server_variables(root: Root, port: int, *names: str) -> dict[str, str]:
-    """Return the variables of a server with host names `names`, and of its clients; the user's settings stay."""
+    """Return the variables of a server with host names `names`, and of its clients; the user's settings stay.
+
+    The password is new, unless a `herd up` that was killed left one: the runs that outlive it keep their access.
+    """
     from prefect.settings import get_current_settings
 
     known = get_current_settings()
     origins = known.server.api.cors_allowed_origins
     own = known.server.api.auth_string
-    password = own.get_secret_value() if own else f"herd:{secrets.token_urlsafe(32)}"
+    kept = read_access(root).get(PASSWORD, "")
+    password = own.get_secret_value() if own else kept or f"herd:{secrets.token_urlsafe(32)}"
     variables = {
         SERVER_PASSWORD: password,
         PASSWORD: password,
@@ -132,6 +136,15 @@ def write_access(root: Root, server: str, variables: dict[str, str]) -> Path:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write("\n".join(lines) + "\n")
     return path
+
+
+def read_access(root: Root) -> dict[str, str]:
+    """Return the variables that `write_access` wrote, if a `herd up` works on `root` or was killed."""
+    try:
+        lines = (root.local / ACCESS).read_text().splitlines()
+    except OSError:
+        return {}
+    return dict(shlex.split(line)[1].split("=", 1) for line in lines if line.startswith("export "))
 
 
 class NoServer(RuntimeError):

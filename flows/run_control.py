@@ -6,7 +6,6 @@ A stop saves: the trainer gets SIGTERM and writes a checkpoint, and the same com
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import UUID
 
-from herd.flows.local_server import ACCESS
+from herd.flows.local_server import read_access
 from herd.storage.lease import lease_holder
 from herd.storage.root import Root
 from herd.tasks.launch.base import orphans
@@ -117,8 +116,8 @@ def _stop_orphan(root: Root, record: RunRecord, log: Callable[[str], None]) -> s
 
 
 def _cancel(root: Root, record: RunRecord) -> bool:
-    """Cancel the flow run of a deployment; return whether there is one."""
-    from httpx import HTTPError
+    """Cancel the flow run of a deployment; return whether there is one. Raises httpx.HTTPStatusError if refused."""
+    from httpx import TransportError
     from prefect import get_client
     from prefect.exceptions import ObjectNotFound
     from prefect.states import Cancelling
@@ -128,7 +127,7 @@ def _cancel(root: Root, record: RunRecord) -> bool:
     with _server(root) as known:
         if not known:
             return False
-        with suppress(ObjectNotFound, HTTPError), get_client(sync_client=True) as client:
+        with suppress(ObjectNotFound, TransportError), get_client(sync_client=True) as client:
             flow_run = client.read_flow_run(UUID(record.prefect_run))
             if flow_run.deployment_id is not None:
                 client.set_flow_run_state(flow_run.id, Cancelling())
@@ -141,12 +140,7 @@ def _server(root: Root) -> Iterator[bool]:
     """Use the Prefect server of the environment, or that of a `herd up` on this root; yield whether there is one."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-    found = {}
-    if not PREFECT_API_URL.value():
-        with suppress(OSError):
-            lines = (root.local / ACCESS).read_text().splitlines()
-            pairs = (shlex.split(line)[1] for line in lines if line.startswith("export "))
-            found = dict(pair.split("=", 1) for pair in pairs)
+    found = {} if PREFECT_API_URL.value() else read_access(root)
     wanted = {
         setting: found[setting.name] for setting in (PREFECT_API_URL, PREFECT_API_AUTH_STRING) if setting.name in found
     }

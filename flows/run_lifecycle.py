@@ -197,8 +197,9 @@ def reporting_end(close: Callable[[State, str, str], None]) -> Iterator[None]:
             from prefect._internal.control_listener import get_intent
 
             intent = get_intent() or ""
-        message = STOPS.get(type(error), type(error).__name__)
-        close("cancelled" if intent == "cancel" else "interrupted", "KILLED", message)
+        cancelled = intent == "cancel"
+        message = "cancelled in Prefect" if cancelled else STOPS.get(type(error), type(error).__name__)
+        close("cancelled" if cancelled else "interrupted", "KILLED", message)
         raise
     close("finished", "FINISHED", "")
 

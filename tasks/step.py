@@ -13,7 +13,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -138,6 +138,10 @@ def ensure_artifact(
     """
     design = _redone(context, step, design)
     found = context.store.find(design, partial(_report_damage, context, step))
+    known = context.record.steps.get(step)
+    if found and known and known.artifact == found.label and context.record.state != "running":
+        context.made[step] = found  # another flow asks for what a run that is over has: its record stays
+        return found
     with tracked_step(context, design.kind, step, design.key) as mlflow_run:
         made = StepOutcome(found) if found else _make(context, step, design, build, mlflow_run, work)
         artifact = made.artifact
@@ -217,8 +221,7 @@ def _make(
         context.console.log(f"  {step:<17} {outcome if position is not None else f'[dim]new: {escape(why)}[/]'}")
         began = time.monotonic()
         with context.store.staging() as folder:
-            trains = design.kind == "checkpoint"  # and so has a progress line of its own
-            with nullcontext() if trains else working(context.console, step):
+            with working(context.console, step, bar=design.kind != "checkpoint"):  # which has one of its own
                 facts = build(folder, mlflow_run)
             seconds = time.monotonic() - began
             for held_lease in leases:

@@ -271,6 +271,9 @@ def sync(run: str, root: RootOption = DEFAULT_ROOT) -> None:
         out.print(f"{run}: {done.runs} MLflow runs, {done.points:,} points, {done.versions} model versions")
         if done.gone:
             out.print(f"[yellow]{done.gone} steps are missing: their artifacts were deleted[/]")
+        if not done.complete:
+            problems.print("[red]error[/]  MLflow went away, and not all of this was sent; give the command again")
+            raise typer.Exit(1)
 
 
 def gc(

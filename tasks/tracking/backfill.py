@@ -82,7 +82,9 @@ def backfill_run(
     tracker = tracker or open_tracker(root, own.family, runs.recipe(run).tracking)
     mlflow = mlflow_of(tracker)
     if not mlflow.reach.wait(0, lambda text: None):
-        raise ValueError(f"MLflow at {mlflow.uri} does not answer; start it (herd up) and publish {run} again")
+        raise ValueError(f"MLflow at {mlflow.uri} does not answer; start it (herd up), then: herd mlflow sync {run}")
+    if not mlflow.experiment:
+        raise ValueError(f"MLflow experiment {own.family}: is deleted; restore it, then: herd mlflow sync {run}")
     mlflow.reach.stale = False
     before = own.model_copy(deep=True)
     if decisions := gate_decisions(read_log(root, own.family), run):

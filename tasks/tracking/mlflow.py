@@ -422,6 +422,11 @@ class MLflowTracker:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another run created it at the same moment
                     raise
             experiment = self.client.get_experiment_by_name(self.family)
+        if experiment.lifecycle_stage == "deleted":
+            number = experiment.experiment_id
+            raise MlflowException.invalid_parameter_value(
+                f"experiment {self.family} is deleted; restore it: mlflow experiments restore -x {number}"
+            )
         self._experiment = str(experiment.experiment_id)
         return self._experiment
 

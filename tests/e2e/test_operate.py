@@ -98,6 +98,9 @@ def test_a_server_has_a_new_password_at_each_start_and_a_database_for_each_root(
     assert first["PREFECT_API_AUTH_STRING"] == first["PREFECT_SERVER_API_AUTH_STRING"]
     assert len(first["PREFECT_API_AUTH_STRING"]) > 40
     assert first["PREFECT_API_AUTH_STRING"] != again["PREFECT_API_AUTH_STRING"]
+    write_access(Root.parse(tmp_path), "", {"PREFECT_API_AUTH_STRING": first["PREFECT_API_AUTH_STRING"]})
+    killed = Servers.from_environment(free_port(), free_port(), "127.0.0.1").environment(Root.parse(tmp_path))
+    assert killed["PREFECT_API_AUTH_STRING"] == first["PREFECT_API_AUTH_STRING"], "its runs go on"
     assert first[DATABASE] == again[DATABASE] == f"sqlite+aiosqlite:///{tmp_path}/prefect.db"
     assert len({first[DATABASE], remote[DATABASE], beside[DATABASE]}) == 3
 

@@ -88,6 +88,16 @@ def test_the_log_says_what_is_new_or_reused(root: Root, tracker: MLflowTracker) 
     assert second.record.steps["thing"].outcome == "reused"
 
 
+def test_a_flow_that_asks_again_leaves_the_record_of_a_run_that_is_over(root: Root, tracker: MLflowTracker) -> None:
+    run = context(root, tracker)
+    made = ensure_artifact(run, "thing", design(), writes)
+    before = run.record.steps["thing"]
+    run.record.state = "finished"
+    assert ensure_artifact(run, "thing", design(), refuses).label == made.label
+    assert run.record.steps["thing"] == before
+    assert before.outcome == "created"
+
+
 @pytest.mark.fault("F13")
 def test_a_second_run_waits_and_reuses(root: Root, tracker: MLflowTracker) -> None:
     maker, waiter = context(root, tracker), context(root, tracker)

@@ -234,6 +234,17 @@ def test_a_server_that_is_away_is_a_plain_error(
     assert caplog.messages == ["MLflow cannot be reached: Connection refused"]
 
 
+def test_an_experiment_in_mlflows_trash_is_an_error_with_the_remedy(
+    root: Root, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = Root.parse(shutil.copytree(root.local, tmp_path / "root"))
+    tracker = MLflowTracker(copy, "tiny")
+    tracker.client.delete_experiment(tracker.experiment)
+    with pytest.raises(ValueError, match="MLflow experiment tiny: is deleted; restore it, then: herd mlflow sync"):
+        backfill_run(copy, "tiny-1")
+    assert "mlflow experiments restore -x" in caplog.text
+
+
 def test_a_run_is_deleted_from_mlflow_only_while_the_root_can_show_it_again(root: Root, tmp_path: Path) -> None:
     copy = Root.parse(shutil.copytree(root.local, tmp_path / "root"))
     copy.remove("promotions")  # the model of tiny-1 would be kept for a rollback
