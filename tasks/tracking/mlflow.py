@@ -367,7 +367,14 @@ class MLflowTracker:
     def close(self, handle: str, status: str, end: float | None = None) -> None:
         if self.lost():
             return
-        self.reach.attempt(lambda: self.client.set_terminated(self._open(handle), status, _milliseconds(end)), None)
+
+        def terminate() -> None:
+            run_id, at = self._open(handle), _milliseconds(end)
+            if at is not None:  # a step of an earlier attempt was opened again later
+                at = max(at, int(self.client.get_run(run_id).info.start_time))
+            self.client.set_terminated(run_id, status, at)
+
+        self.reach.attempt(terminate, None)
 
     def page(self, handle: str) -> str:
         """Return the address of the run's page, or "" without an MLflow server or while it is away."""

@@ -245,6 +245,15 @@ def test_an_experiment_in_mlflows_trash_is_an_error_with_the_remedy(
     assert "mlflow experiments restore -x" in caplog.text
 
 
+def test_no_run_ends_before_it_starts(root: Root, tmp_path: Path) -> None:
+    """A step of an earlier attempt is opened again later than that attempt began."""
+    tracker = MLflowTracker(Root.parse(tmp_path), "tiny")
+    run = tracker.open_run("tiny-9", {}, {}, start=2_000.0)
+    tracker.close(run, "FINISHED", 1_990.0)
+    info = tracker.client.get_run(tracker.run_id(run)).info
+    assert info.end_time == info.start_time == 2_000_000
+
+
 def test_a_run_is_deleted_from_mlflow_only_while_the_root_can_show_it_again(root: Root, tmp_path: Path) -> None:
     copy = Root.parse(shutil.copytree(root.local, tmp_path / "root"))
     copy.remove("promotions")  # the model of tiny-1 would be kept for a rollback
