@@ -84,7 +84,7 @@ def open_run(config: PipelineParameters, recipe: Recipe) -> Iterator[Context]:
     check_step(recipe, "until", config.until)
     console, root = current_console(), config.root_at
     with working(console, "sources"):
-        checked = preflight(recipe, config.cluster, root)
+        checked = preflight(recipe, config.cluster, root, config.until)
     store, runs, steps = open_store(root), Runs(root), step_names(recipe)
     store.clear_staging()
     with acquire_run(config, recipe, runs, console) as (record, fence):

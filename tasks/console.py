@@ -24,7 +24,7 @@ from herd.llama3.recipe.units import tokens
 from herd.storage.processes import in_background
 from herd.tasks.format import format_duration
 
-PLAIN_INTERVAL_S = 10.0
+PLAIN_INTERVAL_S = 5.0
 QUIET_S = 5.0
 """Without a terminal: from the begin of silent work to its first line."""
 
@@ -117,6 +117,8 @@ class _Progress:
         self, position: int, loss: float | None, tokens_per_s: float | None, bits_per_byte: float | None = None
     ) -> str:
         self.first = self.first or (position, time.monotonic())
+        if (activity := _activity.get()) is not None:
+            activity.spoken = True
         text = f"{tokens(position):>6} / {tokens(self.total)} tokens"
         if loss is not None:
             text += f"  mean loss {loss:.3f}"
@@ -159,6 +161,8 @@ class Activity:
     def __init__(self) -> None:
         self.began, self.part, self.done, self.total = time.monotonic(), "", 0, 0
         self.changed: Callable[[], object] = lambda: None
+        self.spoken = False
+        """Whether a progress line tells of it from now on."""
 
     def text(self) -> str:
         """Return `web 12 of 40 after 1:07 min`; without items only the time."""
@@ -170,22 +174,26 @@ _activity: ContextVar[Activity | None] = ContextVar("activity", default=None)
 
 
 @contextmanager
-def working(console: Console, name: str) -> Iterator[None]:
+def working(console: Console, name: str, bar: bool = True) -> Iterator[None]:
     """Show that `name` still works until the block ends, with the items that `count_items` counts.
 
-    A terminal gets a bar that disappears; otherwise a line comes after QUIET_S and then every PLAIN_INTERVAL_S.
+    A terminal gets a bar that disappears; otherwise a line comes after QUIET_S and then every PLAIN_INTERVAL_S, until
+    the work has a progress line. Without `bar` a terminal gets nothing.
     """
     activity = Activity()
     token = _activity.set(activity)
     try:
         if isinstance(console, TerminalConsole) and console.rich.is_terminal:
+            if not bar:
+                yield
+                return
             columns = (TextColumn("  {task.description:<18}"), BarColumn(30), TextColumn("{task.fields[items]}"))
-            with Progress(*columns, TimeElapsedColumn(), console=console.rich, transient=True) as bar:
-                task = bar.add_task(name, total=None, items="")
+            with Progress(*columns, TimeElapsedColumn(), console=console.rich, transient=True) as shown:
+                task = shown.add_task(name, total=None, items="")
 
                 def show() -> None:
                     items = f"{activity.part} {activity.done:,} of {activity.total:,}"
-                    bar.update(task, completed=activity.done, total=activity.total, items=items)
+                    shown.update(task, completed=activity.done, total=activity.total, items=items)
 
                 activity.changed = show
                 yield
@@ -194,7 +202,8 @@ def working(console: Console, name: str) -> Iterator[None]:
         def speak(stop: threading.Event) -> None:
             pause_s = QUIET_S
             while not stop.wait(pause_s):
-                console.log(f"  {name:<17} [dim]{escape(activity.text())}[/]")
+                if not activity.spoken:
+                    console.log(f"  {name:<17} [dim]{escape(activity.text())}[/]")
                 pause_s = PLAIN_INTERVAL_S
 
         context = copy_context()  # in which the log of a flow run is known

@@ -85,6 +85,13 @@ def last_step(recipe: Recipe, word: str) -> str:
     return next((step.name for step in reversed(pipeline_steps(recipe)) if step.kind == word), word)
 
 
+def reaches(recipe: Recipe, until: str, *kinds: Kind) -> bool:
+    """Return whether a run that stops after the step `until` (empty: it does not) has a step of one of `kinds`."""
+    steps, last = pipeline_steps(recipe), last_step(recipe, until)
+    end = next((at for at, step in enumerate(steps) if step.name == last), len(steps))
+    return any(step.kind in kinds for step in steps[: end + 1])
+
+
 def next_step(recipe: Recipe, done: Container[str], decided: bool) -> str:
     """Return the first step that is not in `done`; empty after the last. Promotion leaves a decision, not a step."""
     left = (step.name for step in pipeline_steps(recipe)[:-1] if step.name not in done)

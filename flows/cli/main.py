@@ -322,7 +322,7 @@ def try_data(
             name for name in EXPLAINED if name not in KEPT
         ]
         if rule and rule not in rules and not rule.startswith("score_"):
-            meant = did_you_mean(rule, rules, str)
+            meant = "" if rule in KEPT else did_you_mean(rule, rules, str)
             raise ValueError(f"--rule: {rule!r} is not a rule; {meant}rules: {', '.join(rules)}")
         use_fetched(Root.parse(root))
         loaded = with_evaluation_sets(load_recipe(recipe, set_))

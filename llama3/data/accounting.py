@@ -68,7 +68,7 @@ EXPLAINED = {
     "passed_over": "A file that is not data (hidden, README, LICENSE, checksum), or that `ignore` names.",
     "unknown_format": "A file with an unknown extension.",
     "not_a_file": "A pipe, a device or a broken link.",
-    "truncated_file": "In a damaged file; everything before the damage was read.",
+    "truncated_file": "In a damaged file; the whole lines before the damage were read.",
     "no_page": "A record of a web archive that is not a page of text: an image, an error, a redirect.",
     "bad_csv": "A row with other columns than the first row, or with an unclosed quote.",
     "doubled_column": "In a file with two columns of the same name.",
@@ -83,6 +83,17 @@ EXPLAINED = {
     "line_too_long": "A line longer than the reader accepts.",
 }
 """Outcome of reading and writing -> explanation; stages explain theirs."""
+REMEDIES = {
+    "held_out": "lower curate.validation_fraction",
+    "blocked_host": "shorten curate.block",
+    "wrong_language": "add to curate.languages",
+    "old_version": "loosen curate.dedup",
+    "near_duplicate": "loosen curate.dedup",
+    "contaminated": "loosen curate.decontaminate",
+    "topic_cap": "loosen curate.topics",
+    "emptied": "loosen curate.lines",
+}
+"""Outcome that took most documents -> what to change; the rules of `curate.quality` have the other outcomes."""
 
 
 def account_shard(job: CurationJob, index: int) -> None:
@@ -161,18 +172,31 @@ def check_not_empty(facts: dict[str, Any], ledger: pa.Table) -> None:
         if facts["read"][domain] and not kept:
             outcomes = [row for row in ledger.to_pylist() if row["domain"] == domain]
             reasons = ", ".join(f"{row['outcome']} {row['documents']:,}" for row in outcomes)
-            raise ValueError(f"sources.{domain}: nothing is left to train on ({reasons}); loosen curate.quality")
+            decided = [row for row in outcomes if row["step"] != "read"] or outcomes
+            most = str(max(decided, key=lambda row: row["documents"])["outcome"])
+            usual = f"loosen curate.{'scores' if most.startswith('score_') else 'quality'}"
+            remedy = REMEDIES.get(most, usual)
+            raise ValueError(f"sources.{domain}: nothing is left to train on ({reasons}); {remedy}")
+
+
+def unscored_domains(facts: dict[str, Any]) -> list[str]:
+    """Return a line for each domain with documents to train on and none held out."""
+    return [
+        f"{domain}: no held-out document of {kept:,}; it is not scored: raise curate.validation_fraction or add text"
+        for domain, kept in facts["documents"].items()
+        if kept and not facts["held_out"][domain]
+    ]
 
 
 def write_findings(runner: Runner, job: CurationJob, folder: Path) -> None:
     """Write the report tables of a finished job into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     counts = aggregate(runner, job, LENGTHS, len(job.shards), _LENGTHS)
-    lengths = f"""SELECT domain, log2_bytes, outcome IN {KEPT} AS kept, sum(documents)::BIGINT AS documents,
+    lengths = """SELECT domain, log2_bytes, outcome = 'kept' AS kept, sum(documents)::BIGINT AS documents,
             sum(bytes)::BIGINT AS bytes
         FROM counts GROUP BY ALL ORDER BY ALL"""
-    languages = f"""SELECT domain, language, sum(documents)::BIGINT AS documents, sum(bytes)::BIGINT AS bytes
-        FROM counts WHERE outcome IN {KEPT} GROUP BY ALL ORDER BY domain, bytes DESC, language"""
+    languages = """SELECT domain, language, sum(documents)::BIGINT AS documents, sum(bytes)::BIGINT AS bytes
+        FROM counts WHERE outcome = 'kept' GROUP BY ALL ORDER BY domain, bytes DESC, language"""
     write_table(job.query(lengths, counts=counts), folder / "lengths.parquet")
     write_table(job.query(languages, counts=counts), folder / "languages.parquet")
     samples = aggregate(runner, job, SAMPLES, len(job.shards), _SAMPLES)

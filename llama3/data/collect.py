@@ -46,7 +46,7 @@ from herd.llama3.data.readers.files import (
     list_source,
 )
 from herd.llama3.data.readers.files import SCHEMA as SKIPPED
-from herd.llama3.data.readers.sources import INSTALLED, read_source, source_names
+from herd.llama3.data.readers.sources import INSTALLED, naming, read_source, source_names
 from herd.llama3.data.text.extract import plain_text
 from herd.llama3.data.text.language import UNDETERMINED, detect_language, primary_subtag
 from herd.llama3.data.text.normalize import normalize_texts, replace_texts
@@ -151,11 +151,12 @@ def _text_shard(uri: str) -> TextShard:
 
 def plan_job(recipe: Recipe, folder: str) -> CollectJob:
     """Return the job that reads the files that the sources of `recipe` have now. Raises SourceError."""
-    listings = [
-        (domain, index, name, source, SourceListing([], 0, 0) if source.uri == INSTALLED else list_source(source))
-        for domain, sources in recipe.sources.items()
-        for index, (source, name) in enumerate(zip(sources, source_names(sources), strict=True))
-    ]
+    listings = []
+    for domain, sources in recipe.sources.items():
+        for index, (source, name) in enumerate(zip(sources, source_names(sources), strict=True)):
+            with naming(f"sources.{domain}.{index}"):
+                listing = SourceListing([], 0, 0) if source.uri == INSTALLED else list_source(source)
+            listings.append((domain, index, name, source, listing))
     total = sum(file.size for *_, listing in listings for file in listing.files)
     item_bytes = max(ITEM_BYTES, 4 * total // MOST_ITEMS)
     items: list[CollectItem] = []

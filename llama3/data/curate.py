@@ -8,6 +8,7 @@ from `scratch`.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -32,9 +33,10 @@ from herd.llama3.data.dedup.lines import LineDedup
 from herd.llama3.data.dedup.minhash import MinHash
 from herd.llama3.data.filters import Filters
 from herd.llama3.data.mapreduce import FAN, CurationJob, CurationStage, Runner, read_table, run_serial, write_table
+from herd.llama3.data.readers.document import Document
 from herd.llama3.data.readers.files import File, ReadErrors, source_files
 from herd.llama3.data.readers.records import UNREAD
-from herd.llama3.data.readers.sources import INSTALLED, read_source
+from herd.llama3.data.readers.sources import INSTALLED, naming, read_source
 from herd.llama3.data.topics import TopicCaps
 from herd.llama3.data.write_shards import write_documents
 from herd.llama3.recipe.base import Domain
@@ -54,8 +56,8 @@ CURATION: tuple[CurationStage, ...] = (
     LineDedup(),
 )
 """The stages in order. For a new one: a `DocumentRule` or `CurationStage` in a file, a line here, a recipe section."""
-SAMPLED_FILES = 8
-"""Files of a source that a sample is read from."""
+SAMPLED_AT_ONCE, SAMPLED_FILES = 8, 1000
+"""Files of a source that a sample is read from in turns, and in total."""
 PART_DOCUMENTS = 125_000
 """Documents per part: their bands take 60 MB, and a few times as much while they are sorted."""
 
@@ -100,8 +102,9 @@ def curate(
 
 
 def curate_sample(recipe: Recipe, count: int, folder: Path) -> None:
-    """Curate the first `count` documents of each source, from up to 8 of its files, into `folder`/curated.
+    """Curate `count` documents of each source, the first ones of files spread over it, into `folder`/curated.
 
+    They are read from 8 files in turns, and from further ones where these end; of a source with a limit, in file order.
     The ledger and the samples there say what each rule drops; few duplicates show in few documents. Raises ValueError
     as `collect` and `curate` do.
     """
@@ -113,7 +116,8 @@ def curate_sample(recipe: Recipe, count: int, folder: Path) -> None:
             path = folder / "sample" / f"{domain}-{number}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             errors = ReadErrors(recipe.curate.on_error == "fail")
-            path.write_bytes(b"".join(_lines(source, domain, recipe, count, errors)))
+            with naming(f"sources.{domain}.{number}"):
+                path.write_bytes(b"".join(_lines(source, domain, recipe, count, errors)))
             unread += errors.rows(domain, path.stem)
             local = {"uri": str(path), "format": "jsonl", "text": "text", "contents": None, "limit": None}
             sources[domain].append(source.model_copy(update=local))
@@ -128,18 +132,29 @@ def curate_sample(recipe: Recipe, count: int, folder: Path) -> None:
 
 
 def _lines(source: Source, domain: Domain, recipe: Recipe, count: int, errors: ReadErrors) -> Iterator[bytes]:
-    """Yield the first documents of `source` as JSON lines."""
-    files: Sequence[File | None] = [None]
-    if source.uri != INSTALLED:
-        readable = [file for file in source_files(source) if file.kind not in UNREAD]
-        files = readable[:: max(1, len(readable) // SAMPLED_FILES)][:SAMPLED_FILES]
-    for file in files:
-        left = -(-count // len(files))
-        batches = read_source(source, domain, recipe.documents_seed, errors, file and [file], most=count * 100)
-        documents = chain.from_iterable(batch.documents("") for batch in batches)
-        for text, url, language, license, _, form, date in islice(documents, left):
+    """Yield `count` documents of `source` as JSON lines."""
+
+    def documents(files: Sequence[File] | None) -> Iterator[Document]:
+        batches = read_source(source, domain, recipe.documents_seed, errors, files, most=count * 100)
+        return chain.from_iterable(batch.documents("") for batch in batches)
+
+    readable = [file for file in source_files(source) if file.kind not in UNREAD] if source.uri != INSTALLED else None
+    if readable is None or source.limit is not None:
+        streams = iter([documents(readable)])
+    else:
+        step = max(1, -(-len(readable) // SAMPLED_AT_ONCE))
+        spread = (file for start in range(step) for file in readable[start::step])
+        streams = (documents([file]) for file in islice(spread, SAMPLED_FILES))
+    turns = deque(islice(streams, SAMPLED_AT_ONCE))
+    while turns and count:
+        stream = turns.popleft()
+        document = next(stream, None)
+        turns.extend(islice(streams, 1) if document is None else [stream])
+        if document is not None:
+            text, url, language, license, _, form, date = document
             record = {"text": text, "url": url, "language": language, "license": license, "format": form, "date": date}
             yield orjson.dumps(record) + b"\n"
+            count -= 1
 
 
 def explain(outcome: str) -> str:

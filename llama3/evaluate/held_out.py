@@ -77,6 +77,15 @@ def read_validation_documents(folder: Path, count: int, size: int) -> list[Valid
     return chosen
 
 
+def nothing_held_out(recipe: Recipe) -> str:
+    """Return the fault of a run that evaluates and has no held-out text."""
+    share = recipe.curate.validation_fraction
+    remedy = "raise it or add text" if share else "write e.g. 2%"
+    return (
+        f"curate.validation_fraction: {share} holds out no document, and an evaluation scores held-out text; {remedy}"
+    )
+
+
 def _read(folder: Path, domain: Domain, size: int) -> Iterator[ValidationDocument]:
     for rows in read_documents(folder, domain, ["id", "text", "language"], "held_out"):
         for row in rows:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate, groupby
@@ -22,7 +22,15 @@ from rich.table import Table
 from herd.llama3.data.readers.conversations import PROBLEMS, ConversationSurvey
 from herd.llama3.data.readers.files import File, list_source
 from herd.llama3.data.readers.records import UNREAD
-from herd.llama3.data.readers.sources import INSTALLED, DomainSurvey, reaches_limit, survey, text_per_byte
+from herd.llama3.data.readers.sources import (
+    INSTALLED,
+    DomainSurvey,
+    check_sources,
+    reaches_limit,
+    survey,
+    text_per_byte,
+)
+from herd.llama3.evaluate.held_out import nothing_held_out
 from herd.llama3.evaluate.scores import check_evaluation
 from herd.llama3.evaluate.suite import all_tasks
 from herd.llama3.evaluate.task_yaml import MissingFile
@@ -31,7 +39,7 @@ from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.memory import Load, RankMemory, average_bytes, memory, memory_line
 from herd.llama3.recipe.base import DOMAINS, Domain
 from herd.llama3.recipe.data_schema import Source
-from herd.llama3.recipe.lint import lint, placeholders
+from herd.llama3.recipe.lint import PLACEHOLDER, lint, placeholders
 from herd.llama3.recipe.schedule import Schedule, StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import Tokens, tokens
@@ -96,11 +104,27 @@ def make_plan(
 
 
 def survey_and_plan(recipe: Recipe, root: Root) -> RunPlan:
-    """Return the plan of `recipe` with what is found on this machine; of remote sources, fetched copies are read."""
+    """Return the plan of `recipe` with what is found on this machine; of remote sources, fetched copies are read.
+
+    What would end a run here is a warning: the run may be for another machine.
+    """
     use_fetched(root)
     tokenizer = known_tokenizer(root, recipe)
     chats = survey_chats(recipe, tokenizer, remote=False)
-    return make_plan(recipe, survey(recipe), survey_evaluation(recipe), chats, tokenizer)
+    plan = make_plan(recipe, survey(recipe), survey_evaluation(recipe), chats, tokenizer)
+    unscored = [] if recipe.curate.validation_fraction else [nothing_held_out(recipe)]
+    return replace(plan, warnings=[*_local_faults(recipe), *unscored, *plan.warnings])
+
+
+def _local_faults(recipe: Recipe) -> list[str]:
+    """Return the faults of the sources of each domain that has only local ones without placeholders."""
+    local = {
+        domain: sources
+        for domain, sources in recipe.sources.items()
+        if all(is_local(one.uri) and not one.contents and not PLACEHOLDER.search(one.uri) for one in sources)
+    }
+    faults = check_sources(recipe.model_copy(update={"sources": local}))
+    return [fault for fault in faults if fault.startswith("sources.")]
 
 
 def survey_evaluation(recipe: Recipe) -> list[str]:
@@ -137,7 +161,7 @@ def data_shortage(recipe: Recipe, found: DomainSurvey, tokens_per_byte: float) -
     if needed <= once * recipe.tokens.max_epochs or not found.complete:
         return ""
     return (
-        f"sources.{found.title}: {found.bytes / 1e6:.2f} MB of text are about {tokens(once)} tokens; "
+        f"sources.{found.title}: {format_bytes(found.bytes)} of text are about {tokens(once)} tokens; "
         f"the run takes {tokens(needed)}, more than tokens.max_epochs {recipe.tokens.max_epochs:g} allows; "
         f"add text, lower the share of {found.title}, or shorten the run"
     )
@@ -233,7 +257,7 @@ def summary_lines(plan: RunPlan) -> list[str]:
         lines.append(f"source   {found.title}: {_found(plan.recipe, found)}")
     lines += copies_lines(plan.recipe)
     for chats in plan.conversations:
-        amount = f"{chats.conversations:,} in {chats.messages:,} messages, {chats.bytes / 1e6:.2f} MB"
+        amount = f"{chats.conversations:,} in {chats.messages:,} messages, {format_bytes(chats.bytes)}"
         amount += f", about {tokens(_tokens_of(chats))} tokens" if chats.complete else ""
         lines.append(f"chats    {chats.name}: {amount if chats.complete else 'not looked at (remote)'}")
     if once := conversation_tokens(plan.recipe, plan.conversations):
@@ -249,7 +273,7 @@ def _found(recipe: Recipe, found: DomainSurvey) -> str:
     least = "" if found.complete else "at least "
     made = f", {found.generated / found.bytes:.0%} of it generated problems" if found.generated else ""
     unread = f"; cannot be read: {found.left_out}" if found.left_out else ""
-    return f"{least}{found.bytes / 1e6:.1f} MB in {found.documents:,} documents{made}{unread}"
+    return f"{least}{format_bytes(found.bytes)} in {found.documents:,} documents{made}{unread}"
 
 
 def plan_document(plan: RunPlan) -> dict[str, Any]:

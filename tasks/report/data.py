@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from herd.llama3.data.accounting import FINDINGS, KEPT
+from herd.llama3.data.accounting import FINDINGS, KEPT, unscored_domains
+from herd.llama3.data.readers.files import NO_LOSS
 from herd.llama3.evaluate.gate import Decision
 from herd.llama3.evaluate.held_out import NGRAM_BPB
 from herd.llama3.evaluate.scores import Score, read_scores
@@ -177,7 +178,7 @@ def collect_report_data(root: Root, name: str) -> ReportData:
         },
         notes=[
             *_conversation_notes(artifacts.get(CONVERSATIONS)),
-            *_notes({span.name: artifact for span, artifact in trained}, evaluations),
+            *_notes({span.name: artifact for span, artifact in trained}, evaluations, page.facts if page else None),
         ],
         samples=json.loads(final.part("generations.json").read_text()) if final is not None else [],
         decision=promotion.decision if promotion else None,
@@ -239,11 +240,14 @@ def _conversation_notes(prepared: Artifact | None) -> list[str]:
     return notes
 
 
-def _notes(trained: dict[str, Artifact], evaluations: dict[str, Artifact]) -> list[str]:
+def _notes(
+    trained: dict[str, Artifact], evaluations: dict[str, Artifact], curated: dict[str, Any] | None = None
+) -> list[str]:
     averages = {
         stage: artifact.metadata["average"] for stage, artifact in trained.items() if "average" in artifact.metadata
     }
     notes = [f"{stage}: {Choice.model_validate(average)}" for stage, average in averages.items()]
+    notes += unscored_domains(curated) if curated and evaluations else []
     for stage, artifact in evaluations.items():
         facts = artifact.metadata
         notes += [f"{stage}: {task} was left out: {why}" for task, why in facts.get("skipped", {}).items()]
@@ -352,7 +356,8 @@ def print_sample(folder: Path, recipe: Recipe, console: Console, examples: int, 
     samples = pq.read_table(folder / "curated" / FINDINGS / "samples.parquet").to_pylist()
     dropping = sorted({row["outcome"] for row in ledger if row["outcome"] not in KEPT})
     if rule and rule not in dropping:
-        raise ValueError(f"--rule {rule}: drops nothing of the sample; those that do are {', '.join(dropping)}")
+        others = f"those that do are {', '.join(dropping)}" if dropping else "no rule does"
+        raise ValueError(f"--rule {rule}: drops nothing of the sample; {others}")
     for domain in recipe.sources:
         rows = [row for row in ledger if row["domain"] == domain and rule in ("", row["outcome"])]
         total, size = (
@@ -373,6 +378,10 @@ def print_sample(folder: Path, recipe: Recipe, console: Console, examples: int, 
         for column in table.columns[:3]:
             column.justify = "right"
         console.print(table)
+        lost = sum(row["bytes"] for row in rows if row["step"] == "read" and row["outcome"] not in NO_LOSS)
+        if lost > recipe.curate.max_lost * size:
+            more = f"more than curate.max_lost {recipe.curate.max_lost}; a run refuses that"
+            console.print(f"  [yellow]{domain}: {lost / size:.1%} of the bytes cannot be read, {more}[/]")
         for outcome in (outcome for outcome in order if outcome not in KEPT):
             shown = [row for row in samples if (row["domain"], row["outcome"]) == (domain, outcome)][:examples]
             for row in shown:

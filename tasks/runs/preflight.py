@@ -10,6 +10,7 @@ from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from herd.llama3.evaluate.held_out import nothing_held_out
 from herd.llama3.evaluate.scores import check_evaluation
 from herd.llama3.recipe.data_schema import Curate
 from herd.llama3.recipe.lint import placeholders
@@ -25,6 +26,7 @@ from herd.tasks.cluster import Cluster
 from herd.tasks.launch.hosts import Hosts
 from herd.tasks.launch.local import excluded_here
 from herd.tasks.models.start import embedding_rows, init_from_faults, known_tokenizer, with_local_models
+from herd.tasks.pipeline_steps import reaches
 from herd.tasks.plan.options import processes_per_node
 from herd.tasks.plan.predict import device_memory, memory_faults, place_evaluation
 from herd.tasks.plan.recipe import (
@@ -59,8 +61,11 @@ class Surveyed(NamedTuple):
     """That of a recipe with conversations, if it exists already."""
 
 
-def preflight(recipe: Recipe, cluster: Cluster, root: Root) -> Surveyed:
-    """Check that the run can execute here and survey its sources. Raises RecipeError, one line per fault."""
+def preflight(recipe: Recipe, cluster: Cluster, root: Root, until: str = "") -> Surveyed:
+    """Check that the run can execute here, up to the step `until`, and survey its sources.
+
+    Raises RecipeError, one line per fault.
+    """
     left_out = check_place(recipe, cluster, root, thorough=True)
     faults, domains = _sources(recipe)
     conversations: list[ConversationSurvey] = []
@@ -69,9 +74,11 @@ def preflight(recipe: Recipe, cluster: Cluster, root: Root) -> Surveyed:
         conversations = survey_chats(recipe, tokenizer)
     except ValueError as error:
         faults = [*faults, *str(error).splitlines()]
-    if not faults:
+    if not faults and reaches(recipe, until, "pretrain"):
         faults = [fault for domain in domains if (fault := data_shortage(recipe, domain, MOST_TOKENS_PER_BYTE))]
         faults += conversation_shortage(recipe, conversations, SURELY)
+    if not recipe.curate.validation_fraction and reaches(recipe, until, "gate", "evaluate"):
+        faults.append(nothing_held_out(recipe))
     if faults:
         raise RecipeError("\n".join(faults))
     return Surveyed(domains, left_out, conversations, tokenizer)

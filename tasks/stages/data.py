@@ -17,7 +17,9 @@ import pyarrow as pa
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from herd.llama3.data.accounting import unscored_domains
 from herd.llama3.data.mapreduce import Runner, read_table, run_step, write_table
+from herd.llama3.evaluate.held_out import nothing_held_out
 from herd.llama3.recipe.load import resolved
 from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
@@ -27,7 +29,9 @@ from herd.storage.object_artifact import StoredFile, StoredFiles
 from herd.storage.objects import list_objects
 from herd.storage.page_cache import lazy_folder
 from herd.tasks.executors import data_runner, item_memory
+from herd.tasks.format import format_bytes
 from herd.tasks.models.start import with_local_models
+from herd.tasks.pipeline_steps import reaches
 from herd.tasks.step import Context, ensure_artifact, ensure_in_scratch, link_files
 
 COLLECT_VERSION = 2
@@ -97,7 +101,7 @@ def annotate_documents(context: Context, collected: Artifact) -> Artifact:
 
 @task(name="curate", cache_policy=NO_CACHE, persist_result=False)
 def curate_documents(context: Context, collected: Artifact, annotated: Artifact) -> Artifact:
-    """Return the documents to train on."""
+    """Return the documents to train on. Raises ValueError if the run scores held-out documents and there are none."""
     from herd.llama3.data.curate import CURATION, VERSION, curate
     from herd.llama3.evaluate.suite import with_evaluation_sets
 
@@ -128,8 +132,13 @@ def curate_documents(context: Context, collected: Artifact, annotated: Artifact)
 
     artifact = ensure_in_scratch(context, "curate", design, build)
     sizes, counts = artifact.metadata["bytes"], artifact.metadata["documents"]
-    lines = [f"{domain} {sizes[domain] / 1e6:.1f} MB in {counts[domain]:,} documents" for domain in counts]
+    lines = [f"{domain} {format_bytes(sizes[domain])} in {counts[domain]:,} documents" for domain in counts]
     context.console.log(f"  {'':<18}[dim]kept {'; '.join(lines)}[/]")
+    held_out = sum(artifact.metadata["held_out"].values())
+    if not held_out and reaches(recipe, context.record.until, "gate", "evaluate"):
+        raise ValueError(nothing_held_out(recipe))
+    for line in unscored_domains(artifact.metadata) if recipe.curate.validation_fraction else []:
+        context.console.log(f"  [yellow]curate: {line}[/]")
     return artifact
 
 
@@ -214,7 +223,10 @@ def prepare_tokenizer(context: Context, curated: Artifact) -> Artifact:
 
 @task(name="tokenize", cache_policy=NO_CACHE, persist_result=False)
 def tokenize_documents(context: Context, curated: Artifact, tokenizer: Artifact) -> Artifact:
-    """Return the token shards. Raises ValueError if the run would repeat a domain more often than the recipe allows."""
+    """Return the token shards.
+
+    Raises ValueError if the run trains and would repeat a domain more often than the recipe allows.
+    """
     from herd.llama3.tokens.shards import NAME as TOKENS
     from herd.llama3.tokens.shards import tokenize
     from herd.llama3.tokens.stream import TokenStream
@@ -237,8 +249,14 @@ def tokenize_documents(context: Context, curated: Artifact, tokenizer: Artifact)
 
     artifact = ensure_in_scratch(context, "tokenize", design, build)
     stream = TokenStream(lazy_folder(artifact, 0), recipe)
-    stream.check()
-    for line in stream.overlapping_offsets():
+    lines = stream.overlapping_offsets()
+    try:
+        stream.check()
+    except ValueError as error:
+        if reaches(recipe, context.record.until, "pretrain"):
+            raise
+        lines = [*str(error).splitlines(), *lines]
+    for line in lines:
         context.console.log(f"  [yellow]tokenize: {line}[/]")
     return artifact
 

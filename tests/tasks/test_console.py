@@ -76,6 +76,14 @@ def test_silent_work_says_that_it_lasts_and_what_is_done(monkeypatch: pytest.Mon
     time.sleep(0.2)
     assert file.getvalue() == ended
     count_items("web", 5)(1)  # nothing is shown: no error
+    with working(console, "main", bar=False), console.progress("main", 10) as line:
+        await_lines(ended.count("\n") + 1)
+        line.update(5, None, None)
+        time.sleep(0.1)  # for a line on its way
+        begun = file.getvalue()
+        time.sleep(0.2)
+        assert file.getvalue() == begun
+    assert begun.splitlines()[ended.count("\n")].split() == ["main", "after", "0", "s"]
 
 
 def test_a_terminal_shows_a_bar_of_the_items_and_clears_it() -> None:
@@ -86,3 +94,7 @@ def test_a_terminal_shows_a_bar_of_the_items_and_clears_it() -> None:
         line.update(5, None, None)
     assert "collect" in file.getvalue()
     assert "web 3 of 4" in file.getvalue()
+    file.truncate(0)
+    with working(console, "main", bar=False):
+        count_items("web", 4)(3)
+    assert not file.getvalue()

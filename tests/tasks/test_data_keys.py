@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from herd.llama3.recipe.load import digest, load_recipe
+from herd.tasks.stages import data
 from herd.tasks.stages.data import source_fields, token_shard_fields, tokenizer_fields
 
 TINY = Path("tests/e2e/tiny.yaml")
@@ -55,3 +58,43 @@ def test_equal_shares_learn_one_tokenizer_whatever_their_mix_is_called() -> None
     plain, other, same = (load_recipe(TINY, words) for words in ([], changed, [*changed, *first]))
     assert tokenizer_fields(plain) == tokenizer_fields(same)
     assert tokenizer_fields(plain) != tokenizer_fields(other)
+
+
+def a_context(until: str, *words: str) -> tuple[Any, list[str]]:
+    lines: list[str] = []
+    console, record = SimpleNamespace(log=lines.append), SimpleNamespace(until=until)
+    return SimpleNamespace(recipe=load_recipe(TINY, list(words)), record=record, console=console), lines
+
+
+def test_nothing_to_score_ends_a_run_that_evaluates_after_curation(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"bytes": {"general": 9, "math": 9}, "documents": {"general": 7, "math": 12}}
+    made: Any = SimpleNamespace(key="a", metadata={**facts, "held_out": {"general": 0, "math": 0}})
+    monkeypatch.setattr(data, "ensure_in_scratch", lambda *_: made)
+    for until in ("", "promote", "evaluate-anneal", "anneal"):  # main is evaluated too
+        with pytest.raises(ValueError, match=r"^curate\.validation_fraction: 5% holds out no document, .*; raise"):
+            data.curate_documents.fn(a_context(until)[0], made, made)
+    none, lines = a_context("main", "curate.validation_fraction=0%")
+    data.curate_documents.fn(none, made, made)
+    assert len(lines) == 1, "nothing was to be held out"
+    made.metadata["held_out"]["general"] = 1
+    context, lines = a_context("")
+    data.curate_documents.fn(context, made, made)
+    told = "math: no held-out document of 12; it is not scored: raise curate.validation_fraction or add text"
+    assert "kept general 9 B in 7 documents; math 9 B in 12 documents" in lines[0]
+    assert lines[1:] == [f"  [yellow]curate: {told}[/]"]
+
+
+def test_too_many_epochs_end_only_a_run_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_many() -> None:
+        raise ValueError("tokens.max_epochs: a\ntokens.max_epochs: b")
+
+    made: Any = SimpleNamespace(key="a", metadata={"skipped": []})
+    monkeypatch.setattr(data, "ensure_in_scratch", lambda *_: made)
+    monkeypatch.setattr(data, "lazy_folder", lambda *_: None)
+    stream = SimpleNamespace(check=too_many, overlapping_offsets=list)
+    monkeypatch.setattr("herd.llama3.tokens.stream.TokenStream", lambda *_: stream)
+    with pytest.raises(ValueError, match="max_epochs: a"):
+        data.tokenize_documents.fn(a_context("ramp")[0], made, made)
+    context, lines = a_context("tokenize")
+    data.tokenize_documents.fn(context, made, made)
+    assert lines == [f"  [yellow]tokenize: tokens.max_epochs: {name}[/]" for name in "ab"]

@@ -181,6 +181,13 @@ def test_questions_that_were_not_judged_are_shown(tmp_path: Path) -> None:
     ]
 
 
+def test_a_domain_that_is_not_scored_is_noted(tmp_path: Path) -> None:
+    curated = {"documents": {"general": 9, "math": 12, "code": 0}, "held_out": {"general": 1, "math": 0, "code": 0}}
+    assert _notes({}, {}, curated) == []
+    (note,) = _notes({}, {"anneal": evaluation(tmp_path)}, curated)
+    assert note.startswith("math: no held-out document of 12; it is not scored: ")
+
+
 def evaluation(root: Path, scores: Scores = SCORES, facts: dict[str, object] | None = None) -> Artifact:
     store = Store(root)
     with store.staging() as folder:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import orjson
-
 from herd.llama3.data.demo.word_problems import conversation
 from herd.llama3.data.readers.files import (
     DAMAGE,
+    Fault,
     File,
     SourceError,
     decompress,
@@ -22,6 +21,7 @@ from herd.llama3.data.readers.files import (
     source_files,
     split_lines,
 )
+from herd.llama3.data.readers.records import parse_json
 from herd.llama3.data.readers.sources import source_names
 from herd.llama3.recipe.data_schema import ConversationSource, Source
 from herd.storage.filesystem import fetched_listing, is_local
@@ -140,13 +140,11 @@ def _read_file(file: File, source: ConversationSource) -> Iterator[Conversation]
                     if not line or line.isspace():
                         continue
                     try:
-                        row = orjson.loads(line.removeprefix(b"\xef\xbb\xbf"))
+                        row = parse_json(line.removeprefix(b"\xef\xbb\xbf"))
+                        if isinstance(row, Fault):
+                            raise ValueError(f"{row.message}; a line is {FORMS}")
                         form = form or _form(row)
                         messages = _messages(row, form)
-                    except orjson.JSONDecodeError as error:
-                        raise SourceError(
-                            f"{file.uri}:{number} is not JSON ({error}); write one object a line: {FORMS}"
-                        ) from None
                     except ValueError as error:
                         raise SourceError(f"{file.uri}:{number} {error}") from None
                     own = row.get("license")

@@ -16,7 +16,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -140,6 +139,7 @@ COLUMNS = ("parquet", "arrow")
 """Formats that need random access, so they are never packed as a whole."""
 _RECORDS = ("json", "jsonl", "csv", "tsv", "warc", *COLUMNS)
 _PACKED = {"gz": "gz", "gzip": "gz", "zst": "zst", "zstd": "zst", "bz2": "bz2", "xz": "xz"}
+_MAGIC = re.compile(rb"(?P<gzip>\x1f\x8b)|(?P<zstd>\x28\xb5\x2f\xfd)|(?P<bz2>BZh[1-9]1AY&SY)|(?P<xz>\xfd7zXZ\0)")
 UNKNOWN, SPECIAL = "unknown", "special"
 """Kinds of unreadable files: unknown ending; pipes, devices and broken links."""
 _PAPERS = re.compile(
@@ -204,6 +204,8 @@ def list_source(source: Source, named: list[tuple[str, dict[str, Any]]] | None =
             over.append(int(size or 0))
         elif size is None:
             raise SourceError(f"{uri!r} has no size at its server; download it and name the folder")
+        elif uri != uri.encode("utf-8", "replace").decode():
+            raise SourceError(f"{uri!r} has a name that is not UTF-8; rename it")
         else:
             files.append(File(uri, kinds[uri], int(size), version_of(info)))
     return SourceListing(files, len(over), sum(over))
@@ -266,17 +268,21 @@ def open_raw(file: File) -> Iterator[Any]:
 def decompress(raw: Any, uri: str) -> Iterator[bytes]:
     """Yield the bytes of `raw`, unpacked by the ending of `uri`, in pieces of about a megabyte.
 
-    Concatenated packed members are read as one. Raises one of DAMAGE where the packing breaks.
+    Concatenated packed members are read as one. Raises one of DAMAGE where the packing breaks, after all bytes before.
     """
     kind = _PACKED.get(uri.lower().rsplit(".", 1)[-1])
-    if kind == "gz":
-        yield from _inflated(raw)
+    if kind in ("gz", "zst"):
+        yield from _inflated(raw) if kind == "gz" else _unpacked_zstd(raw)
         return
-    zstd = partial(pa.input_stream, compression="zstd")
-    unpack: dict[str | None, Any] = {"zst": zstd, "bz2": bz2.open, "xz": lzma.open}
-    stream = unpack[kind](raw) if kind in unpack else raw
-    while chunk := stream.read(_CHUNK):
+    unpack: dict[str | None, Any] = {"bz2": bz2.open, "xz": lzma.open}
+    read = unpack[kind](raw).read1 if kind in unpack else raw.read  # `read` drops the bytes before an error
+    chunk = read(_CHUNK)
+    if kind is None and (packed := _MAGIC.match(chunk)):
+        name = f"{uri.rsplit('/', 1)[-1]}.{_PACKED[str(packed.lastgroup)]}"
+        raise EOFError(f"it is packed with {packed.lastgroup}; name it {name}")
+    while chunk:
         yield chunk
+        chunk = read(_CHUNK)
 
 
 def split_lines(pieces: Iterator[bytes], longest: int = MAX_LINE) -> Iterator[list[Line]]:
@@ -310,6 +316,20 @@ def read_all(pieces: Iterable[bytes], longest: int = MAX_LINE) -> bytes | int:
         if buffer.tell() > longest:
             return buffer.tell()
     return buffer.getvalue()
+
+
+def _unpacked_zstd(raw: Any) -> Iterator[bytes]:
+    stream, size = pa.input_stream(raw, compression="zstd"), _CHUNK
+    while size:
+        buffer = bytearray(b"\xff") * _CHUNK
+        try:
+            size = stream.readinto(buffer)
+        except DAMAGE:
+            # Arrow does not say how much it wrote; UTF-8 has no byte 0xff. An empty piece would end a web archive.
+            if written := bytes(buffer.rstrip(b"\xff")):
+                yield written
+            raise
+        yield bytes(memoryview(buffer)[:size])
 
 
 def _inflated(raw: Any) -> Iterator[bytes]:

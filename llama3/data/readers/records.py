@@ -121,6 +121,9 @@ def _column_fault(names: Collection[str], field: str) -> Fault:
     if field in names:
         return Fault("doubled_column", f"has two columns {field!r}; rename one")
     known = ", ".join(sorted(names)) or "none"
+    if len(names) == 1 and (separator := re.search("[;\t]", known)):
+        remedy = "convert it to commas or JSON lines"
+        return Fault("no_text_field", f"has one column, {known!r}: its separator looks like {separator[0]!r}; {remedy}")
     return Fault("no_text_field", f"has no text column {field!r}; name one of {known} with text:")
 
 
@@ -333,7 +336,7 @@ def _json_lines(
             if isinstance(line, int):
                 skips.fault(file.uri, location, TOO_LONG, line)
             elif line and not line.isspace():
-                row = _record(_parsed(line), location, source)
+                row = _record(parse_json(line), location, source)
                 if isinstance(row, Fault):
                     skips.fault(file.uri, location, row, len(line))
                 elif rows.add(row):
@@ -350,12 +353,14 @@ def _json(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchBu
             break
     full = head.removeprefix(_BOM).strip()
     first = full.partition(b"\n")[0]
-    if first[:1] == b"{" and len(first) < len(full) and isinstance(_parsed(first), dict):
+    if first[:1] == b"{" and len(first) < len(full) and isinstance(parse_json(first), dict):
         yield from _json_lines(chain([bytes(head)], pieces), file, source, skips, rows)
         return
     data = read_all(chain([bytes(head)], pieces), MAX_LINE)
+    if isinstance(data, bytes) and not data.strip():
+        return
     too_long = Fault("line_too_long", f"{TOO_LONG.message}, one object a line")
-    value = _parsed(data) if isinstance(data, bytes) else too_long
+    value = parse_json(data) if isinstance(data, bytes) else too_long
     if isinstance(value, Fault) and isinstance(data, bytes) and data.strip().count(b"\n"):
         yield from _json_lines([data], file, source, skips, rows)  # reports each bad line
         return
@@ -364,7 +369,12 @@ def _json(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchBu
         location = f"{file.uri}:{number}" if isinstance(value, list) else file.uri
         row = _record(record, location, source)
         if isinstance(row, Fault):
-            skips.fault(file.uri, location, row, 0 if isinstance(value, list) else size)
+            lost = size
+            if isinstance(value, list):
+                lost //= len(value)
+                with suppress(TypeError):  # orjson does not write integers beyond 64 bits and deep nesting
+                    lost = len(orjson.dumps(record))
+            skips.fault(file.uri, location, row, lost)
         elif rows.add(row):
             yield from rows.take()
 
@@ -372,9 +382,11 @@ def _json(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchBu
 def _csv(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchBuilder) -> Iterator[DocumentBatch]:
     """Read a table with the column names in its first row."""
     csv.field_size_limit(MAX_LINE)
-    table = csv.reader(_text_lines(raw, file, skips), delimiter="\t" if file.kind == "tsv" else ",", strict=True)
+    sizes: list[int] = []
+    table = csv.reader(_text_lines(raw, file, skips, sizes), delimiter="\t" if file.kind == "tsv" else ",", strict=True)
     names: list[str] | None = None
     while True:
+        sizes.clear()
         try:
             cells = next(table, None)
         except csv.Error as error:
@@ -382,7 +394,7 @@ def _csv(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchBui
                 raise EOFError(error) from error
             remedy = "write quotes around cells and double those inside"
             fault = Fault("bad_csv", f"is not a row of a table ({error}); {remedy}")
-            skips.fault(file.uri, f"{file.uri}:{table.line_num}", fault)
+            skips.fault(file.uri, f"{file.uri}:{table.line_num}", fault, sum(sizes))
             continue
         if cells is None:
             return
@@ -396,13 +408,13 @@ def _csv(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchBui
                 return
         elif len(cells) != len(names):
             fault = Fault("bad_csv", f"has {len(cells)} cells, the first row {len(names)}; write as many")
-            skips.fault(file.uri, location, fault, sum(map(len, cells)))
+            skips.fault(file.uri, location, fault, sum(sizes))
         else:
             record = dict(zip(names, cells, strict=True))
             try:
                 record[source.text].encode()
             except UnicodeEncodeError:
-                skips.fault(file.uri, location, BAD_UTF8, len(record[source.text]))
+                skips.fault(file.uri, location, BAD_UTF8, sum(sizes))
                 continue
             clean = {name: cell for name, cell in record.items() if not _SURROGATE.search(cell)}
             if rows.add(_fields(clean, clean[source.text], location, source)):
@@ -410,8 +422,11 @@ def _csv(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchBui
                 yield from rows.take()
 
 
-def _text_lines(raw: Any, file: File, skips: ReadErrors) -> Iterator[str]:
-    """Yield the lines of a file with their line ends; bytes that are not UTF-8 become surrogates."""
+def _text_lines(raw: Any, file: File, skips: ReadErrors, sizes: list[int]) -> Iterator[str]:
+    """Yield the lines of a file with their line ends, and add their bytes to `sizes`.
+
+    Bytes that are not UTF-8 become surrogates.
+    """
     number, start = 0, _BOM
     for lines in split_lines(_unpacked(raw, file), MAX_LINE):
         for line in lines:
@@ -419,6 +434,7 @@ def _text_lines(raw: Any, file: File, skips: ReadErrors) -> Iterator[str]:
             if isinstance(line, int):
                 skips.fault(file.uri, f"{file.uri}:{number}", TOO_LONG, line)
             else:
+                sizes.append(len(line))
                 yield line.removeprefix(start).decode("utf-8", "surrogateescape") + "\n"
             start = b""
 
@@ -561,21 +577,17 @@ def _record(record: Any, location: str, source: Source) -> Row | Fault:
     return _fields(record, text, location, source)
 
 
-def _parsed(data: bytes | bytearray) -> Any:
+def parse_json(data: bytes | bytearray) -> Any:
     """Return the value of a JSON text without lone surrogates, or the fault."""
     with suppress(ValueError):
         return orjson.loads(data)
     try:  # orjson refuses NaN and lone surrogates, which data sets contain
         record = json.loads(data.decode().removeprefix("\ufeff"))
+        return json.loads(json.dumps(record, ensure_ascii=False).encode("utf-8", "ignore"))
     except UnicodeDecodeError as error:
         return Fault("bad_utf8", f"is not UTF-8 ({error.reason} at byte {error.start}); convert it")
     except (ValueError, RecursionError) as error:
         return Fault("bad_json", f"is not JSON ({error}); write one object a line")
-    for fields in record if isinstance(record, list) else [record]:
-        for name, value in fields.items() if isinstance(fields, dict) else ():
-            if isinstance(value, str):
-                fields[name] = value.encode("utf-8", "ignore").decode()
-    return record
 
 
 def _fields(record: dict[str, Any], text: str, location: str, source: Source) -> Row:

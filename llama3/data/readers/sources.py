@@ -13,7 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -229,6 +229,15 @@ def _named(field: str, error: SourceError) -> str:
     return f"{field}.{'text' if 'text column' in str(error) else 'uri'}: {error}"
 
 
+@contextmanager
+def naming(field: str) -> Iterator[None]:
+    """Name the source `field` in a SourceError."""
+    try:
+        yield
+    except SourceError as error:
+        raise SourceError(_named(field, error)) from error
+
+
 def describe_unreadable(files: Sequence[File]) -> str:
     """Return a description of those of `files` that cannot be read: the number by ending, and the first; "" if none."""
     unread = [file for file in files if file.kind in UNREAD]
@@ -265,12 +274,9 @@ def survey(recipe: Recipe, remote: bool = False) -> list[DomainSurvey]:
             if source.uri == INSTALLED:
                 amount = _count_installed(source, domain, seed, fail)
             elif remote or (not source.contents and (is_local(source.uri) or fetched_listing(source.uri))):
-                try:
+                with naming(f"sources.{domain}.{recipe.sources[domain].index(source)}"):
                     files += source_files(source)
                     amount = _count(source, domain, seed, fail)
-                except SourceError as error:
-                    field = f"sources.{domain}.{recipe.sources[domain].index(source)}"
-                    raise SourceError(_named(field, error)) from error
             else:
                 amount = _Amount(0, 0, 0, False)
             skipped.update(amount.skipped)

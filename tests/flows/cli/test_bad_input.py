@@ -111,7 +111,7 @@ def test_columns_may_appear_and_change_their_type(herd: Callable[..., Result], t
         "f.html": pages(TEXTS[0] + "e").encode("utf-16-le"),
     }.items():
         (tmp_path / "in" / name).write_bytes(data)
-    assert "general: 0.0 MB in 162 documents" in said(herd("plan"), 0)
+    assert "general: 40.4 kB in 162 documents" in said(herd("plan"), 0)
     tried = said(herd("data", "try"), 0)
     assert "general 162 documents, " in tried
     assert re.search(r" 1 0\.6% [\d.]+ k?B exact_duplicate ", tried), "the two pages, in two encodings"

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import pickle
 import random
@@ -135,6 +137,8 @@ def _reference(folder: Path, make_recipe: Make, found: list[Row]) -> list[tuple[
 
 
 PACKED = gzip.compress(b"".join(b'{"text": "document %d"}\n' % i for i in range(5000)))
+LINES = gzip.decompress(PACKED)
+ZSTD = b"".join(pa.compress(part, "zstd", asbytes=True) for part in (LINES[:60_000], LINES[60_000:]))
 BAD_LINES = {
     "bad_json": b'{"text": "cut',
     "bad_utf8": b'{"text": "\xff\xfe"}',
@@ -183,7 +187,10 @@ def test_a_bad_line_stops_the_run_or_is_counted(
         ("a.jsonl.gz", PACKED[: len(PACKED) // 2], "truncated_file", 1000),
         ("a.jsonl.gz", PACKED[:-4], "truncated_file", 5000),
         ("a.jsonl.gz", PACKED + b"garbage", "truncated_file", 5000),
-        ("a.jsonl.zst", pa.compress(gzip.decompress(PACKED), codec="zstd", asbytes=True)[:-9], "truncated_file", 0),
+        ("a.jsonl.zst", ZSTD[:-9], "truncated_file", 1000),
+        ("a.jsonl.bz2", bz2.compress(LINES, 1)[:-9], "truncated_file", 1000),
+        ("a.jsonl.xz", lzma.compress(LINES)[:-99], "truncated_file", 1000),
+        ("a.jsonl", PACKED, "truncated_file", 0),
         ("a.txt.gz", PACKED[:-4], "truncated_file", 0),
         ("a.txt", b"caf\xe9", "bad_utf8", 0),
         ("a.md", b"x" * 400, "line_too_long", 0),
@@ -207,6 +214,32 @@ def test_a_damaged_file_stops_the_run_or_is_counted(
     assert "good" in found
     assert len(found) > read
     assert set(found) <= {"good", *(f"document {i}" for i in range(5000))}
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "size"),
+    [
+        ("a.json", json.dumps([{"text": "good"}, {"body": "x" * 88}]), 99),
+        ("a.csv", 'text,n\ngood,1\n"bad" quote,' + "x" * 87 + "\n", 99),
+    ],
+)
+def test_a_bad_record_counts_with_its_size(tmp_path: Path, make_recipe: Make, name: str, data: str, size: int) -> None:
+    (tmp_path / name).write_text(data)
+    source = {"general": [{"uri": str(tmp_path / name)}]}
+    facts = collect(make_recipe(source, on_error="skip", max_lost="100%"), tmp_path / "out")
+    assert [line["bytes"] for line in facts["skipped"]] == [size]
+    with pytest.raises(SourceError, match=r"more than\s+curate\.max_lost"):
+        collect(make_recipe(source, on_error="skip"), tmp_path / "lost")
+
+
+def test_a_name_that_is_not_utf_8_is_found_before_work(tmp_path: Path, make_recipe: Make) -> None:
+    write(tmp_path / "in" / os.fsdecode(b"bad\xff.jsonl"), [{"text": "good"}])
+    recipe = make_recipe({"general": [{"uri": str(tmp_path / "in")}]})
+    said = f"sources.general.0.uri: '{tmp_path}/in/bad\\udcff.jsonl' has a name that is not UTF-8; rename it"
+    assert check_sources(recipe) == [said]
+    with pytest.raises(SourceError) as caught:
+        collect(recipe, tmp_path / "out")
+    assert str(caught.value) == said
 
 
 def test_bad_rows_of_parquet_are_told_by_number(tmp_path: Path, make_recipe: Make) -> None:

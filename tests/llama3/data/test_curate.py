@@ -15,11 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from herd.llama3.data.accounting import EXPLAINED
+from herd.llama3.data.accounting import EXPLAINED, check_not_empty
 from herd.llama3.data.annotate import annotate
 from herd.llama3.data.collect import collect
-from herd.llama3.data.curate import CURATION, curate, explain
+from herd.llama3.data.curate import CURATION, curate, curate_sample, explain
 from herd.llama3.data.mapreduce import DocumentRule, Runner, hash_threshold, run_serial, text_hash
+from herd.llama3.data.readers.files import SourceError
 from herd.llama3.data.write_shards import CURATED_SCHEMA, FILES, LARGEST_FILE, SHARD_BYTES, files_for
 from herd.llama3.recipe.data_schema import Curate
 from herd.llama3.recipe.schema import Recipe
@@ -322,8 +323,41 @@ def test_stages_cover_the_section_of_the_recipe() -> None:
 
 def test_a_domain_that_keeps_nothing_is_an_error(tmp_path: Path, make_recipe: Make, write_jsonl: Write) -> None:
     recipe = make_recipe({"general": [{"uri": write_jsonl("a.jsonl", ["short"] * 3), "language": "en"}]})
-    with pytest.raises(ValueError, match=r"sources\.general: nothing is left to train on \(too_short 3\)"):
+    with pytest.raises(ValueError, match=r"nothing is left to train on \(too_short 3\); loosen curate\.quality"):
         chain(recipe, tmp_path)
+    remedies = {"held_out": "lower curate.validation_fraction", "topic_cap": "loosen curate.topics"}
+    for outcome, remedy in remedies.items():
+        rows = [("empty", "read", 9), ("too_short", "filter", 1), (outcome, "written", 5)]
+        ledger = [{"domain": "math", "outcome": name, "step": at, "documents": count} for name, at, count in rows]
+        with pytest.raises(ValueError, match=rf"sources\.math: nothing is left .*; {remedy}$"):
+            check_not_empty({"documents": {"math": 0}, "read": {"math": 15}}, pa.Table.from_pylist(ledger))
+
+
+def test_a_sample_is_read_from_as_many_files_as_it_needs(tmp_path: Path, make_recipe: Make, write_jsonl: Write) -> None:
+    good = prose(5, 60)
+    for number, text in enumerate(good[:20]):
+        write_jsonl(f"small/{number:02}.jsonl", [text])
+    write_jsonl("mixed/a.jsonl", good[20:50])
+    write_jsonl("mixed/b.jsonl", good[50:])
+    general = [{"uri": str(tmp_path / name), "language": "en"} for name in ("small", "mixed", "mixed")]
+    general[2] |= {"limit": "1kB"}
+    (tmp_path / "out").mkdir()
+    curate_sample(make_recipe({"general": general}), 35, tmp_path / "out")
+    rows = pq.read_table(tmp_path / "out/curated/ledger.parquet").to_pylist()
+    counts, sizes = Counter[str](), Counter[str]()
+    for row in (row for row in rows if row["outcome"] != "over_limit"):
+        counts[row["source"]] += row["documents"]
+        sizes[row["source"]] += row["bytes"]
+    assert list(map(counts.__getitem__, ("sample/general-0", "sample/general-1"))) == [20, 35]
+    assert 0 < sizes["sample/general-2"] <= 1000
+    texts = [json.loads(line)["text"] for line in (tmp_path / "out/sample/general-1.jsonl").read_text().splitlines()]
+    assert set(good[50:]) < set(texts)
+
+
+def test_a_sample_names_the_field_of_a_source_at_fault(tmp_path: Path, make_recipe: Make) -> None:
+    pq.write_table(pa.table({"text": [b"binary"]}), tmp_path / "a.parquet")
+    with pytest.raises(SourceError, match=r"^sources\.general\.0\.uri: .*a\.parquet' 'text' holds binary"):
+        curate_sample(make_recipe({"general": [{"uri": str(tmp_path)}]}), 5, tmp_path / "out")
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from herd.llama3.parallel.layout import Layout
 from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.recipe.load import RecipeError, load_recipe
 from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
 from herd.llama3.tokens.tokenizer import Tokenizer
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
@@ -24,6 +25,7 @@ from herd.tasks.plan.recipe import (
     stage_rows,
     stage_table,
     summary_lines,
+    survey_and_plan,
     tokens_needed,
 )
 from herd.tasks.runs.preflight import check_place, layout_faults, preflight
@@ -226,6 +228,29 @@ def test_sources_are_looked_at_before_any_work(tmp_path: Path) -> None:
     recipe = load_recipe(QUICKSTART, words)
     with pytest.raises(RecipeError, match=r"sources\.code\.0\.uri: .* is an empty folder"):
         preflight(recipe, Cluster(), Root.parse(tmp_path / "root"))
+
+
+def test_a_plan_warns_of_local_sources_without_text_and_looks_at_no_others(tmp_path: Path) -> None:
+    (tmp_path / "page.txt").write_text("A page.")
+    root, (first, *others) = Root.parse(tmp_path / "root"), DOMAINS
+
+    def warnings(recipe: Recipe) -> list[str]:
+        return survey_and_plan(recipe, root).warnings
+
+    pages = [f"sources.{domain}=[{{uri: {tmp_path}/page.txt}}]" for domain in others]
+    nowhere = load_recipe(QUICKSTART, [f"sources.{first}=[{{uri: {tmp_path}/none*.jsonl}}]", *pages])
+    assert re.match(rf"sources\.{first}\.0\.uri: .* matches no file; correct the path", warnings(nowhere)[0])
+    unseen = "[{uri: '<folder>/page.txt'}, {uri: 's3://nowhere/none.jsonl'}]"
+    plan = survey_and_plan(load_recipe(QUICKSTART, [f"sources.{first}={unseen}", *pages]), root)
+    assert "source   math: 7 B in 1 documents" in summary_lines(plan)
+    nothing = load_recipe(QUICKSTART, ["curate.validation_fraction=0%"])
+    expected = (
+        "curate.validation_fraction: 0% holds out no document, and an evaluation scores held-out text; write e.g. 2%"
+    )
+    assert warnings(nothing)[0] == expected
+    with pytest.raises(RecipeError, match=expected):
+        preflight(nothing, Cluster(), root)
+    preflight(nothing, Cluster(), root, "tokenize")
 
 
 def test_conversations_are_looked_at_before_any_work(tmp_path: Path) -> None:

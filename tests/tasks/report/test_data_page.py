@@ -71,6 +71,8 @@ def test_the_page_shows_every_finding(tmp_path: Path, checkout: Path) -> None:
     )
     assert held_out > 0
     assert [(row["kept"], row["held_out"]) for row in page.sources] == [(kept, held_out)], "one word, one number"
+    assert sum(row["documents"] for row in page.languages) == kept
+    assert sum(row["documents"] for row in page.lengths if row["kept"]) == kept
     html = render_data(page)
     for text in (
         "bad json",

@@ -48,9 +48,9 @@ def test_each_rule_is_shown_with_what_it_drops(room: Path) -> None:
     assert found.exit_code == 0, found.output
     lines = found.stdout.splitlines()
     lines = lines[next(at for at, line in enumerate(lines) if line.startswith("general")) :]
-    assert lines[0].startswith("general  25 documents"), "15 from each of two files, one of which has 10"
+    assert lines[0].startswith("general  30 documents"), "one of two files ends after 10, the other gives the rest"
     (short,) = [line for line in lines[: lines.index("")] if " too_short " in line and "characters" in line]
-    assert short.split()[:2] == ["3", "12.0%"]
+    assert short.split()[:2] == ["3", "10.0%"]
     assert "  too_short general/a/0 tiny" in lines
     assert not (room / "herd-data").exists(), "nothing is left"
 
@@ -62,6 +62,10 @@ def test_what_cannot_be_read_is_counted(room: Path) -> None:
     assert found.exit_code == 0, found.output
     (line,) = [line for line in found.stdout.splitlines() if " bad_json " in line]
     assert line.split()[0] == "3"
+    assert "max_lost" not in found.output
+    found = ask("sampled.yaml", "--sample", 100, "--set", "curate.on_error=skip", "--set", "curate.max_lost=0.1%")
+    told = "general: 0.2% of the bytes cannot be read, more than curate.max_lost 0.1%; a run refuses that"
+    assert told in " ".join(found.output.split())
 
 
 def test_an_outcome_of_several_sources_has_one_line(room: Path) -> None:
@@ -82,6 +86,9 @@ def test_one_rule_is_shown_at_length_and_an_idle_one_is_refused(room: Path) -> N
     refused = ask("sampled.yaml", "--rule", "top_gram")
     assert refused.exit_code == 2
     assert "--rule top_gram: drops nothing of the sample; those that do are" in " ".join(refused.output.split())
+    kept = ask("sampled.yaml", "--rule", "top_gram", "--set", "sources.general=[{uri: math.jsonl}]")
+    assert "--rule top_gram: drops nothing of the sample; no rule does" in " ".join(kept.output.split())
+    assert "--rule: 'kept' is not a rule; rules: " in ask("sampled.yaml", "--rule", "kept").output
 
 
 def test_a_domain_that_keeps_nothing_is_shown_and_is_a_fault(room: Path) -> None:

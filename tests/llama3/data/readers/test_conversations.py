@@ -105,6 +105,11 @@ def test_a_broken_pair_is_named(tmp_path: Path) -> None:
         read(write(tmp_path / "a.jsonl", {"text": "a"}))
 
 
+def test_half_pairs_are_dropped_as_in_documents(tmp_path: Path) -> None:
+    half = r'{"messages": [{"role": "user", "content": "1 + 1?\ud83d"}, {"role": "assistant", "content": "2"}]}'
+    assert read(write(tmp_path / "a.jsonl", half)) == [[USER, ANSWER]]
+
+
 def test_a_source_without_conversations_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="has no conversation; add lines"):
         read(write(tmp_path / "a.jsonl", ""))

@@ -107,6 +107,10 @@ def test_names_are_short_and_different() -> None:
         ("broken.jsonl.gz", {}, "broken.jsonl.gz' cannot be read as jsonl"),
         ("broken.parquet", {}, "broken.parquet' cannot be read as parquet"),
         ("none.jsonl", {}, "sources.general: yields no document"),
+        ("none.json", {}, "sources.general: yields no document"),
+        ("odd.csv", {}, "odd.csv' has one column, 'id;text': its separator looks like ';'; convert it to commas"),
+        ("gzip.jsonl", {}, "gzip.jsonl' cannot be read as jsonl (it is packed with gzip; name it gzip.jsonl.gz)"),
+        ("zstd.txt", {}, "zstd.txt' cannot be read as txt (it is packed with zstd; name it zstd.txt.zst)"),
         ("good.jsonl", {"limit": "1 B"}, "sources.general: yields no document"),
     ],
 )
@@ -122,6 +126,10 @@ def test_faults_are_found_before_any_work(
     (tmp_path / "broken.jsonl.gz").write_bytes(b"not gzip")
     (tmp_path / "broken.parquet").write_bytes(b"not parquet")
     (tmp_path / "none.jsonl").write_text("")
+    (tmp_path / "none.json").write_text("")
+    (tmp_path / "odd.csv").write_text("id;text\n1;some words\n")
+    (tmp_path / "gzip.jsonl").write_bytes(gzip.compress(b'{"text": "some words"}\n'))
+    (tmp_path / "zstd.txt").write_bytes(pa.compress(b"some words", "zstd", asbytes=True))
     recipe = make_recipe({"general": [{"uri": str(tmp_path / uri), **options}]})
     [fault] = check_sources(recipe)
     assert said.format(uri=tmp_path / uri) in fault
