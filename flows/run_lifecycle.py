@@ -55,7 +55,7 @@ from herd.tasks.runs.records import RunRecord, Runs, State, mark_open, now, reru
 from herd.tasks.step import Context
 from herd.tasks.tracking import prefect_artifacts
 from herd.tasks.tracking.backfill import catch_up, watch_outages
-from herd.tasks.tracking.events import run_ended
+from herd.tasks.tracking.events import flow_failed, run_ended
 from herd.tasks.tracking.mlflow import mlflow_of, open_tracker
 from herd.tasks.tracking.mlflow_store import report_page
 from herd.tasks.tracking.prefect_artifacts import run_done
@@ -75,6 +75,8 @@ STOPS: dict[type[BaseException], str] = {
 """What ends a run from outside -> the error of its record."""
 BEGUN = threading.Event()
 """Set once a flow of this process has begun its work: an earlier failure may be retried."""
+RECORDED = threading.Event()
+"""Set once a run or study of this process has a record, whose end is announced."""
 
 
 @contextmanager
@@ -183,6 +185,7 @@ def _introduce(context: Context, plan: RunPlan) -> None:
 @contextmanager
 def reporting_end(close: Callable[[State, str, str], None]) -> Iterator[None]:
     """Call `close` with state, MLflow status and error of the block, whatever ends it."""
+    RECORDED.set()
     try:
         yield
     except Exception as error:
@@ -261,6 +264,8 @@ def flow_state(work: Callable[[], FlowResult]) -> str:
         if isinstance(error, OSError) and not isinstance(error, MISTAKES) and error.errno != errno.ENOSPC:
             raise
         get_run_logger().debug("it was raised here", exc_info=error)  # a bug may raise ValueError too
+        if deployment.name and not RECORDED.is_set():  # nobody watches: a nightly run whose recipe was moved
+            flow_failed(str(flow_run.name), str(error))
         return cast(str, Failed(message=str(error), data=error))
     return cast(str, Completed(message=result.message, data=result.name))
 

@@ -60,6 +60,12 @@ def run_ended(record: RunRecord, root: str) -> None:
     emit("herd.run.ended", resource_id(f"run/{record.name}"), record.name, payload)
 
 
+def flow_failed(name: str, error: str) -> None:
+    """Announce that a flow run failed before it had a run."""
+    payload = {"run": name, "root": "", "state": "failed", "verdict": "", "error": error}
+    emit("herd.run.ended", resource_id(f"run/{name}"), name, payload)
+
+
 def resource_id(label: str) -> str:
     """Return the resource id of `kind/name`: `herd.<kind>.<name>`, without characters that Prefect could misread."""
     return f"herd.{re.sub(r'[^A-Za-z0-9._-]+', '.', label)}"

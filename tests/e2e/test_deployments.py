@@ -201,7 +201,7 @@ def test_a_checkpoint_is_put_to_another_suite(up: Up, first: FlowRun) -> None:
     suite.write_text("built_in: [bits]\n")
     scored = up.start("evaluate/evaluate", checkpoint="tiny-1", suite=str(suite))
     state = up.await_state(scored.id, "COMPLETED", seconds=150).state
-    assert "bpb/math" in str(state and state.message)
+    assert "bpb_macro" in str(state and state.message)
     assert "arithmetic" not in str(state and state.message)
     usual, other = (up.runs.find("tiny-1").steps[step].artifact for step in ("evaluate-anneal", "evaluate-anneal-bits"))
     assert usual != other

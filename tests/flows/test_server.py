@@ -26,10 +26,11 @@ from prefect.filesystems import RemoteFileSystem
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import AwaitingRetry, Cancelled, Crashed, Running
 
+from herd.flows import run_lifecycle
 from herd.flows.crash_recovery import steps_back, thin_out, was_resumed
 from herd.flows.local_server import POOL
 from herd.flows.serve import EXAMPLE, NOTIFY, QUEUES, RESULTS, RETIRED, crash_zombies, setup
-from herd.llama3.recipe.load import load_recipe
+from herd.llama3.recipe.load import RecipeError, load_recipe
 from herd.storage.lease import lease
 from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole
@@ -338,6 +339,30 @@ def test_of_two_processes_of_one_flow_run_the_later_leaves_if_a_machine_began_it
     assert ("an earlier process of this flow run: this one leaves" in said) == by_machine
     assert (f"works on {record.name}" in said) != by_machine
     assert Runs(root).find(record.name).attempts == (1 if by_machine else 2)
+
+
+def test_a_deployment_that_fails_before_it_has_a_run_is_announced(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr("herd.tasks.tracking.events.emit", lambda *words: said.append(words))
+    monkeypatch.setattr(run_lifecycle, "RECORDED", threading.Event())
+
+    def work() -> run_lifecycle.FlowResult:
+        raise RecipeError("recipe nope: no such file")
+
+    @flow(name="nightly", flow_run_name="nightly-1")
+    def nightly() -> str:
+        return run_lifecycle.flow_state(work)
+
+    with temporary_settings({PREFECT_API_URL: api}):
+        assert nightly(return_state=True).is_failed()
+        assert said == [], "somebody watches the terminal"
+        monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__NAME", "nightly")
+        nightly(return_state=True)
+        run_lifecycle.RECORDED.set()
+        nightly(return_state=True)
+    ((event, _, name, payload),) = said
+    assert (event, name, payload["state"]) == ("herd.run.ended", "nightly-1", "failed")
+    assert payload["error"] == "recipe nope: no such file"
 
 
 class Inbox(BaseHTTPRequestHandler):

@@ -220,7 +220,7 @@ def test_domains_do_not_become_empty_and_the_check_says_why(
     assert "403" in str(collected(recipe, tmp_path / "none"))
     faults = check_sources(recipe)
     assert [fault.split(":")[0] for fault in faults] == [
-        "sources.general.0.uri", "sources.math.0.uri", "sources.code.0.uri",
+        "sources.general.0.uri", "sources.code.0.uri",
     ]  # fmt: skip
     hub.use()
     proxy.use()
