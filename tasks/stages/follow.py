@@ -186,6 +186,8 @@ class JournalTailer:
                 self.losses.append(record.metrics[metrics.LOSS])
             if metrics.HELD_OUT in record.metrics:
                 self.held_out = {metrics.HELD_OUT: record.metrics[metrics.HELD_OUT]}
+            if metrics.CHECKPOINT_WRITE_S in record.metrics:
+                self._check_grace(record)
         if self.offers:
             self.offers.observe(records)
         if records:
@@ -194,7 +196,6 @@ class JournalTailer:
             self.position, self.recorded, self.heard = records[-1].position, records[-1].time, time.monotonic()
             mean = {metrics.LOSS: sum(self.losses) / len(self.losses)} if self.losses else {}
             values = {**records[-1].metrics, **mean, **self.held_out}
-            self._check_grace(values.get(metrics.STEP_S, 0.0))
             self.line.update(
                 self.position - start,
                 values.get(metrics.LOSS),
@@ -208,12 +209,10 @@ class JournalTailer:
         if time.monotonic() - self.last_sent > SEND_INTERVAL_S:
             self.send()
 
-    def _check_grace(self, step_s: float) -> None:
+    def _check_grace(self, saved: Record) -> None:
         """Warn once if the scheduler gives a trainer less time to leave than two steps and a save take."""
-        if math.isinf(self.grace_s):
-            return
-        save_s = StopEstimate.read(self.tail.path.parent).save_s
-        if save_s and (leaves_s := math.ceil(GRACE_S + 2 * step_s + save_s)) > self.grace_s:
+        step_s, save_s = saved.metrics.get(metrics.STEP_S, 0.0), saved.metrics[metrics.CHECKPOINT_WRITE_S]
+        if (leaves_s := math.ceil(GRACE_S + 2 * step_s + save_s)) > self.grace_s:
             field = f"cluster.{self.context.cluster.launcher}.grace_s: {self.grace_s}"
             why = f"is less than a stop takes here: {leaves_s} s with a save of {format_duration(save_s)}"
             self.context.console.log(f"  [yellow]{field} {why}; write at least {leaves_s}, or stops lose steps[/]")

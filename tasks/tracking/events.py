@@ -50,20 +50,17 @@ def checkpoint_saved(record: RunRecord, root: str, stage: str, position: int, fo
 
 def run_ended(record: RunRecord, root: str) -> None:
     """Announce how a run below the URI `root` ended: its state and the gate's verdict."""
-    payload = {
-        "run": record.name,
-        "root": root,
-        "state": record.state,
-        "verdict": record.verdict,
-        "error": record.error,
-    }
-    emit("herd.run.ended", resource_id(f"run/{record.name}"), record.name, payload)
+    _ended(record.name, root, record.state, record.verdict, record.error)
 
 
 def flow_failed(name: str, error: str) -> None:
     """Announce that a flow run failed before it had a run."""
-    payload = {"run": name, "root": "", "state": "failed", "verdict": "", "error": error}
-    emit("herd.run.ended", resource_id(f"run/{name}"), name, payload)
+    _ended(name, "", "failed", "", error)
+
+
+def _ended(run: str, root: str, state: str, verdict: str, error: str) -> None:
+    payload = {"run": run, "root": root, "state": state, "verdict": verdict, "error": error}
+    emit("herd.run.ended", resource_id(f"run/{run}"), run, payload)
 
 
 def resource_id(label: str) -> str:

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: written last, it names every file with its digest, and holds its own digest.
 
-torch loads a flipped bit without an error, so every load hashes what it reads (see `dcp`); `verify_files` reads a whole
-folder without loading it. A folder without a manifest, or with a file changed, missing or added, is damaged.
+torch loads a flipped bit without an error, so every load hashes what it reads (see `dcp`). A folder without a manifest,
+or with a file changed, missing or added, is damaged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from herd.llama3.parallel.mesh import ParallelContext, raise_on_all_ranks, run_on_rank0_and_broadcast
 from herd.storage.digests import THREADS, FileDigest, digest_file
 from herd.storage.filesystem import sync_folder, write_atomic
 
@@ -147,19 +146,6 @@ class CheckpointManifest(BaseModel):
             for message in pool.map(lambda name: problem(folder / name), names):
                 if message:
                     raise DamagedCheckpoint(message)
-
-
-def verify_files(folder: Path, world: ParallelContext) -> CheckpointManifest:
-    """Return the manifest of `folder` after all processes have read its files, or raise DamagedCheckpoint on all."""
-    manifest = run_on_rank0_and_broadcast(world, lambda: CheckpointManifest.read(folder))
-    raise_on_all_ranks(world, lambda: manifest.check(folder, share_of_files(manifest, world)))
-    return manifest
-
-
-def share_of_files(manifest: CheckpointManifest, world: ParallelContext) -> list[str]:
-    """Return the files that this process verifies: its own, if as many processes wrote as many files each."""
-    names = sorted(manifest.files)
-    return names[len(names) * world.rank // world.size : len(names) * (world.rank + 1) // world.size]
 
 
 def _digest_of(content: object) -> str:

@@ -112,9 +112,9 @@ def test_a_scheduler_that_gives_too_little_time_to_leave_is_named_once(
     context.cluster = Cluster(launcher="slurm", slurm=Slurm(grace_s=100))
     follower = JournalTailer(context, [context.record.mlflow_run], tmp_path / "journal.jsonl", 9, Unseen())
     for number, save_s in enumerate((0.0, 70.0, 95.0, 99.0), start=1):  # the first save has not ended yet
-        StopEstimate(save_s=save_s).write(tmp_path)
+        saved = {metrics.CHECKPOINT_WRITE_S: save_s} if save_s else {}
         with Journal(tmp_path / "journal.jsonl") as journal:
-            journal.add(Record(float(number), number * STEP, {metrics.LOSS: 4.0, metrics.STEP_S: 3.0}))
+            journal.add(Record(float(number), number * STEP, {metrics.LOSS: 4.0, metrics.STEP_S: 3.0, **saved}))
         follower._take(0)
     assert capsys.readouterr().out.strip() == (
         "cluster.slurm.grace_s: 100 is less than a stop takes here: 116 s with a save of 1:35 min; "

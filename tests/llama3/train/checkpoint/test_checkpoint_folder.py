@@ -20,7 +20,7 @@ from herd.llama3.recipe.sections import Keep, Model
 from herd.llama3.recipe.units import Tokens
 from herd.llama3.train.checkpoint.dcp import save_state
 from herd.llama3.train.checkpoint.manager import Checkpoints, NoGoodCheckpoint, load_state
-from herd.llama3.train.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint, verify_files
+from herd.llama3.train.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from herd.llama3.train.checkpoint.storage import Pins
 from herd.storage.digests import digest_file
 from tests.dist import run
@@ -196,7 +196,7 @@ def test_a_pickle_that_the_manifest_vouches_for_is_still_not_opened(tmp_path: Pa
     files = {**manifest.files, pickled.name: digest_file(pickled)}
     manifest.model_copy(update={"files": files}).write(tmp_path / "state")
     state = State()
-    load_state(tmp_path / "state", verify_files(tmp_path / "state", ALONE), state, ALONE)
+    load_state(tmp_path / "state", CheckpointManifest.read(tmp_path / "state"), state, ALONE)
     assert_holds(state.arrays(), 4)
     assert not (tmp_path / "canary").exists()
 
@@ -208,7 +208,7 @@ def test_a_manifest_names_nothing_outside_its_folder(name: str, tmp_path: Path) 
     digest = next(iter(manifest.files.values()))
     manifest.model_copy(update={"files": {name: digest}}).write(tmp_path / "state")
     with pytest.raises(DamagedCheckpoint, match="is not a manifest"):
-        verify_files(tmp_path / "state", ALONE)
+        CheckpointManifest.read(tmp_path / "state")
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_parent_without_its_average(tmp_path: Path) -> None:
     before.make_average(3)
     save_state(tmp_path / "state", before, "main", ALONE)
     state = State()
-    load_state(tmp_path / "state", verify_files(tmp_path / "state", ALONE), state, ALONE, average=False)
+    load_state(tmp_path / "state", CheckpointManifest.read(tmp_path / "state"), state, ALONE, average=False)
     assert (state.averaged, state.position) == (0, 2)
     assert_holds(state.arrays(), 2)
 
