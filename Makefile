@@ -17,6 +17,12 @@ TORCH_PIN := $(if $(filter cuda,$(TORCH)),$(TORCH_CUDA),$(TORCH_CPU))
 HERD_SHARED ?= ../shared
 NULLCUDA_SOURCE := $(HERD_SHARED)/nullcuda
 
+# Gives the environment .venv/$(1) all that .venv has, herd's editable install included.
+define add_site
+echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" > \
+	    $$(.venv/$(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/herd.pth
+endef
+
 .PHONY: run test suite test-all test-cuda gpu-day docs docs-release mutate mutate-pure check install install-dev lock clean
 run: .venv/core
 	@$(BIN)/herd run recipes/quickstart.yaml
@@ -30,7 +36,7 @@ suite: .venv/dev
 	@$(BIN)/pytest --numprocesses 3 --no-loadscope-reorder
 
 # For releases and at night (.ci/nightly): every test, more examples of each property, and the coverage of branches.
-test-all: .venv/dev check
+test-all: .venv/dev .venv/pyright/bin/basedpyright-langserver check
 	@HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --numprocesses 2 --no-loadscope-reorder -m '' \
 	    --cov --cov-report=term:skip-covered
 	@if [ -d $(NULLCUDA_SOURCE) ]; then $(MAKE) test-cuda; else echo "test-cuda skipped: no $(NULLCUDA_SOURCE)"; fi
@@ -60,10 +66,14 @@ gpu-day: .venv/core
 	@test -x .venv/cuda/bin/python || $(PYTHON) -m venv .venv/cuda
 	@echo "installing torch's CUDA build into .venv/cuda (three minutes, 5 GB)"
 	@.venv/cuda/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH_CUDA)'
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-	    $$(.venv/cuda/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/herd.pth
+	@$(call add_site,cuda)
 	@bash $(NULLCUDA_SOURCE)/build.sh .venv/cuda/bin/python $(abspath .venv/cuda/null) > /dev/null
 	@g++ -O1 -fPIC -shared tests/cuda/comm_split.cpp -o .venv/cuda/null/libsplit.so
+
+# A language server, as editors use it, for tests/test_editor.py.
+.venv/pyright/bin/basedpyright-langserver: .venv/dev
+	@$(PYTHON) -m venv .venv/pyright
+	@.venv/pyright/bin/python -m pip install --quiet --disable-pip-version-check basedpyright==1.39.0
 
 # Plants faults one at a time, in copies of the checkout: which of them no test notices?
 mutate: .venv/dev
@@ -72,15 +82,16 @@ mutate: .venv/dev
 # Changes every line of the purest modules with mutmut, which stays out of .venv.
 mutate-pure: .venv/dev
 	@test -x .venv/mutmut/bin/mutmut || { $(PYTHON) -m venv .venv/mutmut && .venv/mutmut/bin/pip install --quiet mutmut==3.8.1; }
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-	    $$(.venv/mutmut/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/herd.pth
+	@$(call add_site,mutmut)
 	@.venv/mutmut/bin/mutmut run --max-children 2
 	@.venv/mutmut/bin/mutmut results
 
+# mypy finds the package herd by the name of its folder, and the checkout may have any other.
 check: .venv/dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy --num-workers 2
+	@mkdir -p .venv/named && ln -sfn $(CURDIR) .venv/named/herd
+	@bash -o pipefail -c 'MYPYPATH=.venv/named $(BIN)/mypy --num-workers 2 | sed "s,^.venv/named/herd/,,"'
 
 install: .venv/core .venv/torch-$(TORCH)
 install-dev: .venv/dev

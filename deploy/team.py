@@ -32,7 +32,7 @@ import psutil
 
 from herd.deploy.services import Service, Team, identity, postgres_program
 from herd.flows.local_server import WORKING_DIRECTORY
-from herd.storage.processes import IMPORT_FOLDER
+from herd.storage.processes import PACKAGE_FOLDER
 
 PURGED = "90d"
 DATABASES = ("prefect", "mlflow", "mlflow_auth")
@@ -121,7 +121,7 @@ def start(team: Team, service: Service) -> None:
         raise ValueError(f"{service.name}: something else answers at {service.url}; choose another port")
     with team.log(service).open("ab") as log:
         process = subprocess.Popen(
-            service.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=IMPORT_FOLDER,
+            service.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=PACKAGE_FOLDER,
             env=surroundings(service.environment), start_new_session=True, preexec_fn=heed_interrupts,
             **identity(service.user),
         )  # fmt: skip
@@ -137,7 +137,7 @@ def run(team: Team, service: Service) -> None:
         wait_for_database(team)
         asyncio.run(make_databases(team))
     heed_interrupts()
-    os.chdir(IMPORT_FOLDER)
+    os.chdir(PACKAGE_FOLDER)
     os.execvpe(service.command[0], service.command, surroundings(service.environment))
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from herd.storage.processes import IMPORT_FOLDER, die_with_parent
+from herd.storage.processes import PACKAGE_FOLDER, die_with_parent
 from herd.storage.root import Root
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
-WORKING_DIRECTORY = IMPORT_FOLDER if (IMPORT_FOLDER / "pyproject.toml").is_file() else Path.cwd()
+WORKING_DIRECTORY = PACKAGE_FOLDER if (PACKAGE_FOLDER / "pyproject.toml").is_file() else Path.cwd()
 """Where deployments look for recipes of relative paths: the checkout, or for an installed herd the current folder."""
 LOOPBACK = "127.0.0.1"
 POOL = "local"
@@ -184,7 +184,7 @@ def child(
             stderr=log,
             stdin=subprocess.DEVNULL,
             env=environment,
-            cwd=IMPORT_FOLDER,  # uvicorn imports from the current folder first
+            cwd=PACKAGE_FOLDER,  # uvicorn imports from the current folder first
             start_new_session=True,
             pass_fds=descriptors,
             preexec_fn=lambda: die_with_parent(signal.SIGTERM),

@@ -57,7 +57,7 @@ from herd.flows.local_server import (
     write_access,
 )
 from herd.storage.lease import LeaseHeld, lease
-from herd.storage.processes import IMPORT_FOLDER
+from herd.storage.processes import PACKAGE_FOLDER
 from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole, working
 from herd.tasks.tracking.mlflow_store import environment_uri, prepare_database
@@ -138,13 +138,13 @@ def check_working_directory(folder: Path = WORKING_DIRECTORY) -> None:
     Prefect puts the folder first on the path of a deployment's process, whatever PYTHONSAFEPATH says.
     """
     for path in (folder / "herd.py", folder / "herd/__init__.py"):
-        if path.exists() and not path.samefile(IMPORT_FOLDER / "herd/__init__.py"):
+        if path.exists() and not path.samefile(PACKAGE_FOLDER / "__init__.py"):
             raise ValueError(f"{path}: Prefect would import it in place of herd; rename it, or start in another folder")
 
 
 def deploy(environment: dict[str, str]) -> None:
     """Register every deployment of prefect.yaml. Raises NoServer with Prefect's message."""
-    options = ["--all", "--prefect-file", str(IMPORT_FOLDER / "herd" / "prefect.yaml")]
+    options = ["--all", "--prefect-file", str(PACKAGE_FOLDER / "prefect.yaml")]
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", *options]
     result = subprocess.run(
         command, cwd=WORKING_DIRECTORY, env=environment, capture_output=True, text=True, check=False

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import UUID
 
-from herd.storage.processes import IMPORT_FOLDER
+from herd.storage.processes import PACKAGE_FOLDER
 from herd.storage.root import Root
 
 WORKER_S = 2.0
@@ -58,7 +58,7 @@ def watched(root: Root, work: str, attempt: int) -> Iterator[None]:
             stderr=log,
             start_new_session=True,
             preexec_fn=ignore_signals,
-            cwd=IMPORT_FOLDER,
+            cwd=PACKAGE_FOLDER,
         )
     try:
         yield

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 
 PR_SET_PDEATHSIG = 1
-IMPORT_FOLDER = Path(__file__).absolute().parents[2]
-"""The folder that contains the package herd: a checkout or site-packages. In a checkout `herd/storage` is a link."""
+PACKAGE_FOLDER = Path(__file__).absolute().parents[1]
+"""The folder of the package herd: a checkout with any name, or `herd` in site-packages."""
 
 
 def die_with_parent(number: int) -> None:
@@ -35,14 +35,12 @@ def processors() -> int:
 
 
 def fix_import_path() -> None:
-    """Make child Pythons import this code, and nothing from their current directory.
+    """Make child Pythons import nothing from their current directory; they import herd as this process did.
 
     `python -m` and an empty entry in PYTHONPATH search it first: a user's `herd.py` or `torch.py` would shadow ours.
     """
     os.environ["PYTHONSAFEPATH"] = "1"
-    installed = IMPORT_FOLDER.name in ("site-packages", "dist-packages")  # on the path, after the standard library
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, ["" if installed else str(IMPORT_FOLDER), *given]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
 
 
 def memory_kills(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:

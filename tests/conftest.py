@@ -16,10 +16,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+import herd
 from tests.servers import one_of
 
 TESTS = Path(__file__).parent
 CHECKOUT = TESTS.parent
+
+# before a test can pass on the code of another checkout
+assert Path(herd.__file__).parent == CHECKOUT, f"herd is imported from {herd.__file__}; give: make install-dev"
 
 _spec = importlib.util.spec_from_file_location("network_guard", TESTS / "guard" / "sitecustomize.py")
 assert _spec is not None

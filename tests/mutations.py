@@ -68,7 +68,7 @@ def copy_checkout(folder: Path) -> Path:
     )
     for name in filter(None, tracked):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+        shutil.copy2(ROOT / name, folder / name)
     for parent in {(ROOT / name).parent for name in tracked if name.endswith(".py")}:
         if (parent / "__pycache__").is_dir():
             shutil.copytree(parent / "__pycache__", folder / parent.relative_to(ROOT) / "__pycache__")
@@ -80,7 +80,7 @@ def copy_checkout(folder: Path) -> Path:
 
 def _python(folder: Path, *words: str, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
     """Run Python in the copy; its modules come before an editable install of the checkout."""
-    environment = {"HERD_SHARED": str(ROOT.parent / "shared"), **os.environ, "PYTHONPATH": str(folder)}
+    environment = {"HERD_SHARED": str(ROOT.parent / "shared"), **os.environ, "PYTHONPATH": str(folder.parent)}
     command = [sys.executable, *words]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s)
 
@@ -138,7 +138,9 @@ def main() -> None:
     tests = sorted({test for one in mutants for test in one.tests})
     with tempfile.TemporaryDirectory(prefix="mutations-") as name, ThreadPoolExecutor(WORKERS) as pool:
         folders: Queue[Path] = Queue()
-        copies = list(pool.map(copy_checkout, (Path(name).resolve() / str(number) for number in range(WORKERS))))
+        copies = list(
+            pool.map(copy_checkout, (Path(name).resolve() / str(number) / "herd" for number in range(WORKERS)))
+        )
         shares = [sorted(tests)[number::WORKERS] for number in range(WORKERS)]
         list(pool.map(check_unpatched, *zip(*[(c, s) for c, s in zip(copies, shares, strict=True) if s], strict=True)))
         for copy in copies:

@@ -72,7 +72,7 @@ def test_the_image_copies_files_that_exist_and_installs_the_pins() -> None:
     copied = [name for line in re.findall(r"^COPY (?!--)(.+)$", text, re.MULTILINE) for name in line.split()[:-1]]
     ignored = Path(".dockerignore").read_text().split()
     assert set(copied) == {".", str(CORE), "constraints.txt"}
-    for name in ("pyproject.toml", "README.md", "LICENSE", "herd/flows", "prefect.yaml", *copied):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "setup.py", "flows", "api.py", "prefect.yaml", *copied):
         assert Path(name).exists(), name
         assert name.split("/")[0] not in ignored
     assert "--require-hashes --no-deps --requirement /tmp/requirements.txt" in text

@@ -15,8 +15,9 @@ import pytest
 import herd
 
 pytestmark = pytest.mark.slow
-FOLDERS = ("herd", "flows", "tasks", "llama3", "storage", "deploy", "recipes")
-FILES = ("pyproject.toml", "prefect.yaml", "README.md", "LICENSE")
+FOLDERS = ("flows", "tasks", "llama3", "storage", "deploy", "recipes")
+FILES = ("__init__.py", "api.py", "py.typed", "prefect.yaml")
+BUILD = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 FOREIGN = ("herd/__init__.py", "storage.py", "flows/__init__.py", "tasks/__init__.py", "llama3.py", "random.py")
 
 
@@ -25,8 +26,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of a copy of the checkout; a build leaves files in its folder."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in FOLDERS:
-        shutil.copytree(name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in FILES:
+        shutil.copytree(name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in (*FILES, *BUILD):
         shutil.copy2(name, source / name)
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
     subprocess.run([*pip, "--wheel-dir", str(target), str(source)], check=True)
@@ -36,10 +37,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_one_package_with_everything_that_is_tracked(wheel: Path) -> None:
     names = [name for name in zipfile.ZipFile(wheel).namelist() if not name.startswith("herd_llm-")]
-    tracked = subprocess.run(["git", "ls-files", *FOLDERS, "prefect.yaml"], capture_output=True, text=True, check=True)
-    files = {name if name.startswith("herd/") else f"herd/{name}" for name in tracked.stdout.split()}
-    links = {f"herd/{name}" for name in (*FOLDERS, "prefect.yaml")}
-    assert sorted(names) == sorted(name for name in files - links | {"herd/prefect.yaml"})
+    tracked = subprocess.run(["git", "ls-files", *FOLDERS, *FILES], capture_output=True, text=True, check=True)
+    assert sorted(names) == sorted(f"herd/{name}" for name in tracked.stdout.split())
     assert {name.split("/")[0] for name in names} == {"herd"}
 
 

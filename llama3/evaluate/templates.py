@@ -30,7 +30,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from herd.llama3.evaluate.answer_extraction import replace_matches
 from herd.llama3.evaluate.task_yaml import DataRow, TaskFile, parse_rows
-from herd.storage.processes import IMPORT_FOLDER
 
 TEXTS = ("preamble", "context", "continuation", "answer", "tests", "program", "text", "line", "group")
 EXPRESSIONS = ("contexts", "choices", "gold")
@@ -229,12 +228,11 @@ def _worker() -> subprocess.Popen[bytes]:
         _workers.clear()
     if not _workers:
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-        path = [str(IMPORT_FOLDER), *filter(None, sys.path)]
         worker = subprocess.Popen(
-            [sys.executable, "-m", "herd.llama3.evaluate.templates"],
+            [sys.executable, "-P", "-m", "herd.llama3.evaluate.templates"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**kept, "PYTHONPATH": os.pathsep.join(path)},
+            env={**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             start_new_session=True,
         )
         _workers.append((os.getpid(), worker))

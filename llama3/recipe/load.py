@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from herd.llama3.recipe.base import read_plain, read_yaml
 from herd.llama3.recipe.schema import Recipe
 from herd.storage.artifact import flatten
-from herd.storage.processes import IMPORT_FOLDER
+from herd.storage.processes import PACKAGE_FOLDER
 from herd.storage.secrets import names_secret, refuse_secrets, scrub
 
 BASE = "base"
@@ -31,7 +31,7 @@ class RecipeError(ValueError):
     """An invalid recipe; the message has one line per fault: field, value, remedy."""
 
 
-RECIPES = IMPORT_FOLDER / "herd" / "recipes"
+RECIPES = PACKAGE_FOLDER / "recipes"
 """The recipes that herd ships."""
 
 

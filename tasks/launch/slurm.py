@@ -18,7 +18,7 @@ from pathlib import Path
 
 from herd.llama3.train.job import TERMINATED, AttemptResult, first_failure, last_lines, leave_by, read_outcomes
 from herd.storage.filesystem import write_atomic
-from herd.storage.processes import IMPORT_FOLDER
+from herd.storage.processes import PACKAGE_FOLDER
 from herd.tasks.cluster import Cluster
 from herd.tasks.errors import SchedulerRefused
 from herd.tasks.launch.base import (
@@ -206,7 +206,7 @@ def run_on_nodes(cluster: Cluster, program: list[str]) -> tuple[list[str], str]:
     exports = [f"export {key}={shlex.quote(value)}" for key, value in settings.environment.items()]
     line = "\n".join([*settings.setup, *exports, f"exec {shlex.join([settings.python or sys.executable, *program])}"])
     command = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--label", "--time=10"]
-    command += [f"--cpus-per-task={settings.cpus_per_process * per_node}", f"--chdir={IMPORT_FOLDER}"]
+    command += [f"--cpus-per-task={settings.cpus_per_process * per_node}", f"--chdir={PACKAGE_FOLDER}"]
     command += [f"--gpus-per-node={per_node}"] if settings.gpus else []
     command += [f"--{name}={value}" for name in ("partition", "account") if (value := getattr(settings, name))]
     done = subprocess.run(
@@ -240,7 +240,7 @@ def slurm_script(
         f"--signal=TERM@{settings.grace_s}",
         "--requeue",
         "--open-mode=append",
-        f"--chdir={IMPORT_FOLDER}",
+        f"--chdir={PACKAGE_FOLDER}",
         f"--output={logs / 'slurm.log'}",
         *settings.lines,
     ]

@@ -26,7 +26,7 @@ from herd import __version__
 from herd.llama3.train.job import HourlyCosts
 from herd.storage.artifact import flatten
 from herd.storage.filesystem import write_atomic
-from herd.storage.processes import IMPORT_FOLDER
+from herd.storage.processes import PACKAGE_FOLDER
 from herd.storage.root import Root
 from herd.storage.secrets import names_secret, scrub
 
@@ -163,7 +163,7 @@ def code_version() -> str:
 
     `unknown` for a checkout without git.
     """
-    if not (IMPORT_FOLDER / "pyproject.toml").is_file():
+    if not (PACKAGE_FOLDER / "pyproject.toml").is_file():
         return f"v{__version__}"
     commit = _git("rev-parse", "--short=12", "HEAD")
     return (commit + ("+changes" if _git("status", "--porcelain") else "")) if commit else "unknown"
@@ -176,11 +176,11 @@ def code_changes() -> str:
         return ""
     with tempfile.TemporaryDirectory(prefix="herd-index-") as folder:
         index = Path(folder, "index")  # a copy, in which new files can be announced without touching the user's
-        shutil.copyfile(IMPORT_FOLDER / _git("rev-parse", "--git-path", "index"), index)
+        shutil.copyfile(PACKAGE_FOLDER / _git("rev-parse", "--git-path", "index"), index)
         new = [
             name
             for name in _git("ls-files", "--others", "--exclude-standard").splitlines()
-            if name.endswith(SOURCES) and IMPORT_FOLDER.joinpath(name).stat().st_size <= MAX_NEW_FILE
+            if name.endswith(SOURCES) and PACKAGE_FOLDER.joinpath(name).stat().st_size <= MAX_NEW_FILE
         ]
         if new:
             _git("add", "--intent-to-add", "--", *new, GIT_INDEX_FILE=str(index))
@@ -192,11 +192,11 @@ def code_changes() -> str:
 
 def _git(*words: str, **variables: str) -> str:
     """Return what git prints about this checkout; "" if it fails, or if another repository holds an installed herd."""
-    if not (IMPORT_FOLDER / ".git").exists():
+    if not (PACKAGE_FOLDER / ".git").exists():
         return ""
     try:
         done = subprocess.run(
-            ["git", "-C", str(IMPORT_FOLDER), *words],
+            ["git", "-C", str(PACKAGE_FOLDER), *words],
             capture_output=True,
             text=True,
             errors="replace",

@@ -26,7 +26,7 @@ import yaml
 from herd.llama3.data.readers.sources import open_source
 from herd.llama3.recipe.load import load_recipe
 from herd.storage.object_artifact import open_store
-from herd.storage.processes import IMPORT_FOLDER, die_with_parent
+from herd.storage.processes import die_with_parent
 from herd.storage.root import Root
 from herd.tasks.runs.records import RunRecord, Runs
 from tests.dist import Forked
@@ -63,7 +63,6 @@ class Herd:
             "HERD_ROOT": str(self.root),
             "COLUMNS": "200",
             "HERD_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(IMPORT_FOLDER), os.environ["PYTHONPATH"]]),
             **self.variables,
         }
 

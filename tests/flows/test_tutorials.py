@@ -145,7 +145,7 @@ def test_what_is_marked_to_run_runs(page: Path, tmp_path: Path) -> None:
         if match := re.match(r"# (\S+\.yaml)\n", text):
             (tmp_path / match[1]).write_text(text)
     (tmp_path / "herd-data").mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "HERD_ROOT": str(tmp_path / "herd-data")}
+    environment = {**os.environ, "HERD_ROOT": str(tmp_path / "herd-data")}
     printed = ""
     for line in [line for mark, block in marked_blocks(page) if mark == "<!-- run -->" for line in block]:
         ended = subprocess.run(shlex.split(line), cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -277,8 +277,7 @@ def test_a_manifest_is_shown_without_a_cluster(tmp_path: Path) -> None:
     (text,) = blocks(page)
     (tmp_path / "kubernetes.yaml").write_text(text)
     code = "\n".join(lines(page)).partition("<<'END'\n")[2].partition("END")[0]
-    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
-    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     shown = yaml.safe_load(ended.stdout)
     model = JobsetV1alpha2JobSet.from_dict(shown)

@@ -63,7 +63,6 @@ def test_a_dask_cluster_makes_the_same_files(tmp_path: Path, checkout: Path) -> 
         **os.environ,
         "PREFECT_HOME": str(tmp_path / "prefect"),
         "PREFECT_LOGGING_LEVEL": "ERROR",
-        "PYTHONPATH": str(checkout),
     }
     done = subprocess.run(
         [sys.executable, "-m", "tests.tasks.dask_chain", str(recipe_path), str(tmp_path / "dask")],

@@ -27,7 +27,7 @@ from herd.flows.cli.main import PANELS, app
 from herd.llama3.recipe.load import to_yaml
 from herd.llama3.tokens.inspect import Inspection, TokenCount
 from herd.llama3.tokens.stream import DocumentUse
-from herd.storage.processes import IMPORT_FOLDER as CHECKOUT
+from herd.storage.processes import PACKAGE_FOLDER as CHECKOUT
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
 from herd.tasks.launch.slurm import SlurmLauncher
@@ -305,7 +305,6 @@ def test_a_reader_that_leaves_a_pipe_ends_the_command_in_silence(root: Root) -> 
         ["bash", "-c", f"set -o pipefail; {command} | true"],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": f"{os.environ['PYTHONPATH']}:."},
     )
     assert done.stderr == ""
 

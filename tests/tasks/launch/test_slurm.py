@@ -20,7 +20,7 @@ from herd.llama3.train.health import HealthTail
 from herd.llama3.train.job import AttemptResult, read_outcomes
 from herd.llama3.train.journal import read_attempts
 from herd.storage.artifact import Store
-from herd.storage.processes import IMPORT_FOLDER
+from herd.storage.processes import PACKAGE_FOLDER
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster, EvaluationCluster, load_cluster
 from herd.tasks.console import TerminalConsole
@@ -59,7 +59,7 @@ def test_script_is_the_golden_one() -> None:
     })  # fmt: skip
     work, logs = Path("/shared/herd data/work/main-1a2b"), Path("/shared/herd data/runs/tiny-1/logs/main/attempt-1")
     script = slurm_script(cluster, "herd-main-1a2b", work / "job.json", 16, logs)
-    script = script.replace(f"--chdir={IMPORT_FOLDER}", "--chdir=/shared/herd")
+    script = script.replace(f"--chdir={PACKAGE_FOLDER}", "--chdir=/shared/herd")
     assert script == GOLDEN.read_text()
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
