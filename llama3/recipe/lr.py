@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
@@ -67,6 +67,15 @@ class Decay(Section):
     def warnings(self, run: Timeline, final_rate: float) -> Iterator[str]:
         """Yield a line for each legal but unusual setting; `final_rate` is the scheduled rate at the last stage."""
 
+    @abstractmethod
+    def scaled(
+        self, run: Timeline, size: Callable[[Span], Fraction], position: Callable[[float], int], step: int
+    ) -> Self:
+        """Return this decay for a run in small with `step` tokens in a step.
+
+        `size` returns the tokens of a length of this run, `position` the position in small of one of this run.
+        """
+
     def overrides_for(self, end: Tokens) -> list[str]:
         """Return the overrides for a run that ends at position `end`."""
         return []
@@ -107,6 +116,12 @@ class _OverDecay(Decay):
                 f"lr.{self.key}.over: the {self.shape} ends at {unit} {tokens(over.amount)}, long before the stages "
                 "that follow it"
             )
+
+    def scaled(
+        self, run: Timeline, size: Callable[[Span], Fraction], position: Callable[[float], int], step: int
+    ) -> Self:
+        least = max(step, position(float(run.warmup_end[1]))) + step
+        return self.model_copy(update={"over": Span(max(least, position(float(size(self.over)))), "tokens")})
 
     def overrides_for(self, end: Tokens) -> list[str]:
         return [f"lr.{self.key}.over={end}"]
@@ -150,6 +165,13 @@ class Wsd(Decay):
 
     def faults(self, run: Timeline) -> Iterator[str]:
         yield from ()
+
+    def scaled(
+        self, run: Timeline, size: Callable[[Span], Fraction], position: Callable[[float], int], step: int
+    ) -> Self:
+        end = run.decay_end[1]
+        length = position(end) - position(max(0.0, end - float(size(self.decay))))
+        return self.model_copy(update={"decay": Span(max(step, length), "tokens")})
 
     def warnings(self, run: Timeline, final_rate: float) -> Iterator[str]:
         decay, end = self.decay, self.decay.pick(*run.decay_end)

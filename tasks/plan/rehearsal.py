@@ -31,7 +31,6 @@ from herd.llama3.recipe.base import Domain
 from herd.llama3.recipe.gates import AbsoluteRule, AtLeast, AtMost, GateRule, NoDropOver, assign_rules
 from herd.llama3.recipe.lint import lint
 from herd.llama3.recipe.load import resolved
-from herd.llama3.recipe.lr import Wsd
 from herd.llama3.recipe.schedule import Schedule, StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import Bytes, Cadence, Share, Tokens, tokens
@@ -217,20 +216,10 @@ class ScaledRun:
 
     def _rate(self, plain: dict[str, Any]) -> dict[str, Any]:
         """Return the learning rate with warm-up and decay at the corresponding positions."""
-        first = self.batches[self.schedule.spans[0].name]
-        end = self.schedule.reached(self.original.lr.warmup)[1]
-        warmup = max(first, self.position(float(end)))
-        plain["warmup"] = f"{warmup} tokens"
-        for name in ("cosine", "linear"):
-            if plain.get(name):
-                over = self.schedule.reached(getattr(self.original.lr, name).over)[1]
-                plain[name]["over"] = f"{max(warmup + first, self.position(float(over)))} tokens"
-        decay, run_end = self.original.lr.decay, self.schedule.timeline.decay_end[1]
-        if isinstance(decay, Wsd):
-            length = float(self.schedule.reached(decay.decay)[1])
-            begin = self.position(max(0.0, run_end - length))
-            plain["wsd"]["decay"] = f"{max(first, self.position(run_end) - begin)} tokens"
-        return plain
+        first, run, decay = self.batches[self.schedule.spans[0].name], self.schedule.timeline, self.original.lr.decay
+        plain["warmup"] = f"{max(first, self.position(float(run.warmup_end[1])))} tokens"
+        scaled = decay.scaled(run, lambda length: self.schedule.reached(length)[1], self.position, first)
+        return {**plain, decay.key: scaled.model_dump(mode="json")}
 
     def _stage(self, span: StageSpan, plain: dict[str, Any]) -> dict[str, Any]:
         lengths = [f"{self.steps[segment] * self.batches[span.name]} tokens" for segment in span.segments]
