@@ -442,6 +442,14 @@ class Cluster(BaseModel):
         return self.nodes.cpus_per_process if self.nodes else max(1, self.threads // self.processes)
 
 
+SCHEDULERS = tuple(
+    name
+    for name, field in Cluster.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Nodes)
+)
+"""The launchers for several machines: `Cluster` has a field with the settings of each."""
+
+
 def load_cluster(path: Path, **changes: Any) -> Cluster:
     """Return the cluster of the YAML file `path`, with `changes` to its fields. Raises ValueError."""
     data = read_yaml(path, f"cluster: {path}") or {}

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.train.job import GRACE_S, AttemptResult
 from herd.storage.filesystem import write_atomic
-from herd.tasks.cluster import Cluster
+from herd.tasks.cluster import SCHEDULERS, Cluster
 from herd.tasks.errors import SchedulerRefused, TrainingFailed
 
 REAP_S = 5.0
@@ -228,8 +228,8 @@ LAUNCHERS = {
     "slurm": "herd.tasks.launch.slurm",
     "kubernetes": "herd.tasks.launch.kubernetes",
 }
-"""A new launcher is a module with `launcher` as those of the others, for a scheduler also `running_job(logs)`, a line
-here, and its settings in `Cluster`."""
+"""A new launcher is a module with `launcher` as those of the others, a line here, and its name in `Cluster.launcher`; a
+scheduler also has `running_job(logs)`, and its settings in a field of `Cluster`."""
 
 
 def launcher_of(cluster: Cluster, name: str, agents: Any, excluded: Excluded = dict) -> Launcher:
@@ -244,6 +244,6 @@ def launcher_of(cluster: Cluster, name: str, agents: Any, excluded: Excluded = d
 
 def orphans(attempts: Sequence[Path]) -> Iterator[Launch]:
     """Yield the jobs of schedulers that run, with or without a supervisor, of attempts with these log folders."""
-    for name in ("slurm", "kubernetes"):
+    for name in SCHEDULERS:
         find = import_module(LAUNCHERS[name]).running_job
         yield from (launch for logs in attempts if (launch := find(logs)) is not None)

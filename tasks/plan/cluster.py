@@ -41,7 +41,7 @@ from herd.llama3.train import metrics
 from herd.storage.artifact import flatten
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
-from herd.tasks.cluster import Cluster
+from herd.tasks.cluster import SCHEDULERS, Cluster
 from herd.tasks.format import format_bytes
 from herd.tasks.plan.options import (
     check_stage_names,
@@ -196,7 +196,7 @@ class ClusterPlan:
             layout = part.best.layout.model_dump(exclude_defaults=True)
             return {"processes": part.best.world, "micro_batch": max(sizes), "layout": layout}
 
-        nodes: dict[str, dict[str, Any]] = {"slurm": {}, "kubernetes": {}}
+        nodes: dict[str, dict[str, Any]] = {launcher: {} for launcher in SCHEDULERS}
         if variables := nccl_variables(self.projection, self.main):
             nodes = {launcher: {"environment": dict(variables)} for launcher in nodes}
         if self.hosts:

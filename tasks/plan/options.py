@@ -15,7 +15,7 @@ from herd.llama3.recipe.base import read_yaml
 from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
 from herd.storage.root import Root
-from herd.tasks.cluster import Cluster, load_cluster
+from herd.tasks.cluster import SCHEDULERS, Cluster, load_cluster
 from herd.tasks.plan.calibrate import load_calibration
 
 
@@ -106,10 +106,10 @@ def processes_per_node(cluster: Cluster) -> dict[str, int]:
     """Return the processes on a node by launcher: the cluster's own, or without one those that its file gives."""
     if cluster.nodes is not None:
         return {cluster.launcher: cluster.nodes.processes_per_node} if cluster.nodes.gpus else {}
-    given = {"slurm": cluster.slurm, "kubernetes": cluster.kubernetes}
     return {
         launcher: nodes.processes_per_node
-        for launcher, nodes in given.items()
+        for launcher in SCHEDULERS
+        for nodes in [getattr(cluster, launcher)]
         if "processes_per_node" in nodes.model_fields_set
     }
 

@@ -130,14 +130,14 @@ def memory_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
 
 
 def pod_memory_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
-    """Return a line if a save copies more to a Kubernetes pod's memory than it has; all other use of it is unknown."""
-    if cluster.launcher != "kubernetes":
+    """Return a line if a save copies more to a pod's memory than the launcher requests; other use of it is unknown."""
+    given, saves = getattr(cluster.nodes, "memory", None), list[tuple[int, str]]()
+    if cluster.nodes is None or given is None:
         return []
-    given, saves = cluster.kubernetes.memory, list[tuple[int, str]]()
     limit = quantity_bytes(given)
     for span in Schedule(recipe).trained:
         place = cluster.for_stage(span.stage.name, span.name)
-        layout, world, each = place.layout, place.processes, cluster.kubernetes.processes_per_node
+        layout, world, each = place.layout, place.processes, cluster.nodes.processes_per_node
         load = _load(recipe, layout, world, place.micro_batch, span.segments[0], DeviceMemory("pod", limit, cuda=True))
         saved = [need.saved for need in memory(recipe.model, vocab_rows(recipe), layout, world, load)]
         ranks = [saved[RankCoords.from_rank(rank, layout).pp] for rank in range(world)]
@@ -146,7 +146,7 @@ def pod_memory_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
     if most <= limit:
         return []
     return [
-        f"cluster.kubernetes.memory: {given} is {limit / 1e9:,.1f} GB, and a save of {name} copies "
+        f"cluster.{cluster.launcher}.memory: {given} is {limit / 1e9:,.1f} GB, and a save of {name} copies "
         f"{most / 1e9:,.1f} GB to the memory of a pod; write {math.ceil(2 * most / 2**30)}Gi, because torch rounds "
         "each tensor there up to a power of two, or take more nodes"
     ]

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import get_args
 
@@ -26,7 +27,7 @@ from herd.llama3.train.job import GRACE_S, OUT_OF_MEMORY, AttemptResult, StopEst
 from herd.llama3.train.journal import read_attempts
 from herd.llama3.train.main import REFUSED
 from herd.storage.processes import memory_kills
-from herd.tasks.cluster import Cluster, load_cluster
+from herd.tasks.cluster import SCHEDULERS, Cluster, load_cluster
 from herd.tasks.errors import TrainingFailed
 from herd.tasks.launch.base import LAUNCHERS, fitting, launch_key, launcher_of
 from herd.tasks.launch.local import Agents, LocalLauncher, rank_process, slow_precision
@@ -410,7 +411,8 @@ def test_nothing_is_left_behind_on_this_machine(launcher: LocalLauncher, tmp_pat
 
 
 def test_every_launcher_of_a_cluster_is_registered() -> None:
-    assert set(LAUNCHERS) == set(get_args(Cluster.model_fields["launcher"].annotation))
+    assert set(LAUNCHERS) == set(get_args(Cluster.model_fields["launcher"].annotation)) == {"local", *SCHEDULERS}
+    assert all(callable(import_module(LAUNCHERS[name]).running_job) for name in SCHEDULERS), "orphans asks each"
 
 
 @pytest.mark.parametrize(("launcher", "command"), [("slurm", "sbatch"), ("kubernetes", "kubectl")])
