@@ -26,6 +26,8 @@ SETTLE_S = 1.0
 LAST_LINES = 12
 GRACE_S = 15.0
 """From the request to stop to SIGKILL, if steps and saves are short."""
+SAVE_TIMEOUT_S = 3600.0
+"""How long a process that has written its files of a checkpoint waits for the slowest."""
 SLACK = 3.0
 """A save may take this many times as long as the longest before it: a disk is slower when others write too."""
 PACE = "pace.json"

@@ -19,7 +19,7 @@ from rich.markup import escape
 from herd.llama3.train import metrics
 from herd.llama3.train.health import HealthTail
 from herd.llama3.train.job import GRACE_S, HUNG, AttemptResult, StopEstimate
-from herd.llama3.train.journal import HEALTH, Journal, Record, Rewind, Tail, end_attempt, read_attempts, valid_records
+from herd.llama3.train.journal import HEALTH, Journal, Record, Tail, end_attempt, read_attempts, valid_records
 from herd.storage.filesystem import write_atomic
 from herd.tasks.console import ProgressLine
 from herd.tasks.format import format_duration
@@ -27,6 +27,7 @@ from herd.tasks.launch.base import WATCH_S, Launch, stopped_on_error
 from herd.tasks.launch.hosts import Hosts
 from herd.tasks.stages.alerts import Alerts
 from herd.tasks.stages.evaluate import CheckpointOffers
+from herd.tasks.stages.hang_detector import HangDetector
 from herd.tasks.step import Context
 from herd.tasks.tracking.backfill import FOLLOWED, Sender, catch_up, watch_outages
 from herd.tasks.tracking.mlflow import mlflow_of
@@ -36,10 +37,8 @@ from herd.tasks.tracking.steps import Thinning, environment_tags
 from herd.tasks.tracking.tracker import MetricPoint
 
 POLL_S = 0.5
-IDLE = 0.01
-"""Processor seconds per second up to which a starting trainer counts as idle: its threads wake now and then."""
 SEND_INTERVAL_S = 5.0
-EXAMINE_S = 5.0
+HEALTH_CHECK_S = 5.0
 """Between two looks at the samples of the nodes, of which there may be thousands."""
 SMOOTHED = 32
 """Steps whose mean loss is shown: the loss of one batch depends on its domains."""
@@ -76,10 +75,11 @@ class JournalTailer:
         self.context, self.runs, self.tail, self.line, self.end = context, runs, Tail(journal), line, end
         self.thinning = Thinning(steps, end)
         self.sender = Sender(context.tracker, runs, lambda: catch_up(context))
-        self.position = self.began = -1
-        self.recorded = 0.0
+        self.position = self.attempt_start = -1
+        self.last_record_rank0_time = 0.0
         """When the last record was made, by the clock of rank 0."""
-        self.heard = self.last_sent = self.examined = time.monotonic()
+        self.last_record_at = self.last_sent = self.health_checked_at = time.monotonic()
+        self.hang_detector = HangDetector(self.last_record_at, math.inf)
         self.unsent: list[MetricPoint] = []
         self.losses: deque[float] = deque(maxlen=SMOOTHED)
         self.held_out: dict[str, float] = {}
@@ -99,23 +99,21 @@ class JournalTailer:
     ) -> AttemptResult:
         """Follow until the trainer ends and return how; stops the trainer if interrupted or if it hangs.
 
-        `start` is the stage's first position. A trainer hangs if it records no step for `step_timeout_s`; before its
-        first step, if it uses no processor for as long, or logs no line for `startup_s`. While it waits for a save, it
-        may take the time limit of one. Raises SchedulerRefused as `stopped_on_error` does.
+        `start` is the stage's first position; `step_timeout_s` and `startup_s` are those of HangDetector. Raises
+        SchedulerRefused as `stopped_on_error` does.
         """
-        self.began, self.heard = self.position, time.monotonic()
-        self.launched = self.logged = self.sized = self.heard
-        self.used_s, self.log_bytes = 0.0, 0
-        self.health, self.faults, self.followed = HealthTail(launch.logs), set(), time.time()
+        self.attempt_start, self.last_record_at = self.position, time.monotonic()
+        self.hang_detector = HangDetector(self.last_record_at, step_timeout_s, startup_s)
+        self.health, self.faults, self.follow_start_time = HealthTail(launch.logs), set(), time.time()
         if self.alerts:
             self.alerts.restarted()
         try:
             with stopped_on_error(launch):
                 while (outcome := launch.poll()) is None:
-                    self._take(start)
-                    if why := self._silent(step_timeout_s, startup_s, launch):
+                    self._process_entries(start)
+                    if reason := self._hang(launch):
                         launch.stop()
-                        outcome = AttemptResult(status=HUNG, message=f"{why}; it was stopped")
+                        outcome = AttemptResult(status=HUNG, message=f"{reason}; it was stopped")
                         break
                     until = time.monotonic() + POLL_S
                     while time.monotonic() < until and launch.poll() is None:
@@ -123,9 +121,9 @@ class JournalTailer:
         except BaseException:
             self.sender.drain(INTERRUPTED_S)
             raise
-        self.examined = -math.inf
-        self._take(start)
-        if self.position > self.began:  # it is the last attempt that wrote its start
+        self.health_checked_at = -math.inf
+        self._process_entries(start)
+        if self.position > self.attempt_start:  # it is the last attempt that wrote its start
             with suppress(OSError):
                 end_attempt(self.tail.path.parent)  # its agent may have been killed too
         self.send()
@@ -133,53 +131,44 @@ class JournalTailer:
             self.context.tracker.complete.add(self.runs[-1])
         return outcome
 
-    def _silent(self, step_timeout_s: float, startup_s: float, launch: Launch) -> str:
+    def _hang(self, launch: Launch) -> str:
         """Return why the trainer hangs; "" if it does not."""
-        now, starting = time.monotonic(), self.position == self.began
-        if starting:  # it may read a large checkpoint, compile, or train steps again
-            used_s = launch.used_s()
-            if used_s is None or used_s - self.used_s > IDLE * (now - self.heard):
-                self.used_s, self.heard = used_s or 0.0, now
-            if now - self.sized > startup_s / 100:  # there may be thousands of logs
-                size = sum(log.stat().st_size for log in launch.logs.glob("rank-*.log"))
-                if size != self.log_bytes:
-                    self.logged = now
-                self.sized, self.log_bytes = now, size
-        else:
-            self.logged = now
-        why, silent_s = "", now - self.heard
-        if silent_s > step_timeout_s:
-            why = f"it did nothing for {step_timeout_s:,.0f} s before its first step" if starting else ""
-            why = why or f"no step for {step_timeout_s:,.0f} s"
-        elif starting and (silent_s := now - self.logged) > startup_s:
-            why = f"no step and no line of log for {startup_s:,.0f} s"
-        saving_since = StopEstimate.read(self.tail.path.parent).saving_since if why else 0.0
-        # A save waits for the one before it, and the end of a stage for the last. Both times are those of rank 0.
-        if saving_since > self.recorded or (saving_since and 0 <= self.end <= self.position):
-            from herd.llama3.train.checkpoint.manager import TIMEOUT_S  # imports torch
-
-            why = f"no step for {TIMEOUT_S:,.0f} s while it saves a checkpoint" if silent_s > TIMEOUT_S else ""
-        if why and launch.waits():  # last: it may query a scheduler
-            self.heard = self.logged = now
+        detector, now = self.hang_detector, time.monotonic()
+        if detector.starting:
+            detector.observe_processor_time(now, launch.used_s())
+        if detector.log_size_due(now):
+            size = sum(log.stat().st_size for log in launch.logs.glob("rank-*.log"))
+            detector.observe_log_size(now, size)
+        if not detector.verdict(now):
             return ""
-        return why
+        # A save waits for the one before it, and the end of a stage for the last. Both times are those of rank 0.
+        saving_since = StopEstimate.read(self.tail.path.parent).saving_since
+        saving = saving_since > self.last_record_rank0_time or (saving_since > 0 and 0 <= self.end <= self.position)
+        reason = detector.verdict(now, saving)
+        if reason and launch.waits():  # last: it may query a scheduler
+            detector.observe_queued(now)
+            return ""
+        return reason
 
-    def _take(self, start: int) -> None:
+    def _process_entries(self, start: int) -> None:
         """Read the new entries of the journal: show, judge and queue them."""
         entries = self.tail.new()
         for entry in entries:
-            if isinstance(entry, Rewind):  # no record is written while the steps up to it are trained again
-                self.position = self.began = entry.position
+            self.last_record_at = time.monotonic()
+            if isinstance(entry, Record):
+                self.hang_detector.observe_record(self.last_record_at)
+            else:  # a rollback: no record is written while the steps up to it are trained again
+                self.hang_detector.observe_rollback(self.last_record_at)
+                self.position = self.attempt_start = entry.position
                 self.losses.clear()
                 self.context.console.log(f"  [yellow]went back to before {entry.position:,} because of a spike[/]")
         if self.alerts:
             for entry in entries:
                 self.alerts.observe(entry)
             if not entries:
-                since = self.launched if self.position == self.began else self.heard
-                self.alerts.observe_silence(time.monotonic() - since)
+                self.alerts.observe_silence(time.monotonic() - self.last_record_at)
         records = valid_records(entries)
-        self._take_health(records)
+        self._process_health(records)
         for record in records:
             self.unsent += self.thinning.points(record)
             if metrics.LOSS in record.metrics:
@@ -191,9 +180,9 @@ class JournalTailer:
         if self.offers:
             self.offers.observe(records)
         if records:
-            if self.position == self.began and (attempts := read_attempts(self.tail.path.parent)):
+            if self.position == self.attempt_start and (attempts := read_attempts(self.tail.path.parent)):
                 self.sender.tag(environment_tags(attempts[-1].get("environment") or {}))
-            self.position, self.recorded, self.heard = records[-1].position, records[-1].time, time.monotonic()
+            self.position, self.last_record_rank0_time = records[-1].position, records[-1].time
             mean = {metrics.LOSS: sum(self.losses) / len(self.losses)} if self.losses else {}
             values = {**records[-1].metrics, **mean, **self.held_out}
             self.line.update(
@@ -218,23 +207,23 @@ class JournalTailer:
             self.context.console.log(f"  [yellow]{field} {why}; write at least {leaves_s}, or stops lose steps[/]")
             self.grace_s = math.inf
 
-    def _take_health(self, records: list[Record]) -> None:
+    def _process_health(self, records: list[Record]) -> None:
         """Read the health of the nodes: record new faults, and add the values to the last of `records` that is sent."""
         if self.health is None:
             return
-        if time.monotonic() - self.examined > EXAMINE_S:
-            self.examined = time.monotonic()
-            found = {(sample.host, fault) for sample in self.health.new() for fault in sample.faults}
-            for host, fault in sorted(found - self.faults):
-                self._found(host, fault)
-        sent = [record for record in records if record.time > self.followed and self.thinning.sends(record)]
+        if time.monotonic() - self.health_checked_at > HEALTH_CHECK_S:
+            self.health_checked_at = time.monotonic()
+            faults = {(sample.host, fault) for sample in self.health.new() for fault in sample.faults}
+            for host, fault in sorted(faults - self.faults):
+                self._record_fault(host, fault)
+        sent = [record for record in records if record.time > self.follow_start_time and self.thinning.sends(record)]
         if sent and (values := self.health.metrics()):
             record = Record(sent[-1].time, sent[-1].position, values)
             self.unsent += self.thinning.points(record)
             with suppress(OSError), Journal(self.tail.path.with_name(HEALTH)) as journal:
                 journal.add(record)
 
-    def _found(self, host: str, fault: str) -> None:
+    def _record_fault(self, host: str, fault: str) -> None:
         """Record a fault, which excludes the host, and alert once."""
         try:
             new = self.hosts.record(host, "fault", fault, self.context.record.name)

@@ -36,14 +36,13 @@ from herd.llama3.train.checkpoint.storage import (
     SupersededError,
 )
 from herd.llama3.train.device import DeviceTime
+from herd.llama3.train.job import SAVE_TIMEOUT_S
 from herd.storage.digests import FileDigest
 
 THREADS = 4
 """Files that each process writes or reads at the same time."""
 TOLERATED = 3
 """Failed saves in a row after which training ends: a full disk is often cleaned up before that."""
-TIMEOUT_S = 3600.0
-"""How long a process whose part is written waits for the slowest."""
 ADVICE = (
     "repair or restore one of them and give the same command again, or add --restart-damaged to train the stage again "
     "from its start"
@@ -96,7 +95,7 @@ class Checkpoints:
         # The thread has its own group: collectives of two threads must not meet on one. gloo needs no device.
         self.group: Any = None
         if world.size > 1:
-            self.group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
+            self.group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_TIMEOUT_S))
         self.failures: list[str] = []
         """Errors of the saves since the last that succeeded."""
         self._running: Future[SaveResult] | None = None

@@ -17,7 +17,16 @@ from herd.llama3.train import job as jobs
 from herd.llama3.train import metrics
 from herd.llama3.train.health import HealthSample
 from herd.llama3.train.job import AttemptResult, StopEstimate
-from herd.llama3.train.journal import HEALTH, Journal, Record, device_hours, read_attempts, read_journal, to_parquet
+from herd.llama3.train.journal import (
+    HEALTH,
+    Journal,
+    Record,
+    Rewind,
+    device_hours,
+    read_attempts,
+    read_journal,
+    to_parquet,
+)
 from herd.storage.artifact import Store
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster, Slurm
@@ -102,8 +111,25 @@ def test_what_is_shown_is_a_mean_of_the_last_steps_and_the_last_score_on_held_ou
             shown.append((position, *values))
 
     follower = JournalTailer(context, [context.record.mlflow_run], tmp_path / "journal.jsonl", len(losses), Line())
-    follower._take(0)
+    follower._process_entries(0)
     assert shown == [(80 * STEP, pytest.approx(5.0), None, pytest.approx(2.3))]
+
+
+def test_silence_is_counted_from_a_rollback_and_not_from_the_start_of_the_attempt(
+    context: Context, tmp_path: Path
+) -> None:
+    alerts = Alerts(context.root, context.record.name, "main", context.console)
+    runs, journal_path = [context.record.mlflow_run], tmp_path / "journal.jsonl"
+    follower = JournalTailer(context, runs, journal_path, 9, Unseen(), alerts=alerts)
+    with Journal(journal_path) as journal:
+        journal.add(Record(1.0, STEP, {metrics.LOSS: 4.0, metrics.STEP_S: 1.0}))
+        journal.add(Record(2.0, 2 * STEP, {metrics.LOSS: 4.0, metrics.STEP_S: 1.0}))
+        journal.add(Rewind(3.0, STEP, 3 * STEP))
+    follower.last_record_at = time.monotonic() - 3600.0  # the attempt began an hour ago
+    for _ in range(2):
+        follower._process_entries(0)
+    assert [alert.kind for alert in read_alerts(context.root, context.record.name)] == ["loss-spike"]
+    assert follower.hang_detector.starting, "the steps since the checkpoint are trained again"
 
 
 def test_a_scheduler_that_gives_too_little_time_to_leave_is_named_once(
@@ -115,7 +141,7 @@ def test_a_scheduler_that_gives_too_little_time_to_leave_is_named_once(
         saved = {metrics.CHECKPOINT_WRITE_S: save_s} if save_s else {}
         with Journal(tmp_path / "journal.jsonl") as journal:
             journal.add(Record(float(number), number * STEP, {metrics.LOSS: 4.0, metrics.STEP_S: 3.0, **saved}))
-        follower._take(0)
+        follower._process_entries(0)
     assert capsys.readouterr().out.strip() == (
         "cluster.slurm.grace_s: 100 is less than a stop takes here: 116 s with a save of 1:35 min; "
         "write at least 116, or stops lose steps"
@@ -141,7 +167,7 @@ def test_prometheus_reads_the_newest_values_until_the_run_ends(
     gauges = Gauges(context.root, run, 'a "stage"')
     follower = JournalTailer(context, [context.record.mlflow_run], tmp_path / "journal.jsonl", 3, Unseen())
     follower.gauges = gauges
-    follower._take(0)
+    follower._process_entries(0)
     (file,) = folder.iterdir()  # nothing temporary is left
     assert file.suffix == ".prom"
     assert file.stat().st_mode & 0o444 == 0o444  # node_exporter is another user
@@ -224,7 +250,7 @@ def test_a_trainer_that_waits_for_a_slow_save_is_given_the_time_of_a_save(
     context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A save waits for the one before it, or the end of the stage does, and no step is recorded meanwhile."""
-    monkeypatch.setattr("herd.llama3.train.checkpoint.manager.TIMEOUT_S", 1.0)
+    monkeypatch.setattr("herd.tasks.stages.hang_detector.SAVE_TIMEOUT_S", 1.0)
     saved, hung = "no step for 1 s while it saves a checkpoint; it was stopped", "no step for 0 s; it was stopped"
     launch, end, now = Silent(tmp_path), 3 * STEP, time.time()
     follower = JournalTailer(context, [context.record.mlflow_run], tmp_path / "journal.jsonl", 3, Unseen(), end)
