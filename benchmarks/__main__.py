@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from herd.flows.cli.errors import problems
+from herd.flows.cli.errors import RootOption, mistakes, problems
+from herd.storage.root import DEFAULT_ROOT, Root
 
 if TYPE_CHECKING:
     from benchmarks.rows import Row
@@ -300,7 +301,7 @@ def plan(
     only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: search,recipe/cpu")] = "",
     out_: OutOption = None,
 ) -> None:
-    """Planning: layouts searched per CPU second, and what `herd plan` and `herd plan validate` take. CPU time."""
+    """Planning: layouts searched per CPU second, CPU time of `herd plan`, and start-up of commands."""
     from benchmarks.plan import PlanSession, PlanSettings, plan_rows
 
     names = tuple(filter(None, only.split(",")))
@@ -371,6 +372,50 @@ def house(
     with _mistakes():
         rows = told(house_rows(HouseSession(HouseSettings(tuple(filter(None, only.split(",")))))), json_)
     tell({}, rows, {}, json_, out_)
+
+
+@bench.command("plan-anchors")
+def plan_anchors(
+    number: Annotated[str, typer.Argument(help="One anchor, such as A7; empty: all.")] = "", json_: JsonOption = False
+) -> None:
+    """Compare the planner with published figures (A1 to A26); exit status 1 if one is outside its target."""
+    from benchmarks.plan_anchors.run import anchor_table, compare_with_published, verdict_line
+
+    with mistakes():
+        anchors = compare_with_published(number)
+        if json_:
+            print(json.dumps([anchor.as_dict() for anchor in anchors], indent=1))
+        else:
+            out.print(anchor_table(anchors))
+            out.print(verdict_line(anchors))
+        if any(anchor.wrong for anchor in anchors):
+            raise typer.Exit(1)
+
+
+@bench.command("fault-test")
+def fault_test(
+    run: Annotated[
+        str, typer.Argument(help="A run of the root: source of the tokens, and of the shape of its first stage.")
+    ],
+    root: RootOption = DEFAULT_ROOT,
+    processes: Annotated[int, typer.Option(min=2, help="Trainer processes on this machine.")] = 2,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same failures.")] = 1,
+    seconds: Annotated[float, typer.Option(help="Duration of the failure injection in seconds.")] = 300.0,
+    mtti: Annotated[float, typer.Option(help="Mean time between two failures in seconds.")] = 100.0,
+    json_: JsonOption = False,
+) -> None:
+    """Kill and hang ranks of a real run by a seeded trace; compare effective time with the planner's prediction."""
+    from benchmarks.fault_test import FaultTestSettings, fault_test_lines, run_fault_test
+    from herd.tasks.cluster import Cluster
+
+    with mistakes():
+        settings = FaultTestSettings(seed, seconds, mtti)
+        result = run_fault_test(Root.parse(root), run, Cluster(processes=processes), settings)
+        if json_:
+            print(json.dumps(result.as_dict(), indent=1))
+        else:
+            for line in fault_test_lines(result):
+                out.print(line)
 
 
 @contextmanager

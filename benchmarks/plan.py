@@ -14,9 +14,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from benchmarks.plan_anchors.published import llama3_model, table4_query
 from benchmarks.rows import PLAN_TARGETS, Row, measured, rows_of
 from herd.llama3.planner.layout_search import search_layouts
-from herd.llama3.planner.published import llama3_model, table4_query
 
 ROWS_OF_TABLE_4 = range(3)
 USAGE = 2
@@ -62,7 +62,6 @@ def _command(session: PlanSession, name: str) -> Row:
     settings = session.settings
     words = {
         "recipe/cpu": ("plan", settings.recipe, "--cluster", "roce-24k"),
-        "validate/cpu": ("plan", "validate"),
         "start/help": ("--help",),
         "start/usage": ("no-such-command",),
         "start/status": ("status",),

@@ -221,7 +221,6 @@ GENERATE_TARGETS: Mapping[str, Target] = {
 PLAN_TARGETS: Mapping[str, Target] = {
     "search/rate": Target(1000, "layouts per CPU s"),
     "recipe/cpu": Target(5, "CPU s", "at most"),
-    "validate/cpu": Target(None, "CPU s"),
     "start/help": Target(0.5, "CPU s", "at most"),
     "start/usage": Target(0.5, "CPU s", "at most"),
     "start/status": Target(1, "CPU s", "at most"),

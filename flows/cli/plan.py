@@ -135,25 +135,6 @@ def _print_warnings(plan: RunPlan) -> None:
 
 
 @planner.command()
-def validate(
-    only: Annotated[str, typer.Argument(help="One anchor, such as A7; empty: all.")] = "", json_: JsonOption = False
-) -> None:
-    """Compare the planner with published figures (A1 to A26); exit status 1 if one is outside its target."""
-    from herd.llama3.planner.validation.run import verify as verified
-    from herd.tasks.plan.tables import verdict_line, verify_table
-
-    with mistakes():
-        anchors = verified(only)
-        if json_:
-            print(json.dumps([anchor.as_dict() for anchor in anchors], indent=1))
-        else:
-            out.print(verify_table(anchors))
-            out.print(verdict_line(anchors))
-        if any(anchor.wrong for anchor in anchors):
-            raise typer.Exit(1)
-
-
-@planner.command()
 def presets(name: Annotated[str, typer.Argument(help="A preset; empty: list them.")] = "") -> None:
     """Print the YAML of a preset (GPU, server or cluster), to copy and edit."""
     from herd.llama3.planner.hardware import preset_text
@@ -249,30 +230,3 @@ def calibrate(
         for warning in calibration.warnings():
             out.print(f"[yellow]warning[/]  {escape(warning)}")
         out.print(f"[dim]{artifact.label}[/]")
-
-
-@planner.command("fault-test")
-def fault_test(
-    run: Annotated[
-        str, typer.Argument(help="A run of this root: source of the tokens, and of the shape of its first stage.")
-    ],
-    root: RootOption = DEFAULT_ROOT,
-    processes: Annotated[int, typer.Option(min=2, help="Trainer processes on this machine.")] = 2,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same failures.")] = 1,
-    seconds: Annotated[float, typer.Option(help="Duration of the failure injection in seconds.")] = 300.0,
-    mtti: Annotated[float, typer.Option(help="Mean time between two failures in seconds.")] = 100.0,
-    json_: JsonOption = False,
-) -> None:
-    """Kill and hang ranks of a real run by a seeded trace; compare effective time with the planner's prediction."""
-    from herd.tasks.cluster import Cluster
-    from herd.tasks.plan.fault_test import FaultTestSettings, fault_test_lines, run_fault_test
-
-    with mistakes():
-        result = run_fault_test(
-            Root.parse(root), run, Cluster(processes=processes), FaultTestSettings(seed, seconds, mtti)
-        )
-        if json_:
-            print(json.dumps(result.as_dict(), indent=1))
-        else:
-            for line in fault_test_lines(result):
-                out.print(line)

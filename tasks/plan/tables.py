@@ -1,17 +1,15 @@
-"""Console tables of `herd plan`: layouts and step times, rejected layouts, the network, anchors, presets."""
+"""Console tables of `herd plan`: layouts and step times, rejected layouts, the network, presets."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
 from math import floor, log10
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
-from rich.markup import escape
 from rich.table import Table
 
 from herd.llama3.parallel.layout import Layout
@@ -22,9 +20,6 @@ from herd.llama3.planner.projection import ProjectedSegment, Projection
 from herd.llama3.planner.routing import RING, RoutedJob, make_zone, ring_share, slowdown
 from herd.llama3.planner.topology import Fabric, Routing
 from herd.llama3.recipe.units import Tokens
-
-if TYPE_CHECKING:
-    from herd.llama3.planner.published import Anchor  # imports scipy
 
 BAR = 30
 """Characters of the longest bar."""
@@ -51,7 +46,6 @@ ROUTINGS: tuple[tuple[Routing, int], ...] = (
     ("e-ecmp", 16),
     ("adaptive", 1),
 )
-COLORS = {"ok": "green", "misses": "green", "known miss": "yellow", "NOT CAUGHT": "yellow"}
 
 
 def plain_table(*headers: str, left: Sequence[str] = ()) -> Table:
@@ -365,47 +359,7 @@ def _size(value: float) -> str:
     return f"{value:.0f} B"
 
 
-# `herd plan validate` and `herd plan presets`
-
-
-def verify_table(rows: Sequence[Anchor]) -> Table:
-    """Return a row per anchor: the prediction, the published figure, and the verdict."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for header in ("", "quantity", "ours", "published", "error", "target", "verdict"):
-        right = header in ("ours", "published", "error")
-        table.add_column(header, justify="right" if right else "left", no_wrap=header != "quantity")
-    for number, group in groupby(rows, key=lambda row: row.number):
-        for index, anchor in enumerate(group):
-            what = escape(anchor.what.removeprefix("ablation: "))
-            table.add_row(
-                number if index == 0 else "",
-                f"[dim]{what}[/]" if anchor.ablation else what,
-                f"{format_figure(anchor.predicted)} {anchor.unit}".rstrip(),
-                "" if anchor.published is None else format_figure(anchor.published),
-                "" if anchor.error is None else f"{anchor.error:+.1%}",
-                escape(anchor.target),
-                f"[{COLORS.get(anchor.verdict, 'bold red')}]{anchor.verdict}[/]",
-            )
-    return table
-
-
-def verdict_line(rows: Sequence[Anchor]) -> str:
-    """Return how many rows are right."""
-    wrong, known = [row for row in rows if row.wrong], [row for row in rows if row.known]
-    anchors, ablations = (sum(row.ablation is kind for row in rows) for kind in (False, True))
-    total = f"{anchors} figures and {ablations} ablations, which must miss"
-    if not wrong:
-        numbers = ", ".join(sorted({row.number for row in known}))
-        but = f", but for {len(known)} known misses ({numbers}; see limits.md)" if known else ""
-        return f"[green]{total}: all as they must be{but}[/]"
-    return f"[bold red]{total}: {len(wrong)} are not as they must be: {', '.join(sorted({w.number for w in wrong}))}[/]"
-
-
-def format_figure(value: float) -> str:
-    """Return a number with four significant digits."""
-    if value and (abs(value) >= 1e7 or abs(value) < 1e-3):
-        return f"{value:.4g}"
-    return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.4g}"
+# `herd plan presets`
 
 
 def presets_table() -> Table:

@@ -64,7 +64,7 @@ def test_every_command_has_both_options_of_help() -> None:
     for path, context in found.items():
         assert sorted(context.command.get_help_option(context).opts) == ["--help", "-h"], path
     assert "Usage:" in herd("plan", "-h").output  # a group whose first command is the default
-    assert "fault-test" in herd("plan", "-h").output
+    assert "calibrate" in herd("plan", "-h").output
     assert re.search(r"--open +--no-open +Open the page", herd("watch", "-h").output), "a flag takes no value"
 
 

@@ -9,16 +9,10 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from herd.flows.cli.main import app
-from herd.llama3.planner.validation import run, step
 from herd.llama3.recipe.load import to_yaml
 from herd.tasks.cluster import load_cluster
 from tests.flows.cli.test_commands import documented
 from tests.llama3.planner.plan_samples import cluster_file, recipe
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "ANCHORS", (step.megascale_anchors, step.megatron_anchors))
 
 
 @pytest.fixture
@@ -144,42 +138,6 @@ def test_a_recipe_that_is_not_there_is_told(room: Path) -> None:
     assert "none.yaml: cannot be read" in found.stderr
 
 
-def test_verify_exits_0_if_all_rows_are_as_they_must_be() -> None:
-    found = ask("validate")
-    assert found.exit_code == 0
-    assert "A4" in found.output
-    assert "all as they must be" in found.output
-    rows = strict(ask("validate", "--json").stdout)
-    assert {row["number"] for row in rows} == {"A4", "A5"}
-    assert all(row["ok"] for row in rows)
-
-
-def test_verify_exits_1_if_a_row_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = step.SYSTEMS
-    changed = second._replace(seconds={**second.seconds, 8192: 11.0})
-    monkeypatch.setattr(step, "SYSTEMS", (first, changed))
-    found = ask("validate")
-    assert found.exit_code == 1
-    assert "OUTSIDE" in found.output
-    assert "1 are not as they must be: A5" in " ".join(found.output.split())
-    told = ask("validate", "a5", "--json")
-    assert told.exit_code == 1
-    assert [row["what"] for row in strict(told.stdout) if not row["ok"]] == ["MegaScale, 8,192 GPUs"]
-    assert ask("validate", "A4").exit_code == 0
-
-
-def test_verify_refuses_an_unknown_anchor() -> None:
-    found = ask("validate", "A99")
-    assert found.exit_code == 2
-    assert "anchor: 'A99' is unknown; write A4 to A5" in found.stderr
-
-
-def test_the_table_of_anchors_fits_100_columns() -> None:
-    text = ask("validate").output
-    assert max(len(line.rstrip()) for line in text.splitlines()) <= 100
-    assert "…" not in text  # nothing was cut off for it
-
-
 def test_presets_are_listed_and_printed_to_be_copied(room: Path) -> None:
     listed = ask("presets")
     assert listed.exit_code == 0
@@ -203,8 +161,8 @@ def test_fabrics_compares_clusters(room: Path) -> None:
 
 
 def test_without_words_there_is_help() -> None:
-    assert "validate" in ask().output
-    assert "validate" in ask("--help").output
+    assert "calibrate" in ask().output
+    assert "calibrate" in ask("--help").output
 
 
 def test_a_pod_that_is_too_small_for_a_save_is_refused(room: Path) -> None:

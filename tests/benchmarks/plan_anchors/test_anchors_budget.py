@@ -6,10 +6,9 @@ from time import process_time
 
 import pytest
 
-from herd.llama3.parallel.layout import TABLE_4
-from herd.llama3.planner.published import Anchor
-from herd.llama3.planner.validation.network import congestion_anchors
-from herd.llama3.planner.validation.run import (
+from benchmarks.plan_anchors.network import congestion_anchors
+from benchmarks.plan_anchors.published import Anchor
+from benchmarks.plan_anchors.run import (
     SCHEDULE,
     budget_anchors,
     gpu_hours,
@@ -18,6 +17,7 @@ from herd.llama3.planner.validation.run import (
     steps,
     table_4,
 )
+from herd.llama3.parallel.layout import TABLE_4
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.plan_anchors.network import job, placement_anchors, recommendations
 from herd.llama3.parallel.layout import TABLE_4
-from herd.llama3.planner.validation.network import job, placement_anchors, recommendations
 
 
 @pytest.mark.slow

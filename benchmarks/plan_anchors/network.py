@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from benchmarks.plan_anchors.published import Anchor, fitted_h100_curves, meta_layout, table4_query
 from herd.llama3.parallel.layout import ROWS, TABLE_4, Layout, Published
 from herd.llama3.parallel.memory import Load, stages
 from herd.llama3.planner.collectives import (
@@ -37,7 +38,6 @@ from herd.llama3.planner.placement import (
     slot_groups,
 )
 from herd.llama3.planner.projection import project_on_fabric
-from herd.llama3.planner.published import Anchor, fitted_h100_curves, meta_layout, table4_query
 from herd.llama3.planner.routing import (
     BURST_BYTES,
     SEEDS,

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from herd.llama3.planner.device_curves import GemmCurve
-from herd.llama3.planner.validation import step
-from herd.llama3.planner.validation.step import (
+from benchmarks.plan_anchors import step
+from benchmarks.plan_anchors.step import (
     A100_PEAK,
     FITTED,
     RUNS,
@@ -14,6 +13,7 @@ from herd.llama3.planner.validation.step import (
     megatron_fitted,
     megatron_seconds,
 )
+from herd.llama3.planner.device_curves import GemmCurve
 
 
 def test_six_rows_hold_their_mean_does_and_a_flat_curve_misses() -> None:

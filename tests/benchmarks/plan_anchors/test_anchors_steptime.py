@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 
+from benchmarks.plan_anchors import step
+from benchmarks.plan_anchors.published import Anchor, fitted_h100_curves
+from benchmarks.plan_anchors.step import table4_anchors
 from herd.llama3.parallel.layout import TABLE_4
-from herd.llama3.planner.published import Anchor, fitted_h100_curves
-from herd.llama3.planner.validation import step
-from herd.llama3.planner.validation.step import table4_anchors
 
 
 @pytest.fixture(scope="module")

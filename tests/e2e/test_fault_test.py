@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from benchmarks.fault_test import STEADY_RESTARTS, FaultTestResult, FaultTestSettings, run_fault_test
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.planner.uptime import simulate
 from herd.llama3.train import metrics
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
 from herd.tasks.errors import TrainingFailed
-from herd.tasks.plan.fault_test import STEADY_RESTARTS, FaultTestResult, FaultTestSettings, run_fault_test
 from herd.tasks.runs.records import Runs
 from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.tasks.trained_run import TrainedRun
@@ -71,12 +71,12 @@ def test_both_sides_are_in_mlflow_with_the_trace(root: Root, result: FaultTestRe
     )
     assert (predicted, measured) == pytest.approx((result.predicted, result.measured))
     assert tracker.series(record.mlflow_run, metrics.GOODPUT)
-    kept = json.loads((Runs(root).folder(result.run) / "replay.json").read_text())
+    kept = json.loads((Runs(root).folder(result.run) / "fault-test.json").read_text())
     assert [failure["cause"] for failure in kept["failures"]] == [failure.cause for failure in result.failures]
     assert kept["error"] == pytest.approx(result.error)
 
 
-def test_the_replay_is_a_finished_run_that_leaves_no_work(root: Root, result: FaultTestResult) -> None:
+def test_the_fault_test_is_a_finished_run_that_leaves_no_work(root: Root, result: FaultTestResult) -> None:
     assert Runs(root).find(result.run).state == "finished"
     assert not list((root.local / "work").glob(f"{result.run}*"))
 
@@ -99,11 +99,11 @@ def test_mistakes_are_named_before_anything_starts(
     assert len(Runs(root).all()) == before
 
 
-def test_a_run_that_cannot_train_ends_the_replay(root: Root) -> None:
+def test_a_run_that_cannot_train_ends_the_fault_test(root: Root) -> None:
     thirds = Cluster(processes=3, threads=3, device="cpu", layout=Layout(tp=3))  # the model has 4 heads
-    with pytest.raises(TrainingFailed, match="stage replay: bug: the trainer ended with status 2"):
+    with pytest.raises(TrainingFailed, match="stage fault-test: bug: the trainer ended with status 2"):
         run_fault_test(root, "tiny-1", thirds, SETTINGS)
     record = Runs(root).all()[-1]
     assert record.state == "failed"
-    assert record.error.startswith("TrainingFailed: stage replay")
+    assert record.error.startswith("TrainingFailed: stage fault-test")
     assert not list((root.local / "work").glob(f"{record.name}*"))

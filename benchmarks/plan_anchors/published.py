@@ -60,7 +60,7 @@ class Anchor:
 
     @property
     def wrong(self) -> bool:
-        """Whether `herd plan validate` fails: wrong without being known, or right although listed as a known miss."""
+        """Whether `plan-anchors` fails: wrong without being known, or right although listed as a known miss."""
         return self.ok == self.known
 
     def as_dict(self) -> dict[str, Any]:

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.plan_anchors import step
+from benchmarks.plan_anchors.published import Anchor, fitted_h100_curves, step_model, table4_query
+from benchmarks.plan_anchors.step import OUT_OF_REACH, TERMS, term_anchors
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.memory import Load
-from herd.llama3.planner.published import Anchor, fitted_h100_curves, step_model, table4_query
 from herd.llama3.planner.step_time import StepModel, StepTime
-from herd.llama3.planner.validation import step
-from herd.llama3.planner.validation.step import OUT_OF_REACH, TERMS, term_anchors
 
 
 @pytest.fixture(scope="module")

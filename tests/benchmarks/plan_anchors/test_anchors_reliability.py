@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from herd.llama3.planner.published import Anchor
-from herd.llama3.planner.validation.run import reliability_anchors
+from benchmarks.plan_anchors.published import Anchor
+from benchmarks.plan_anchors.run import reliability_anchors
 
 
 @pytest.fixture(scope="module")

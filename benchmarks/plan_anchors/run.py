@@ -1,18 +1,36 @@
-"""Anchors A9 to A14, A20, A24 and A25: FLOPs, GPU-hours and steps of the 405B's schedule, failures, effective time, a
-slow host, power and racks, reader hosts.
+"""`python -m benchmarks plan-anchors`: the planner's models compared with published figures, A1 to A26.
 
+This file has A9 to A14, A20, A24 and A25: FLOPs, GPU-hours and steps of the 405B's schedule, failures, effective time,
+a slow host, power and racks, reader hosts; `step.py` and `network.py` have the others.
 Rates of failure are published counts over published hours, or one published rate per server; nothing is fitted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import groupby
 from statistics import mean
 from typing import NamedTuple
 
+from rich.markup import escape
+from rich.table import Table
 from scipy.stats import poisson
 
+from benchmarks.plan_anchors.network import (
+    congestion_anchors,
+    fabric_anchors,
+    network_anchors,
+    placement_anchors,
+)
+from benchmarks.plan_anchors.published import Anchor, llama3_model, llama_405b_config, meta_layout, table4_query, within
+from benchmarks.plan_anchors.step import (
+    megascale_anchors,
+    megatron_anchors,
+    memory_anchors,
+    table4_anchors,
+    term_anchors,
+)
 from herd.llama3.model.flops import flops_per_token
 from herd.llama3.parallel.layout import ROWS, TABLE_4
 from herd.llama3.planner.budget import StageTime, total_days_and_gpu_hours
@@ -25,7 +43,6 @@ from herd.llama3.planner.goodput import (
 )
 from herd.llama3.planner.hardware import hall_use, readers_per_trainer
 from herd.llama3.planner.layout_search import evaluate_layout
-from herd.llama3.planner.published import Anchor, llama3_model, llama_405b_config, meta_layout, table4_query, within
 from herd.llama3.planner.reliability import (
     MEGASCALE_GAIN,
     NODE_DAY_FAILURES,
@@ -39,20 +56,8 @@ from herd.llama3.planner.reliability import (
 )
 from herd.llama3.planner.topology import load_fabric
 from herd.llama3.planner.uptime import monte_carlo
-from herd.llama3.planner.validation.network import (
-    congestion_anchors,
-    fabric_anchors,
-    network_anchors,
-    placement_anchors,
-)
-from herd.llama3.planner.validation.step import (
-    megascale_anchors,
-    megatron_anchors,
-    memory_anchors,
-    table4_anchors,
-    term_anchors,
-)
 
+COLORS = {"ok": "green", "misses": "green", "known miss": "yellow", "NOT CAUGHT": "yellow"}
 GOODPUT = 0.90
 """Effective training time: "higher than 90 %" (section 3.3.4)."""
 SOURCE = "arXiv 2407.21783, section 3.4; model card: 30.84M GPU-hours"
@@ -349,7 +354,7 @@ def hall_anchors() -> list[Anchor]:
     return anchors
 
 
-# All anchors, for `herd plan validate`. docs/explanations/planning/limits.md says what they cannot validate.
+# All anchors, for `python -m benchmarks plan-anchors`; docs/explanations/planning/limits.md has what they cannot show.
 
 ANCHORS = (
     table4_anchors,
@@ -367,14 +372,55 @@ ANCHORS = (
 )
 
 
-def verify(only: str = "") -> list[Anchor]:
-    """Return every row in the order of its number, or those of one number such as `A7`.
+def compare_with_published(number: str = "") -> list[Anchor]:
+    """Return all anchors in the order of their numbers, or those of one number such as `A7`.
 
     Raises ValueError for an unknown number.
     """
     anchors = [anchor for group in ANCHORS for anchor in group()]
     anchors.sort(key=lambda anchor: (int(anchor.number[1:]), anchor.ablation))  # stable within a number
-    chosen = [anchor for anchor in anchors if not only or anchor.number == only.upper()]
+    chosen = [anchor for anchor in anchors if not number or anchor.number == number.upper()]
     if not chosen:
-        raise ValueError(f"anchor: {only!r} is unknown; write {anchors[0].number} to {anchors[-1].number}")
+        raise ValueError(f"anchor: {number!r} is unknown; write {anchors[0].number} to {anchors[-1].number}")
     return chosen
+
+
+def anchor_table(anchors: Sequence[Anchor]) -> Table:
+    """Return a line per anchor: the prediction, the published figure, and the verdict."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for header in ("", "quantity", "ours", "published", "error", "target", "verdict"):
+        right = header in ("ours", "published", "error")
+        table.add_column(header, justify="right" if right else "left", no_wrap=header != "quantity")
+    for number, group in groupby(anchors, key=lambda anchor: anchor.number):
+        for index, anchor in enumerate(group):
+            quantity = escape(anchor.what.removeprefix("ablation: "))
+            table.add_row(
+                number if index == 0 else "",
+                f"[dim]{quantity}[/]" if anchor.ablation else quantity,
+                f"{_figure(anchor.predicted)} {anchor.unit}".rstrip(),
+                "" if anchor.published is None else _figure(anchor.published),
+                "" if anchor.error is None else f"{anchor.error:+.1%}",
+                escape(anchor.target),
+                f"[{COLORS.get(anchor.verdict, 'bold red')}]{anchor.verdict}[/]",
+            )
+    return table
+
+
+def verdict_line(anchors: Sequence[Anchor]) -> str:
+    """Return how many anchors are as expected."""
+    wrong, known = [anchor for anchor in anchors if anchor.wrong], [anchor for anchor in anchors if anchor.known]
+    figures, ablations = (sum(anchor.ablation is kind for anchor in anchors) for kind in (False, True))
+    total = f"{figures} figures and {ablations} ablations, which must miss"
+    if not wrong:
+        numbers = ", ".join(sorted({anchor.number for anchor in known}))
+        but = f", but for {len(known)} known misses ({numbers}; see limits.md)" if known else ""
+        return f"[green]{total}: all as they must be{but}[/]"
+    numbers = ", ".join(sorted({anchor.number for anchor in wrong}))
+    return f"[bold red]{total}: {len(wrong)} are not as they must be: {numbers}[/]"
+
+
+def _figure(value: float) -> str:
+    """Return a number with four significant digits."""
+    if value and (abs(value) >= 1e7 or abs(value) < 1e-3):
+        return f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.4g}"

@@ -1,10 +1,10 @@
-"""Replay failures on a real training run here: what the planner says of its effective time beside what came of it.
+"""`python -m benchmarks fault-test RUN`: the planner's effective time beside that of a real run under failures.
 
-A trace drawn from the published failure counts is scaled to minutes and injected into a run of a stage (see
-`FaultInjector`), which recovers through the same launcher, follower and count of attempts as any stage. Predicted from
-a stretch without failures: the same trace played through the simulation, the closed form, and the spread over other
-traces. Measured: steps that count, each once, over wall time. Both are in MLflow on the replay's own run, whose family
-is that of the recipe with `-replay`. What this gives up: many machines, and any cause but a dead or stopped process.
+A trace drawn from the published failure counts is scaled to minutes and injected into a stage (`FaultInjector`), which
+recovers through the launcher, follower and count of attempts of any stage. The prediction uses what an undisturbed
+stretch measured: the simulation of the same trace, the closed form, and the spread over other traces. Measured: steps
+of the last checkpoint, each once, over wall time. MLflow has both on a run of the family `<recipe>-fault-test`. Not
+covered: several machines, and any cause but a dead or stopped process.
 """
 
 from __future__ import annotations
@@ -52,72 +52,68 @@ from herd.tasks.step import Context
 from herd.tasks.tracking.mlflow import mlflow_of, open_tracker
 from herd.tasks.tracking.tracker import MetricPoint
 
-# A script of failures for a training run on this machine: which rank is killed or stopped, and when.
-#
-# It runs in a thread beside the supervisor, which knows nothing of it. First it lets the run train undisturbed and
-# measures what the planner needs: steps, saves, and restarts by request (every rank saves and leaves). From the
-# first step after those, it kills ranks (SIGKILL) and hangs them (SIGSTOP) at the times of a trace. At the end it
-# has the run save and leave, so that what was kept is a checkpoint. What this gives up: a strike that finds no rank
-# waits for one.
+# The injector runs in a thread beside the supervisor, which does not know it. First the run trains undisturbed, and the
+# injector measures what the planner needs: steps, saves, and restarts by request (every rank saves and exits). From the
+# first step after those, it kills ranks (SIGKILL) and hangs them (SIGSTOP) at the times of a trace. At the end the run
+# saves and exits, so that its last step is in a checkpoint. A failure that finds no rank waits for one.
 
 WARM_UP = 3
-"""First steps of an attempt, which import and allocate."""
+"""Steps at the start of an attempt that are not measured: they import and allocate."""
 STEADY_STEPS, STEADY_SAVES, STEADY_RESTARTS = 20, 2, 3
-"""At least so many are measured; restarts, exactly."""
+"""Measured without failures: at least these steps and saves, exactly these restarts."""
 LONGEST_S = 300.0
-"""As long as the script waits for what must come."""
-LOOK_S = 0.02
+"""Limit of each wait."""
+POLL_S = 0.02
 
 
 @dataclass(frozen=True)
 class SteadyState:
-    """What a stretch without failures measured, in seconds."""
+    """What was measured without failures, in seconds."""
 
     step_s: float
     block_s: float
     save_s: float
     restart_s: float
-    """From the end of an attempt that saved and left to the first step of the next, loading included; a mean."""
+    """Mean from the end of an attempt that saved and exited to the first step of the next, loading included."""
 
     @property
     def costs(self) -> CheckpointCosts:
-        """Checkpoints as the planner takes them; loading is a part of the restart."""
+        """Costs of checkpoints for the planner; the restart includes loading."""
         return CheckpointCosts(self.block_s, max(self.save_s, self.block_s), 0.0, "measured in this run")
 
     def recovery(self, timeout_s: float) -> Recovery:
-        """Return what a failure costs: a killed rank's connections close at once, and the supervisor looks.
+        """Return the cost of a failure: the supervisor sees a killed rank at its next poll.
 
-        Peers of one that hangs wait for `timeout_s`, and the launcher then for it.
+        The peers of a rank that hangs wait `timeout_s`, and then the launcher waits for that rank.
         """
         return Recovery(WATCH_S, timeout_s + SETTLE_S + WATCH_S, self.restart_s)
 
 
 @dataclass(frozen=True)
 class FaultRunResult:
-    """What came of the script."""
+    """What the run kept under failures."""
 
     useful_s: float
-    """Steps of the span that the last checkpoint holds, each once."""
+    """Time of the steps that the last checkpoint holds, each once, in seconds."""
     position: int
     """Of that checkpoint, in tokens."""
 
 
 class FaultInjector:
-    """One performance, in a thread of its own; the supervisor sets `launch` at each attempt."""
+    """One fault-test run, in its own thread; the supervisor sets `launch` at each attempt."""
 
     def __init__(self, work: Path) -> None:
         """Follow the journal in `work`."""
         self.work, self.processes = work, 1
-        """The second: ranks that strikes are dealt over."""
         self.tail, self.records = Tail(work / "journal.jsonl"), list[Record]()
         self.launch: Launch | None = None
-        self.over = threading.Event()
-        """Set when the script has ended, or shall."""
+        self.ended = threading.Event()
+        """Set when the injector has ended or must end."""
         self.began, self.start = 0.0, 0
-        """When the first step after the last restart began (seconds since 1970), and at which position."""
+        """Time (seconds since 1970) and position at which the first step after the last restart began."""
 
     def steady(self) -> SteadyState:
-        """Measure until enough steps and saves were seen, then restarts. Raises RuntimeError if they do not come."""
+        """Measure steps, saves, then restarts. Raises TrainingFailed if they do not come."""
         self._until(self._enough)
         records = self.records[WARM_UP:]
         step_s = mean(record.metrics[metrics.STEP_S] for record in records)
@@ -125,46 +121,46 @@ class FaultInjector:
         restarts = [self._restart(step_s) for _ in range(STEADY_RESTARTS)]
         return SteadyState(step_s, block_s, save_s, mean(restarts))
 
-    def strike(self, trace: Trace, seconds: float) -> FaultRunResult:
-        """Play `trace` on the ranks for `seconds` from the last restart on, then have the run leave."""
+    def inject(self, trace: Trace, seconds: float) -> FaultRunResult:
+        """Inject `trace` for `seconds` from the last restart on, then stop the run."""
         for failure in trace:
             self._wait_until(self.began + failure.time_s)
             self._hit(failure)
         end = self.began + seconds
         self._wait_until(end)
-        self.over.set()
-        self.leave()
-        self.look()
+        self.ended.set()
+        self.stop()
+        self.read_journal()
         saved = newest([str(self.work / "checkpoints")])
         kept = saved.position if saved else self.start
-        mine = [r for r in self.records if self.start < r.position <= kept and r.time <= end]
-        return FaultRunResult(sum(record.metrics[metrics.STEP_S] for record in mine), kept)
+        steps = [record for record in self.records if self.start < record.position <= kept and record.time <= end]
+        return FaultRunResult(sum(record.metrics[metrics.STEP_S] for record in steps), kept)
 
-    def leave(self) -> float:
-        """Have the running attempt save and leave; return when it was over, in seconds since 1970."""
+    def stop(self) -> float:
+        """Make the running attempt save and exit; return the time of its end, in seconds since 1970."""
         launch = self.launch
         while launch is not None and launch.poll() is None:
             with suppress(LookupError, psutil.Error):
                 rank_process(0).terminate()
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         return time.time()
 
-    def look(self) -> int:
-        """Read what is new in the journal; return the last position."""
+    def read_journal(self) -> int:
+        """Read the new records; return the last position, -1 without a record."""
         self.records += [entry for entry in self.tail.new() if isinstance(entry, Record)]
         return self.records[-1].position if self.records else -1
 
     def _restart(self, step_s: float) -> float:
-        """Have the run leave and wait for its first step after that; return the seconds between, without that step."""
-        launch, ended = self.launch, self.leave()
-        before = self.look()
-        self._until(lambda: self.look() > before and self.launch is not launch)
+        """Restart the run; return the seconds between its end and its next step, without that step."""
+        launch, ended = self.launch, self.stop()
+        before = self.read_journal()
+        self._until(lambda: self.read_journal() > before and self.launch is not launch)
         first = next(record for record in self.records if record.position > before)
         self.began, self.start = first.time - step_s, before
         return max(0.0, self.began - ended)
 
     def _enough(self) -> bool:
-        self.look()
+        self.read_journal()
         saves = sum(metrics.CHECKPOINT_WRITE_S in record.metrics for record in self.records)
         return len(self.records) >= WARM_UP + STEADY_STEPS and saves >= STEADY_SAVES
 
@@ -172,7 +168,7 @@ class FaultInjector:
         return mean(record.metrics[key] for record in self.records if key in record.metrics)
 
     def _hit(self, failure: Failure) -> None:
-        """Kill or stop the rank that stands for the host; if it is just being started, once it is there."""
+        """Kill or hang the rank that plays the host, as soon as it runs."""
         rank = failure.host % self.processes
 
         def hit() -> bool:
@@ -188,36 +184,36 @@ class FaultInjector:
     def _until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LONGEST_S
         while not condition():
-            if self.over.wait(LOOK_S) or time.monotonic() > deadline:
-                raise TrainingFailed(f"the run ended, or did not go on for {LONGEST_S:.0f} s; its logs say why")
+            if self.ended.wait(POLL_S) or time.monotonic() > deadline:
+                raise TrainingFailed(f"the run ended, or made no progress for {LONGEST_S:.0f} s; its logs say why")
 
     def _wait_until(self, moment: float) -> None:
-        if self.over.wait(max(0.0, moment - time.time())):
-            raise TrainingFailed("the run ended before its failures did; its logs say why")
+        if self.ended.wait(max(0.0, moment - time.time())):
+            raise TrainingFailed("the run ended before the last failure; its logs say why")
 
 
-# What a replay of failures is asked and what it answers: a scaled trace, and prediction beside measurement.
+# Settings and result: a scaled trace, and prediction beside measurement.
 #
-# The prediction knows only what a stretch without failures measured. What it takes for granted: a save is due at
-# the step after its time (one and a half steps late on average). Where in an interval a failure falls is chance on
-# a real machine, so each failure may cost a part of an interval more or less.
+# The prediction uses only what was measured without failures. It assumes that a save is due at the step after its time
+# (one and a half steps late on average). A failure falls anywhere in an interval, so each may cost a part of an
+# interval more or less than predicted.
 
 FLEET = Fleet(16_384)
-"""Whose failures are scaled."""
+"""The fleet whose failures are scaled."""
 
 
 @dataclass(frozen=True)
 class FaultTestSettings:
-    """How long, how often, and which trace."""
+    """Duration, frequency and seed of the failures."""
 
     seed: int = 1
     seconds: float = 300.0
-    """Wall time that failures are injected for."""
+    """Wall time with failures."""
     mtti_s: float = 100.0
-    """Mean time between two."""
+    """Mean time between two failures."""
     save_every_s: int = 10
     timeout_s: int = 10
-    """After which ranks give up a peer that hangs."""
+    """Ranks give up a peer that hangs after this time."""
 
     def __post_init__(self) -> None:
         for name in ("seconds", "mtti_s", "save_every_s", "timeout_s"):
@@ -225,7 +221,7 @@ class FaultTestSettings:
                 raise ValueError(f"{name}: {getattr(self, name):g} s; write a time above 0")
 
     def trace(self, seed: int | None = None) -> Trace:
-        """Return the failures of this seed, or of another one, at scaled times."""
+        """Return the failures of this seed, or of `seed`, at scaled times."""
         model = llama3_failures()
         factor = self.mtti_s / model.mtti_s(FLEET)
         days = self.seconds / factor / 86_400
@@ -240,10 +236,10 @@ class FaultTestResult:
     failures: Trace
     """Injected, times in seconds from the first step after the steady stretch."""
     attempts: int
-    """Starts of the trainer: the first, three on request, and one after each failure that met a running one."""
+    """Starts of the trainer: the first, three by request, and one after each failure of a running trainer."""
     steady: SteadyState
     predicted: float
-    """By the simulation, of this very trace."""
+    """By the simulation, of this trace."""
     closed_form: float | None
     """None outside the formula's range."""
     spread: MeanAndSpread
@@ -261,7 +257,7 @@ class FaultTestResult:
 
 
 def compare_with_prediction(
-    run: str, settings: FaultTestSettings, steady: SteadyState, struck: FaultRunResult, attempts: int
+    run: str, settings: FaultTestSettings, steady: SteadyState, kept: FaultRunResult, attempts: int
 ) -> FaultTestResult:
     """Return prediction and measurement of the run called `run`."""
     interval_s = settings.save_every_s + 1.5 * steady.step_s
@@ -279,12 +275,12 @@ def compare_with_prediction(
         predicted=share(trace),
         closed_form=effective_time(settings.mtti_s, restart_s, interval_s, costs),
         spread=MeanAndSpread.from_shares([share(settings.trace(seed)) for seed in SEEDS]),
-        measured=struck.useful_s / settings.seconds,
+        measured=kept.useful_s / settings.seconds,
     )
 
 
 def fault_test_lines(result: FaultTestResult) -> list[str]:
-    """Return what was predicted and what came of it, for a console."""
+    """Return prediction and measurement as lines for a console."""
     hangs = sum(failure.hangs for failure in result.failures)
     formula = f"{result.closed_form:.1%}" if result.closed_form is not None else "unknown: too many failures for it"
     spread = f"{result.spread.low:.1%} to {result.spread.high:.1%}"
@@ -295,12 +291,12 @@ def fault_test_lines(result: FaultTestResult) -> list[str]:
     ]
 
 
-Perform = Callable[[], tuple[SteadyState, FaultRunResult]]
-STAGE = "replay"
+Inject = Callable[[], tuple[SteadyState, FaultRunResult]]
+STAGE = "fault-test"
 STEPS = 1_000_000
-"""More than any replay trains; it ends by the clock."""
+"""More than any fault test trains; it ends by the clock."""
 SHOWN_PER_S = 10
-"""Steps a second that MLflow is taken to see: thinned by `STEPS`, a slow machine's replay showed no point at all."""
+"""Steps a second for which MLflow's points are thinned: thinned for `STEPS`, a slow machine showed no point."""
 
 
 def run_fault_test(
@@ -316,11 +312,13 @@ def run_fault_test(
             "machine, into two processes or more: write launcher: local and processes: 2"
         )
     if not settings.trace():
-        raise ValueError(f"seed: {settings.seed} has no failure in {settings.seconds:g} s; take another or more time")
+        raise ValueError(
+            f"seed: {settings.seed} has no failure in {settings.seconds:g} s; write another seed or more seconds"
+        )
     tokens = _tokens(root, run)
     context = _opened(root, fault_test_recipe(Runs(root).recipe(run), settings), cluster, settings, console)
     with _closing(context):
-        return _replayed(context, tokens, settings)
+        return _inject_and_compare(context, tokens, settings)
 
 
 def fault_test_recipe(recipe: Recipe, settings: FaultTestSettings) -> Recipe:
@@ -351,20 +349,20 @@ def fault_test_recipe(recipe: Recipe, settings: FaultTestSettings) -> Recipe:
 def _tokens(root: Root, run: str) -> Artifact:
     step = Runs(root).find(run).steps.get("tokenize")
     if step is None:
-        raise ValueError(f"run {run!r} has made no tokens yet; name one that got past tokenize")
+        raise ValueError(f"run: {run!r} has no tokens yet; write a run that has finished tokenize")
     return open_store(root).load(step.artifact)
 
 
 def _opened(
     root: Root, recipe: Recipe, cluster: Cluster, settings: FaultTestSettings, console: Console | None
 ) -> Context:
-    """Begin the replay's own run, in the records and in MLflow."""
+    """Begin the run of the test, in the records and in MLflow."""
     changes = {"timeout_s": settings.timeout_s, "attempts": len(settings.trace()) + STEADY_RESTARTS, "checkpoints": ""}
     runs, tracker = Runs(root), open_tracker(root, recipe.name, recipe.tracking)
     record = runs.begin(recipe, code_version())
-    mine = cluster.model_copy(update=changes)
-    context = Context(recipe, mine, open_store(root), runs, record, tracker, console or TerminalConsole(), [STAGE])
-    params = {**flatten(resolved(recipe), depth=2), "replay": asdict(settings)}
+    cluster = cluster.model_copy(update=changes)
+    context = Context(recipe, cluster, open_store(root), runs, record, tracker, console or TerminalConsole(), [STAGE])
+    params = {**flatten(resolved(recipe), depth=2), "fault_test": asdict(settings)}
     record.mlflow_run = tracker.open_run(record.name, context.tags(), params)
     record.mlflow_experiment = mlflow_of(tracker).experiment
     runs.save(record)
@@ -373,7 +371,7 @@ def _opened(
 
 @contextmanager
 def _closing(context: Context) -> Iterator[None]:
-    """Write how the replay ended, and remove what it worked in."""
+    """Record the end of the test and remove its work folder."""
     record = context.record
     try:
         with context.agents:
@@ -393,23 +391,23 @@ def _work(context: Context) -> Path:
     return context.scratch / context.record.name
 
 
-def _replayed(context: Context, tokens: Artifact, settings: FaultTestSettings) -> FaultTestResult:
-    script = FaultInjector(_work(context))
+def _inject_and_compare(context: Context, tokens: Artifact, settings: FaultTestSettings) -> FaultTestResult:
+    injector = FaultInjector(_work(context))
     span = Schedule(context.recipe).span(STAGE)
     job = _job(context, tokens)
 
-    def perform() -> tuple[SteadyState, FaultRunResult]:
+    def inject() -> tuple[SteadyState, FaultRunResult]:
         try:
-            steady = script.steady()
-            return steady, script.strike(settings.trace(), settings.seconds)
+            steady = injector.steady()
+            return steady, injector.inject(settings.trace(), settings.seconds)
         finally:
-            script.over.set()
-            script.leave()
+            injector.ended.set()
+            injector.stop()
 
-    steady, struck = _supervised(context, span, job, script, perform, round(settings.seconds * SHOWN_PER_S))
+    steady, kept = _supervise(context, span, job, injector, inject, round(settings.seconds * SHOWN_PER_S))
     attempts = len([*(context.folder / "logs" / STAGE).glob("attempt-*")])
-    result = compare_with_prediction(context.record.name, settings, steady, struck, attempts)
-    _publish(context, result, struck.position)
+    result = compare_with_prediction(context.record.name, settings, steady, kept, attempts)
+    _publish(context, result, kept.position)
     return result
 
 
@@ -432,13 +430,13 @@ def _job(context: Context, tokens: Artifact) -> Path:
     return work / "job.json"
 
 
-def _supervised(
-    context: Context, span: StageSpan, job: Path, script: FaultInjector, perform: Perform, shown: int
+def _supervise(
+    context: Context, span: StageSpan, job: Path, injector: FaultInjector, inject: Inject, shown: int
 ) -> tuple[SteadyState, FaultRunResult]:
-    """Supervise the stage as `herd.tasks.stages.train` does while the script plays; return what it measured.
+    """Supervise the stage as `herd.tasks.stages.train` does while `inject` runs; return the result of `inject`.
 
-    `shown` is about how many steps MLflow is to see, of which it keeps 2,000. Raises TrainingFailed if
-    the run does not recover.
+    `shown`: about how many steps MLflow gets, of which it keeps 2,000. Raises TrainingFailed if the run does not
+    recover.
     """
     step_timeout_s, runs = SILENCE * context.cluster.timeout_s, [context.record.mlflow_run]
     with (
@@ -448,22 +446,22 @@ def _supervised(
         launcher = launcher_of(context.cluster, launch_key(job), context.agents)
         follower = JournalTailer(context, runs, job.parent / "journal.jsonl", shown, line, span.end)
         attempts = StageAttempts(context, span, launcher)
-        script.processes = fitting(span, context.cluster, launcher.capacity())
-        playing = pool.submit(perform)
+        injector.processes = fitting(span, context.cluster, launcher.capacity())
+        injected = pool.submit(inject)
         try:
-            while not script.over.is_set():
+            while not injector.ended.is_set():
                 before = follower.position
-                script.launch = attempts.start(job)
-                outcome = follower.follow(script.launch, span.start, step_timeout_s)
-                if not script.over.is_set():
+                injector.launch = attempts.start(job)
+                outcome = follower.follow(injector.launch, span.start, step_timeout_s)
+                if not injector.ended.is_set():
                     attempts.ended(outcome, progress=follower.position > before)
         finally:
-            script.over.set()
-        return playing.result()
+            injector.ended.set()
+        return injected.result()
 
 
 def _publish(context: Context, result: FaultTestResult, position: int) -> None:
-    """Put both sides on the replay's MLflow run, with the trace and every figure as a file."""
+    """Put prediction and measurement on the MLflow run of the test, and all figures with the trace in a file."""
     values = {
         metrics.EFFECTIVE_TIME: result.measured,
         metrics.PLANNED_EFFECTIVE_TIME: result.predicted,
@@ -471,7 +469,7 @@ def _publish(context: Context, result: FaultTestResult, position: int) -> None:
     }
     points = [MetricPoint(key, value, time.time(), position) for key, value in values.items() if value is not None]
     context.tracker.log_points([context.record.mlflow_run], points)
-    path = context.folder / "replay.json"
+    path = context.folder / "fault-test.json"
     write_atomic(path, json.dumps(result.as_dict(), indent=1))
     context.runs.publish(context.record.name, path.name)
     context.tracker.log_file(context.record.mlflow_run, path)

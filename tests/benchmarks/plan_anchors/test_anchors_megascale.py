@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from herd.llama3.planner.validation import step
-from herd.llama3.planner.validation.step import (
+from benchmarks.plan_anchors import step
+from benchmarks.plan_anchors.step import (
     MEGASCALE_FITTED,
     SYSTEMS,
     megascale_anchors,

@@ -10,14 +10,7 @@ from typing import NamedTuple
 
 from scipy.optimize import brentq, least_squares
 
-from herd.llama3.model.flops import flops_per_token
-from herd.llama3.parallel.layout import ROWS, TABLE_4, Layout
-from herd.llama3.parallel.memory import Load
-from herd.llama3.parallel.pipeline_schedule import actions, bubble, ideal_bubble, peak_in_flight, rank_actions
-from herd.llama3.planner.collectives import Network
-from herd.llama3.planner.device_curves import GemmCurve
-from herd.llama3.planner.layout_search import evaluate_layout, search_layouts
-from herd.llama3.planner.published import (
+from benchmarks.plan_anchors.published import (
     TABLE_4_BATCH,
     Anchor,
     fitted_h100_curves,
@@ -29,6 +22,13 @@ from herd.llama3.planner.published import (
     table4_query,
     within,
 )
+from herd.llama3.model.flops import flops_per_token
+from herd.llama3.parallel.layout import ROWS, TABLE_4, Layout
+from herd.llama3.parallel.memory import Load
+from herd.llama3.parallel.pipeline_schedule import actions, bubble, ideal_bubble, peak_in_flight, rank_actions
+from herd.llama3.planner.collectives import Network
+from herd.llama3.planner.device_curves import GemmCurve
+from herd.llama3.planner.layout_search import evaluate_layout, search_layouts
 from herd.llama3.planner.step_time import LayerSeconds, PipelineTiming, StepModel, StepTime
 from herd.llama3.recipe.sections import Model
 

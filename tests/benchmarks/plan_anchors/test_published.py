@@ -4,10 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from herd.llama3.parallel.layout import TABLE_4
-from herd.llama3.planner.device_curves import prior_curves
-from herd.llama3.planner.layout_search import search_layouts
-from herd.llama3.planner.published import (
+from benchmarks.plan_anchors.published import (
     TABLE_4_BATCH,
     VIRTUAL,
     fitted_h100_curves,
@@ -18,6 +15,9 @@ from herd.llama3.planner.published import (
     roce_24k_fabric,
     table4_query,
 )
+from herd.llama3.parallel.layout import TABLE_4
+from herd.llama3.planner.device_curves import prior_curves
+from herd.llama3.planner.layout_search import search_layouts
 
 
 def test_rows_ask_for_what_table_4_says() -> None:

@@ -1,4 +1,4 @@
-"""What a replay is asked and what it predicts; the real one is in tests/e2e."""
+"""Settings and predictions of the fault test; tests/e2e runs one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from herd.llama3.planner.reliability import llama3_failures
-from herd.llama3.recipe.load import load_recipe
-from herd.llama3.recipe.schedule import Schedule
-from herd.tasks.plan.fault_test import (
+from benchmarks.fault_test import (
     FLEET,
     FaultRunResult,
     FaultTestSettings,
@@ -17,6 +14,9 @@ from herd.tasks.plan.fault_test import (
     compare_with_prediction,
     fault_test_recipe,
 )
+from herd.llama3.planner.reliability import llama3_failures
+from herd.llama3.recipe.load import load_recipe
+from herd.llama3.recipe.schedule import Schedule
 
 STEADY = SteadyState(step_s=0.05, block_s=0.01, save_s=0.2, restart_s=1.0)
 
@@ -44,7 +44,7 @@ def test_the_trace_is_seeded_and_as_frequent_as_asked() -> None:
 def test_the_prediction_is_of_this_trace_and_the_formula_of_its_rate() -> None:
     settings = FaultTestSettings(seed=3, seconds=600, mtti_s=60, save_every_s=4, timeout_s=5)
     result = compare_with_prediction(
-        "tiny-replay-1", settings, STEADY, FaultRunResult(useful_s=540, position=1), attempts=9
+        "tiny-fault-test-1", settings, STEADY, FaultRunResult(useful_s=540, position=1), attempts=9
     )
     assert result.measured == 0.9
     assert result.failures == settings.trace()
@@ -70,7 +70,7 @@ def test_more_failures_and_longer_restarts_cost_more() -> None:
     )
 
 
-def test_outside_the_range_of_the_formula_nothing_is_said() -> None:
+def test_outside_its_range_the_formula_gives_none() -> None:
     result = compare_with_prediction("x", FaultTestSettings(seconds=600, mtti_s=10), STEADY, FaultRunResult(0, 0), 0)
     assert result.closed_form is None
     assert 0 < result.spread.mean < 1

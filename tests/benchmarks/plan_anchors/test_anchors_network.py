@@ -5,10 +5,10 @@ from time import process_time
 
 import pytest
 
-from herd.llama3.planner.published import Anchor
+from benchmarks.plan_anchors import network
+from benchmarks.plan_anchors.network import network_anchors
+from benchmarks.plan_anchors.published import Anchor
 from herd.llama3.planner.routing import ring_share
-from herd.llama3.planner.validation import network
-from herd.llama3.planner.validation.network import network_anchors
 
 
 @pytest.fixture(scope="module")
