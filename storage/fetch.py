@@ -3,6 +3,9 @@
 `prepare` lists an address and pins its revision, `download` gets the files: in parallel, resumed at the byte where a
 killed call ended, compared with size and digest as the store states them, renamed when they are right. The manifest of
 an address is written after its last file. Files of an earlier revision that did not change are linked, not downloaded.
+
+huggingface_hub lists, authorizes and connects, but its `hf_hub_download` (2.4, issue 4196) is not used: it downloads a
+killed file again from byte 0, compares no digest, sleeps 5 times as long as a server asks, and logs signed addresses.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO
+
+from pydantic import TypeAdapter
 
 from herd.storage.digests import digest_file, parallel_map
 from herd.storage.filesystem import (
@@ -74,26 +79,24 @@ class _Changed(Exception):
 class Target(FetchedListing):
     """An address to download: its listing, and what its store states about the files."""
 
-    wanted: list[str] = field(default_factory=list)
+    selected: list[str] = field(default_factory=list)
     """URIs of `files` to download; the others are only listed."""
-    asked: str = ""
-    """Revision in the address; empty: `main`."""
-    moved: str = ""
+    revision: str = ""
+    """Of the address; empty: `main`."""
+    newer_commit: str = ""
     """The commit that the revision names now, if it is another one."""
     folder: str = ""
     """Of the copies, below the folder of all copies."""
     digests: dict[str, str] = field(default_factory=dict)
     """URI -> `sha256:`, `git:` or `md5:` and the digest that the store states."""
-    addresses: dict[str, str] = field(default_factory=dict)
-    """URI -> HTTP address; without one the file is read through its store's client."""
     unchanged: dict[str, FetchedFile] = field(default_factory=dict)
     """URI -> the copy of an earlier revision with the same bytes."""
 
     @property
     def missing(self) -> list[FetchedFile]:
         """Files to download that have no complete copy."""
-        wanted = set(self.wanted)
-        return [file for file in self.files if file.uri in wanted and not file.sha256]
+        selected = set(self.selected)
+        return [file for file in self.files if file.uri in selected and not file.sha256]
 
 
 def use_fetched(root: Root) -> None:
@@ -132,9 +135,9 @@ def prepare(
     if target is known and target.commit and uri.startswith("hf://"):
         with suppress(ValueError, OSError):  # a copy needs no Hub
             now = str(_hub_info(uri).sha)
-            target.moved = now if now != target.commit else ""
+            target.newer_commit = now if now != target.commit else ""
     here = {file.uri for file in target.files if file.sha256}
-    target.wanted = sorted(here.union(choose([(file.uri, file.info) for file in target.files])))
+    target.selected = sorted(here.union(choose([(file.uri, file.info) for file in target.files])))
     earlier = {(file.changed, file.size): file for file in complete.files if file.path} if complete else {}
     above = _hub_root(uri) if target.commit else _folder_above(target)
     for file in target.files:
@@ -153,12 +156,7 @@ def _has_size(path: Path, size: int) -> bool:
 
 def _read(path: Path) -> Target | None:
     """Return the target that an earlier call wrote, None without."""
-    if not path.exists():
-        return None
-    data = json.loads(path.read_bytes())
-    data["files"] = [FetchedFile(**file) for file in data["files"]]
-    data["unchanged"] = {uri: FetchedFile(**file) for uri, file in data["unchanged"].items()}
-    return Target(**data)
+    return TypeAdapter(Target).validate_json(path.read_bytes()) if path.exists() else None
 
 
 def _name(uri: str) -> str:
@@ -178,11 +176,11 @@ def _pinned(folder: Path, uri: str) -> str:
 
 
 def _list(uri: str, commit: str = "") -> Target:
-    """Return all files of `uri` as they are now, or at `commit` of the Hub; none is wanted yet."""
+    """Return all files of `uri` as they are now, or at `commit` of the Hub; none is selected yet."""
     if uri.startswith("hf://"):
         target = _list_hub(uri, commit)
     else:
-        with _named(uri):
+        with _explained(uri):
             pairs = list_remote_files(uri)
         target = Target(uri=uri, files=[])
         for name, info in pairs:
@@ -211,42 +209,37 @@ def _safe(path: str) -> str:
     return PurePosixPath(path).as_posix()
 
 
-def _repository(place: HfUri) -> str:
+def _repository(parsed: HfUri) -> str:
     """Return the path of a repository at the Hub and in `hf://`: `datasets/OWNER/NAME`, `OWNER/NAME` of a model."""
-    return place.id if place.type == "model" else f"{place.type}s/{place.id}"
+    return parsed.id if parsed.type == "model" else f"{parsed.type}s/{parsed.id}"
 
 
 def _hub_root(uri: str) -> str:
     """Return the address of the repository of `uri` as its files are named, with the revision if it has one."""
     from huggingface_hub import parse_hf_uri
 
-    place, revision = parse_hf_uri(uri), uri.rstrip("/").partition("@")[2]
-    if place.path_in_repo:
-        revision = revision[: -len(place.path_in_repo) - 1]
-    return f"hf://{_repository(place)}{'@' if revision else ''}{revision}"
+    parsed, revision = parse_hf_uri(uri), uri.rstrip("/").partition("@")[2]
+    if parsed.path_in_repo:
+        revision = revision[: -len(parsed.path_in_repo) - 1]
+    return f"hf://{_repository(parsed)}{'@' if revision else ''}{revision}"
 
 
 def _list_hub(uri: str, commit: str) -> Target:
-    from huggingface_hub import hf_hub_url, parse_hf_uri
+    from huggingface_hub import parse_hf_uri
 
     info = _hub_info(uri, commit)
-    place = parse_hf_uri(uri)
-    root, pinned = _hub_root(uri), f"hf://{_repository(place)}@{info.sha}"
-    with _named(uri):
-        pairs = list_remote_files(f"{pinned}/{place.path_in_repo}".rstrip("/"))
+    parsed = parse_hf_uri(uri)
+    root, pinned = _hub_root(uri), f"hf://{_repository(parsed)}@{info.sha}"
+    with _explained(uri):
+        pairs = list_remote_files(f"{pinned}/{parsed.path_in_repo}".rstrip("/"))
     license = next((tag.partition(":")[2] for tag in info.tags or () if tag.startswith("license:")), "")
-    target = Target(uri=uri, files=[], commit=info.sha, license=license, asked=place.revision or "")
-    target.folder = f"hf/{_safe(_repository(place))}@{info.sha[:12]}"
-    endpoint = remote_filesystem(uri).endpoint
+    target = Target(uri=uri, files=[], commit=info.sha, license=license, revision=parsed.revision or "")
+    target.folder = f"hf/{_safe(_repository(parsed))}@{info.sha[:12]}"
     for name, entry in pairs:
-        below = name[len(pinned) + 1 :]
-        file = FetchedFile(uri=f"{root}/{below}", size=int(entry["size"]), changed=version_of(entry))
+        file = FetchedFile(uri=f"{root}/{name[len(pinned) + 1 :]}", size=int(entry["size"]), changed=version_of(entry))
         target.files.append(file)
         lfs = entry.get("lfs")
         target.digests[file.uri] = f"sha256:{lfs.sha256}" if lfs else f"git:{entry['blob_id']}"
-        target.addresses[file.uri] = hf_hub_url(
-            place.id, below, repo_type=place.type, revision=info.sha, endpoint=endpoint
-        )
     return target
 
 
@@ -256,22 +249,22 @@ def _hub_info(uri: str, commit: str = "") -> Any:
     from huggingface_hub.errors import HfUriError
 
     try:
-        place = parse_hf_uri(uri)
+        parsed = parse_hf_uri(uri)
     except HfUriError as error:
         raise FetchRefused(f"{uri}: {error}; write hf://datasets/OWNER/NAME@REVISION/PATH") from None
-    if place.is_bucket:
+    if parsed.is_bucket:
         raise FetchRefused(f"{uri}: files of a bucket have no revision; name a dataset or a model repository")
     filesystem = remote_filesystem(uri)
     api = HfApi(endpoint=filesystem.endpoint, token=filesystem.token)
     ask = partial(
-        api.repo_info, place.id, repo_type=place.type, revision=commit or place.revision, timeout=HUB_ANSWER_S
+        api.repo_info, parsed.id, repo_type=parsed.type, revision=commit or parsed.revision, timeout=HUB_ANSWER_S
     )
-    with _named(uri):
+    with _explained(uri):
         return with_retries(uri, ask)
 
 
 @contextmanager
-def _named(uri: str) -> Iterator[None]:
+def _explained(uri: str) -> Iterator[None]:
     """Turn refusals of a store into FetchRefused with a remedy."""
     try:
         yield
@@ -293,18 +286,18 @@ def _refuse_hub(uri: str, status: int, headers: Any) -> None:
     """Raise FetchRefused if the Hub's answer says that a repeated request cannot succeed."""
     from huggingface_hub import parse_hf_uri
 
-    place, code = parse_hf_uri(uri), headers.get("x-error-code", "")
-    page = f"{remote_filesystem(uri).endpoint}/{_repository(place)}"
+    parsed, code = parse_hf_uri(uri), headers.get("x-error-code", "")
+    page = f"{remote_filesystem(uri).endpoint}/{_repository(parsed)}"
     if code == "GatedRepo":
         remedy = "wait until its owner accepts" if status == 403 else "set HF_TOKEN (or run hf auth login)"
         raise FetchRefused(f"{uri}: is gated; accept its terms at {page} and {remedy}")
     if code == "RevisionNotFound":
         raise FetchRefused(
-            f"{uri}: the Hub has no revision {place.revision or 'main'} (any more); see {page}/commits/main and write "
+            f"{uri}: the Hub has no revision {parsed.revision or 'main'} (any more); see {page}/commits/main and write "
             "one after @, or take the newest with herd fetch --update"
         )
     if code == "EntryNotFound":
-        raise FetchRefused(f"{uri}: the repository has no such file; see {page}/tree/{place.revision or 'main'}")
+        raise FetchRefused(f"{uri}: the repository has no such file; see {page}/tree/{parsed.revision or 'main'}")
     if status in (401, 403) or code == "RepoNotFound" or status == 404:
         raise FetchRefused(
             f"{uri}: the Hub shows no such repository to you; correct the name, or set HF_TOKEN to a token that may "
@@ -321,7 +314,12 @@ def _page(uri: str) -> str:
 
 def missing_bytes(folder: Path, targets: Sequence[Target]) -> int:
     """Return how many bytes are still to be downloaded."""
-    return sum(group[0][1].size - _begun(folder, *group[0]) for group in _groups(folder, targets))
+    missing = 0
+    for (target, file), *_ in _groups(folder, targets):
+        if file.uri not in target.unchanged and not _has_size(folder / file.path, file.size):
+            partial_copy = _partial(folder, file)
+            missing += file.size - min(partial_copy.stat().st_size if partial_copy.exists() else 0, file.size)
+    return missing
 
 
 def _groups(folder: Path, targets: Sequence[Target]) -> list[list[tuple[Target, FetchedFile]]]:
@@ -351,7 +349,7 @@ def check_space(folder: Path, targets: Sequence[Target]) -> None:
 def download(folder: Path, targets: Sequence[Target], jobs: int, progress: Callable[[int], None]) -> None:
     """Download the missing files of `targets` and write their manifests; `progress` gets the bytes as they come.
 
-    Files that arrived stay, so that a repeated call goes on. Raises FetchRefused and OSError.
+    Complete and partial files stay, so that a repeated call resumes. Raises FetchRefused and OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with file_lock(folder, "fetch"):
@@ -381,11 +379,11 @@ def download(folder: Path, targets: Sequence[Target], jobs: int, progress: Calla
 
 def _commit(folder: Path, target: Target) -> None:
     """Write the manifest of a complete target."""
-    wanted = set(target.wanted)
+    selected = set(target.selected)
     for file in target.files:
-        if file.uri not in wanted:
+        if file.uri not in selected:
             file.path = file.sha256 = ""
-    target.unchanged, target.moved = {}, ""
+    target.unchanged, target.newer_commit = {}, ""
     target.fetched = target.fetched or datetime.now(UTC).isoformat(timespec="seconds")
     write_atomic(folder / LISTINGS / _name(target.uri), json.dumps(asdict(target), indent=1))
     (folder / PENDING / _name(target.uri)).unlink(missing_ok=True)
@@ -394,14 +392,6 @@ def _commit(folder: Path, target: Target) -> None:
 def _partial(folder: Path, file: FetchedFile) -> Path:
     """Return the unfinished copy of this version of `file`."""
     return folder / PARTIAL / hashlib.sha256(f"{file.uri} {file.size} {file.changed}".encode()).hexdigest()[:32]
-
-
-def _begun(folder: Path, target: Target, file: FetchedFile) -> int:
-    """Return how many bytes of `file` need no download."""
-    if file.uri in target.unchanged or _has_size(folder / file.path, file.size):
-        return file.size
-    path = _partial(folder, file)
-    return min(path.stat().st_size, file.size) if path.exists() else 0
 
 
 def _fetch(
@@ -425,7 +415,7 @@ def _fetch(
             if (wrong := wrong + 1) == TRIES:
                 raise StoreError(f"{file.uri}: changed {wrong} times while it came; try again later") from None
             _drop(path, progress)
-            _list_again(target, file)
+            _describe(target, file, with_retries(file.uri, lambda: remote_filesystem(file.uri).info(file.uri)))
             continue
         sha256 = _verified(target, file, path)
         if not sha256:
@@ -450,12 +440,6 @@ def _drop(path: Path, progress: Callable[[int], None]) -> None:
         path.unlink()
 
 
-def _list_again(target: Target, file: FetchedFile) -> None:
-    """Set size and version of `file` to what its store says now."""
-    info = with_retries(file.uri, lambda: remote_filesystem(file.uri).info(file.uri))
-    _describe(target, file, info)
-
-
 def _describe(target: Target, file: FetchedFile, info: dict[str, Any]) -> None:
     """Set size, version and digest of a file that is not at the Hub."""
     if info.get("size") is None:
@@ -464,9 +448,7 @@ def _describe(target: Target, file: FetchedFile, info: dict[str, Any]) -> None:
         raise FetchRefused(_page(file.uri))
     file.size, file.changed = int(info["size"]), version_of(info)
     etag = file.changed.strip('"')
-    if not is_object_store(file.uri):
-        target.addresses[file.uri] = file.uri
-    elif re.fullmatch("[0-9a-f]{32}", etag):  # of an object of one part; of several it is no digest
+    if is_object_store(file.uri) and re.fullmatch("[0-9a-f]{32}", etag):  # a multipart object has another kind of ETag
         target.digests[file.uri] = f"md5:{etag}"
 
 
@@ -474,17 +456,14 @@ def _verified(target: Target, file: FetchedFile, path: Path) -> str:
     """Return the SHA-256 of a complete download, after a flush to the disk; "" if it is not what the store states."""
     sha256 = digest_file(path, sync=True).sha256
     kind, _, stated = target.digests.get(file.uri, "").partition(":")
-    if not kind or (kind == "sha256" and sha256 == stated):
-        return sha256
-    if kind == "sha256":
-        return ""
-    digest = hashlib.md5(usedforsecurity=False) if kind == "md5" else hashlib.sha1(usedforsecurity=False)
-    if kind == "git":
-        digest.update(b"blob %d\0" % file.size)
+    if not kind or kind == "sha256":
+        return sha256 if stated in ("", sha256) else ""
     with path.open("rb") as data:
-        while chunk := data.read(CHUNK):
-            digest.update(chunk)
-    return sha256 if digest.hexdigest() == stated or (kind == "md5" and _is_encrypted(file.uri)) else ""
+        if kind == "md5":
+            actual = hashlib.file_digest(data, partial(hashlib.md5, usedforsecurity=False))
+        else:
+            actual = hashlib.file_digest(data, partial(hashlib.sha1, b"blob %d\0" % file.size, usedforsecurity=False))
+    return sha256 if actual.hexdigest() == stated or (kind == "md5" and _is_encrypted(file.uri)) else ""
 
 
 def _is_encrypted(uri: str) -> bool:
@@ -499,12 +478,12 @@ def _complete(
     target: Target, file: FetchedFile, path: Path, stop: threading.Event, progress: Callable[[int], None]
 ) -> None:
     """Append to `path` until it has the size of `file`. Raises _Changed if the store has another version now."""
-    tries, address = 0, target.addresses.get(file.uri)
+    tries, by_client = 0, is_object_store(file.uri)
     while not _has_size(path, file.size):
         begin = path.stat().st_size if path.exists() else 0
         try:
             with path.open("ab") as out:
-                pieces = _get_http(address, file, out, progress) if address else _get_object(file, out.tell())
+                pieces = _get_object(file, out.tell()) if by_client else _get_http(target.commit, file, out, progress)
                 for data in pieces:
                     if stop.is_set():
                         raise InterruptedError(f"{file.uri}: stopped")
@@ -525,7 +504,7 @@ def _complete(
                 asks = f"; it asks for a pause of {wait:,.0f} s" if wait > 60 else ""
                 raise StoreError(f"{file.uri}: {message_of(error)} ({tries} tries){asks}") from error
             stop.wait(wait)
-    if not address and version_of(remote_filesystem(file.uri).info(file.uri)) != file.changed:
+    if by_client and version_of(remote_filesystem(file.uri).info(file.uri)) != file.changed:
         raise _Changed
 
 
@@ -535,17 +514,22 @@ def _get_object(file: FetchedFile, begin: int) -> Iterator[bytes]:
         yield bytes(remote_filesystem(file.uri).cat_file(file.uri, start=start, end=min(file.size, start + PIECE)))
 
 
-def _get_http(address: str, file: FetchedFile, out: BinaryIO, progress: Callable[[int], None]) -> Iterator[bytes]:
+def _get_http(commit: str, file: FetchedFile, out: BinaryIO, progress: Callable[[int], None]) -> Iterator[bytes]:
     """Yield the bytes that follow those in `out`; empty `out` first if the server cannot continue there."""
-    from huggingface_hub import get_session, get_token
+    from huggingface_hub import get_session, hf_hub_url, parse_hf_uri
+    from huggingface_hub.utils._headers import build_hf_headers
 
     hub = remote_filesystem(file.uri) if file.uri.startswith("hf://") else None
-    headers, begin = {"Accept-Encoding": "identity"}, out.tell()
-    if hub and (token := hub.token or get_token()):
-        headers["Authorization"] = f"Bearer {token}"
+    headers, address, begin = {"Accept-Encoding": "identity"}, file.uri, out.tell()
+    if hub:
+        parsed = parse_hf_uri(file.uri)
+        address = hf_hub_url(
+            parsed.id, parsed.path_in_repo, repo_type=parsed.type, revision=commit, endpoint=hub.endpoint
+        )
+        headers |= build_hf_headers(token=hub.token)
     if begin and (hub or file.changed.startswith('"')):
         headers["Range"] = f"bytes={begin}-"
-        if not hub:  # at the Hub a commit never changes, and its parts have ETags of their own
+        if not hub:  # at the Hub a commit never changes, and the store that it leads to has other ETags
             headers["If-Range"] = file.changed
     with get_session().stream("GET", address, headers=headers, timeout=HUB_ANSWER_S) as answer:
         if answer.status_code in (401, 403, 404, 410):

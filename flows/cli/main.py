@@ -196,18 +196,19 @@ def fetch(
             bar.add_task("fetch", total=0)
             (task,) = bar.tasks
 
-            def progress(came: int, more: int) -> None:
-                bar.update(task.id, advance=came, total=(task.total or 0) + more)
+            def progress(received: int, more: int) -> None:
+                bar.update(task.id, advance=received, total=(task.total or 0) + more)
 
             try:
                 fetch_files(loaded, folder, addresses, jobs, progress)
             except Exception:
-                problems.print(f"{format_bytes(task.completed)} came and stay; the same command goes on there")
+                problems.print(f"{format_bytes(task.completed)} downloaded; run the same command to resume")
                 raise
-        files = sum(len(target.wanted) for target in targets_of(addresses))
+        files = sum(len(target.selected) for target in targets_of(addresses))
         took = format_duration(time.monotonic() - began)
         out.print(
-            f"{files:,} files are here" + (f"; {format_bytes(task.completed)} came in {took}" if task.completed else "")
+            f"{files:,} files are here"
+            + (f"; {format_bytes(task.completed)} downloaded in {took}" if task.completed else "")
         )
         out.print(f"next: {escape(command(Root.parse(root), 'run', str(recipe)))}")
 

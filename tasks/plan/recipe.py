@@ -482,14 +482,15 @@ def fetch_lines(folder: Path, addresses: Sequence[RemoteAddress], sampled: bool 
         fields = list(group)
         first, targets = fields[0], targets_of(fields)
         target = targets[0]
-        files = [file for each in targets for file in each.files if file.uri in set(each.wanted)]
+        files = [file for each in targets for file in each.files if file.uri in set(each.selected)]
         size, listed = sum(file.size for file in files), sum(len(each.files) for each in targets)
         of = f" of {listed:,}" if len(files) < listed else ""
         here = size - missing_bytes(folder, targets)
         facts = [f"{len(files):,}{of} {'file' if len(files) == listed == 1 else 'files'}", format_bytes(size)]
         facts += [] if not here else ["here"] if here == size else [f"{format_bytes(here)} of them here"]
         if target.commit:
-            named = "" if target.asked and target.commit.startswith(target.asked) else f"{target.asked or 'main'} "
+            is_commit = target.revision and target.commit.startswith(target.revision)
+            named = "" if is_commit else f"{target.revision or 'main'} "
             facts.append(f"{named}at {target.commit[:12]}")
         stated = first.source.license if first.source else "unknown"
         if target.license or first.source:
@@ -500,9 +501,9 @@ def fetch_lines(folder: Path, addresses: Sequence[RemoteAddress], sampled: bool 
         more = f" and {len(targets) - 1} more" if len(targets) > 1 else ""
         lines += [f"{field}: {', '.join(facts)}", f"  [dim]{escape(target.uri)}{more}[/]"]
         for each in targets:
-            if each.moved:
+            if each.newer_commit:
                 lines.append(
-                    f"  [yellow]{each.asked or 'main'} is now at {each.moved[:12]}; the copy stays at "
+                    f"  [yellow]{each.revision or 'main'} is now at {each.newer_commit[:12]}; the copy stays at "
                     f"{each.commit[:12]} until herd fetch --update[/]"
                 )
             if each.license not in ("", "other", stated) and stated != "unknown":

@@ -66,7 +66,7 @@ def test_the_commands_of_the_tutorial(command: Herd, tmp_path: Path) -> None:
     assert "general  1,000 documents, " in tried
     assert f"sources.general.0: 3 files, {size}, main at {web[:12]}, license odc-by, about " in estimate
     assert " at 50.0 MB/s" in estimate
-    assert re.search(r"5 files are here; .* came in ", fetched)
+    assert re.search(r"5 files are here; .* downloaded in ", fetched)
     for text in (plan, run):
         assert f"copies   2 of 2 remote addresses in {tmp_path}/root/fetched at " in text
         assert web[:12] in text

@@ -234,7 +234,7 @@ def test_a_revision_stays_until_it_is_asked_to_move(hub: Hub, tmp_path: Path) ->
     hub.files["data/e.txt"] = b"e"
     hub.use()
     again = prepare(tmp_path, DATA, lambda listed: [name for name, _ in listed], False)
-    assert (again.commit, again.moved, again.missing) == (first.commit, hub.commit(), [])
+    assert (again.commit, again.newer_commit, again.missing) == (first.commit, hub.commit(), [])
     with copies(tmp_path):
         assert source_state(DATA) == old
     hub.use()

@@ -216,7 +216,7 @@ def test_a_disk_that_fills_in_the_middle_is_named_and_nothing_comes_twice(
 
         hub.at_request = fill
         full = said(herd("fetch", "--jobs", "1", uri=URI, root=disk), 1)
-        assert "came and stay; the same command goes on there" in full
+        assert "downloaded; run the same command to resume" in full
         assert f"error root: no space left on the disk ([Errno 28] No space left on device: '{disk}/fetched/" in full
         (disk / "filler").unlink()
         hub.at_request = lambda number: None

@@ -241,7 +241,7 @@ def test_the_command_estimates_fetches_and_says_what_stands_in_the_way(hub: Hub,
     hub.use(503, first=first + 2, times=10**6)
     failed = herd(hub, root)
     assert failed.exit_code == 1, failed.output
-    assert "came and stay; the same command goes on there" in failed.output
+    assert "downloaded; run the same command to resume" in failed.output
     assert failed.output.count("error  ") == 1
     hub.use()
     done = herd(hub, root)
