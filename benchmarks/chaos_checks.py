@@ -23,10 +23,10 @@ from benchmarks.chaos import FAULTS, Lane, World
 from benchmarks.rows import CHAOS_TARGETS, Row, measured, number
 from herd.llama3.train.metrics import LOST_TOKENS
 from herd.storage.root import Root
+from herd.tasks.operate.integrity import verify
 from herd.tasks.promotion.log import CHAMPION, PromotionLog, current_label
-from herd.tasks.runs.integrity import verify
 from herd.tasks.runs.records import Runs
-from herd.tasks.tracking.backfill import STATUS
+from herd.tasks.stages.backfill import STATUS
 from tests.e2e.conftest import bytes_made
 from tests.storage.swift import SECRET
 

@@ -21,11 +21,11 @@ import torch
 import uvicorn
 
 from benchmarks.clients import ask_all
-from herd.llama3.evaluate.engine import BatchEngine
 from herd.llama3.evaluate.generate import generate_batch, stream
 from herd.llama3.evaluate.task import GenerationSettings, Prompt
 from herd.llama3.model.files import load_model
 from herd.llama3.model.transformer import Transformer
+from herd.llama3.serve.engine import BatchEngine
 from herd.llama3.tokens.tokenizer import Tokenizer
 from herd.tasks.models.serve import Served, bind, create_app
 

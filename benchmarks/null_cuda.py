@@ -23,13 +23,13 @@ import torch
 from benchmarks.measure import NotMeasured
 from benchmarks.rows import Row, measured
 from benchmarks.train_session import TrainSession
+from herd.llama3.hardware.topology import load_fabric
 from herd.llama3.parallel.comm_trace import fake_process_group
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.memory import Load, memory
 from herd.llama3.parallel.mesh import init_distributed
 from herd.llama3.planner.device_curves import prior_curves
 from herd.llama3.planner.step_time import compute_seconds, layer_work
-from herd.llama3.planner.topology import load_fabric
 from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.sections import Model

@@ -27,9 +27,9 @@ from benchmarks.null_cuda import FABRIC, is_null
 from benchmarks.rows import Row, measured
 from benchmarks.train_gpu import ROWS, SEQ, SEQUENCES, SHAPES, build_model
 from benchmarks.train_session import TrainSession
+from herd.llama3.hardware.topology import load_fabric
 from herd.llama3.model.flops import flops_per_token
 from herd.llama3.planner.device_curves import Curves, prior_curves
-from herd.llama3.planner.topology import load_fabric
 from herd.llama3.recipe.sections import Model
 from herd.llama3.train.device import peak_flops
 

@@ -23,12 +23,12 @@ from herd.storage.artifact import Artifact
 from herd.storage.lease import LeaseHeld
 from herd.tasks.pipeline_steps import evaluated_stages
 from herd.tasks.promotion.approval import decide
-from herd.tasks.promotion.gate import Override
 from herd.tasks.promotion.log import CHAMPION, decided
-from herd.tasks.promotion.promote import promote_model
 from herd.tasks.promotion.rollback import RollbackRequest, roll_back
 from herd.tasks.runs.progress import kept_checkpoints, run_progress, run_work_dir_name
 from herd.tasks.stages.evaluate import evaluate_model, evaluate_waiting
+from herd.tasks.stages.gate import Override
+from herd.tasks.stages.promote import promote_model
 from herd.tasks.step import Context
 from herd.tasks.tracking.steps import SCORE, scores_of
 

@@ -26,8 +26,8 @@ from herd.flows.local_server import is_temporary
 from herd.llama3.recipe.schema import Recipe
 from herd.storage.lease import lease_holders
 from herd.storage.root import Root
+from herd.tasks.operate.recovery import FRUITLESS, RESUMED
 from herd.tasks.runs.records import Runs
-from herd.tasks.runs.recovery import FRUITLESS, RESUMED
 
 # A work queue serves the longest-waiting flow run first, so a schedule whose runs take longer than its interval would
 # delay every other flow run (Prefect 3.8.8: the limit with CANCEL_NEW counts runs of the same deployment only).

@@ -18,13 +18,13 @@ from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
 from herd.tasks.console import Console, current_console
 from herd.tasks.format import format_bytes
+from herd.tasks.operate.gc import GcPlan, delete_items, delete_rows, gc_lines, gc_rows, gc_table, plan_gc, plan_rows
+from herd.tasks.operate.integrity import verify as read_all
+from herd.tasks.operate.recovery import GRACE_S, Reconciled
+from herd.tasks.operate.recovery import reconcile as reconcile_root
+from herd.tasks.promotion.registry import labels_with_alias
 from herd.tasks.report.run import write_report
-from herd.tasks.runs.gc import GcPlan, delete_items, delete_rows, gc_lines, gc_rows, gc_table, plan_gc, plan_rows
-from herd.tasks.runs.integrity import verify as read_all
-from herd.tasks.runs.recovery import GRACE_S, Reconciled
-from herd.tasks.runs.recovery import reconcile as reconcile_root
 from herd.tasks.tracking import prefect_artifacts
-from herd.tasks.tracking.registry import labels_with_alias
 
 MOST_LISTED = 200
 

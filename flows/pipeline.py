@@ -24,7 +24,6 @@ from herd.llama3.recipe.units import Tokens
 from herd.storage.artifact import Artifact
 from herd.tasks.launch.local import Agents
 from herd.tasks.pipeline_steps import PipelineStep, first_step, last_step, pipeline_steps
-from herd.tasks.promotion.promote import promote_model
 from herd.tasks.stages.data import (
     annotate_documents,
     collect_documents,
@@ -34,6 +33,7 @@ from herd.tasks.stages.data import (
     tokenize_documents,
 )
 from herd.tasks.stages.evaluate import check_long_context_gates, evaluate_model
+from herd.tasks.stages.promote import promote_model
 from herd.tasks.stages.train import init_weights, train_stage
 from herd.tasks.step import Context
 

@@ -24,8 +24,7 @@ from herd.tasks.cluster import Cluster
 from herd.tasks.launch.local import rank_process
 from herd.tasks.models.export import export_model
 from herd.tasks.models.start import with_local_models
-from herd.tasks.pipeline_steps import next_step
-from herd.tasks.plan.rehearsal import (
+from herd.tasks.operate.rehearsal import (
     Rehearsal,
     RehearsalFinding,
     ScaledRun,
@@ -35,6 +34,7 @@ from herd.tasks.plan.rehearsal import (
     proofs,
     write_rehearsal,
 )
+from herd.tasks.pipeline_steps import next_step
 from herd.tasks.runs.records import RunRecord, Runs
 
 LOOK_S = 0.02

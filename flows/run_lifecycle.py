@@ -45,16 +45,25 @@ from herd.tasks.console import Console, current_console, working
 from herd.tasks.errors import EvaluationFailed, SchedulerRefused, StudyIncomplete, TrainingFailed
 from herd.tasks.launch.local import slow_precision
 from herd.tasks.models.lookup import label_of_alias
+from herd.tasks.operate.preflight import preflight
 from herd.tasks.pipeline_steps import check_step, step_names
+from herd.tasks.plan.predict import predict_step_times
 from herd.tasks.plan.recipe import RunPlan, make_plan, plan_markdown, stage_table, summary_lines
-from herd.tasks.promotion.log import PENDING_APPROVAL
 from herd.tasks.report.run import write_report
-from herd.tasks.runs.preflight import preflight
 from herd.tasks.runs.provenance import CLUSTER, code_version, record_provenance
-from herd.tasks.runs.records import RunRecord, Runs, State, mark_open, now, rerun_command, trained_stages
+from herd.tasks.runs.records import (
+    PENDING_APPROVAL,
+    RunRecord,
+    Runs,
+    State,
+    mark_open,
+    now,
+    rerun_command,
+    trained_stages,
+)
+from herd.tasks.stages.backfill import catch_up, watch_outages
 from herd.tasks.step import Context
 from herd.tasks.tracking import prefect_artifacts
-from herd.tasks.tracking.backfill import catch_up, watch_outages
 from herd.tasks.tracking.events import flow_failed, run_ended
 from herd.tasks.tracking.mlflow import mlflow_of, open_tracker
 from herd.tasks.tracking.mlflow_store import report_page
@@ -92,7 +101,10 @@ def open_run(config: PipelineParameters, recipe: Recipe) -> Iterator[Context]:
     with acquire_run(config, recipe, runs, console) as (record, fence):
         tracker = open_tracker(root, recipe.name, recipe.tracking)
         mlflow_of(tracker).lost = lambda: runs.lease_lost(record.name)
-        context = Context(recipe, config.cluster, store, runs, record, tracker, console, steps, fence=fence)
+        predict = partial(predict_step_times, root, recipe)
+        context = Context(
+            recipe, config.cluster, store, runs, record, tracker, console, steps, fence=fence, predict=predict
+        )
         context.restart_damaged = config.restart_damaged
         with _closing(context):
             watch_outages(context)
@@ -232,7 +244,7 @@ def _close(context: Context, state: State, status: str, error: str) -> None:
         mlflow_of(context.tracker).reach.wait(PATIENCE_S, context.console.log)
     try:
         catch_up(context)
-        run_done(context)
+        run_done(context.record, context.recipe, context.made)
         if state == "finished":
             write_report(context)
     except (OSError, ValueError) as error:  # a full disk: the run has ended, and the reconciler sends the rest

@@ -71,7 +71,7 @@ SILENCE_S = 75
 WATCHED = "herd"
 """Tag of the deployments whose flow runs have such a heartbeat."""
 RETIRED = "herd: resume crashed runs"
-"""Automation of earlier versions; the reconciler (tasks/runs/recovery.py) restarts crashed flow runs now."""
+"""Automation of earlier versions; the reconciler (tasks/operate/recovery.py) restarts crashed flow runs now."""
 EXAMPLE, NOTIFY, BLOCK = "herd: alerts (example)", "herd: notify", "herd-notify"
 EVENTS = {"herd.run.ended", "herd.alert.*"}
 """What NOTIFY sends."""
@@ -406,7 +406,7 @@ def _reached(host: str) -> str:
 
 def _run(processes: list[subprocess.Popen[bytes]], root: Root) -> None:
     """Reconcile runs at once and every RECONCILE_S, until a process ends or the user stops this one."""
-    from herd.tasks.runs.recovery import reconcile
+    from herd.tasks.operate.recovery import reconcile
 
     due, first = 0.0, True
     try:

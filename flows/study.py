@@ -48,7 +48,7 @@ from herd.tasks.cluster import Cluster
 from herd.tasks.console import Console, FileConsole, TerminalConsole, console_as, current_console
 from herd.tasks.errors import StudyIncomplete
 from herd.tasks.format import format_duration
-from herd.tasks.runs.preflight import check_place
+from herd.tasks.operate.preflight import check_place
 from herd.tasks.runs.provenance import code_version
 from herd.tasks.runs.records import Runs, State, StudyPart, now
 from herd.tasks.study.plan import check_hours, plan_lines, plan_study, plan_table

@@ -90,7 +90,7 @@ def record_end(root: Root, work: str, attempt: int) -> None:
     from prefect.client.orchestration import SyncPrefectClient, get_client
     from prefect.settings import PREFECT_API_URL
 
-    from herd.tasks.runs.recovery import reconcile_record, restart
+    from herd.tasks.operate.recovery import reconcile_record, restart
 
     def restart_dead(client: SyncPrefectClient, flow_run_id: UUID) -> bool:
         """Restart the flow run if attempt `attempt` crashed; return whether the next one is still to begin."""

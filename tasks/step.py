@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 
 from rich.markup import escape
 
+from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import tokens
+from herd.llama3.train.job import PredictedStepTimes
 from herd.storage.artifact import Artifact, ArtifactSpec, Store
 from herd.storage.lease import Lease, LeaseHeld, lease
 from herd.storage.objects import remove_tree
@@ -84,6 +86,8 @@ class Context:
     """Processes from which ranks on this machine are forked; the creator of the context closes them."""
     restart_damaged: bool = False
     """Whether a stage whose checkpoints are all damaged is trained again from its start."""
+    predict: Callable[[Cluster, StageSpan], PredictedStepTimes | None] = lambda cluster, span: None
+    """Predicts memory and step times of a stage; steps do not import the planner."""
 
     def __post_init__(self) -> None:
         self.agents = self.agents or Agents(self.folder / "logs" / "agent.log")

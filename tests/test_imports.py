@@ -30,7 +30,7 @@ COMMANDS = {
 """Command -> the heavy libraries that it may import, and the most modules: a fifth more than measured."""
 MODULES = {
     "herd": (set(), 120),
-    "herd.tasks.runs.preflight": (DATA, 800),
+    "herd.tasks.operate.preflight": (DATA, 800),
     "herd.flows.pipeline": (
         {*DATA, "duckdb", "fsspec", "httpx", "prefect", "safetensors"},
         1900,

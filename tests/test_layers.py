@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,51 @@ PACKAGE = "herd."
 FLOORS = ["storage", "llama3", "tasks", "flows"]
 LINES, FILES = 700, 25
 """The most lines of a file and the most files of a folder."""
-ROOMS = ["recipe", "data", "tokens", "model", "parallel", "evaluate", "train", "studies", "planner", "export"]
-"""Rooms of llama3, ground floor first; a room imports only from those before it."""
+LAYERS = {
+    "llama3": [
+        "recipe",
+        "data",
+        "tokens",
+        "model",
+        "parallel",
+        "evaluate",
+        "train",
+        "hardware",
+        "planner",
+        "studies",
+        "export",
+        "serve",
+    ],
+    "tasks": [
+        "errors",
+        "format",
+        "html",
+        "figures",
+        "cluster",
+        "console",
+        "executors",
+        "pipeline_steps",
+        "launch",
+        "runs",
+        "tracking",
+        "step",
+        "promotion",
+        "models",
+        "stages",
+        "report",
+        "plan",
+        "study",
+        "operate",
+    ],
+}
+"""Folders and modules of a package, lowest first; each imports only from those before it."""
+OPTIONAL = (
+    *("llama3/planner", "llama3/studies", "llama3/export", "llama3/serve", "tasks/plan", "tasks/study"),
+    *("tasks/models/card.py", "tasks/models/export.py", "tasks/models/serve.py", "tasks/models/served_model.py"),
+)
+"""What a run on one machine may do without. The core, which is all below tasks/promotion, never imports it; promotion,
+models and stages do so inside the function that needs it."""
+CALLERS = ("promotion", "models", "stages")
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +92,54 @@ def test_imports_only_go_down(imports: dict[Path, set[str]]) -> None:
         assert not above, f"{path} is on floor {path.parts[0]} and must not import {above}"
 
 
-def test_rooms_of_the_library_only_import_down(imports: dict[Path, set[str]]) -> None:
+@pytest.mark.parametrize("package", LAYERS)
+def test_folders_of_a_package_only_import_down(package: str, imports: dict[Path, set[str]]) -> None:
+    order = LAYERS[package]
+    folders = {node_of(path) for path in imports if path.parts[0] == package and path.name != "__init__.py"}
+    assert folders == set(order)
     for path, names in imports.items():
-        if path.parts[0] == "llama3":
-            room = ROOMS.index(path.parts[1]) if len(path.parts) > 2 else 0
-            parts = [name.split(".") for name in names if name.startswith("llama3.")]
-            above = {".".join(name) for name in parts if name[1] in ROOMS[room + 1 :]}
-            assert not above, f"{path} is in room {path.parts[1]} and must not import {above}"
+        if path.parts[0] == package and path.name != "__init__.py":
+            below = order[: order.index(node_of(path)) + 1]
+            above = {name for name in names if name.startswith(f"{package}.") and name.split(".")[1] not in below}
+            assert not above, f"{path} must not import {above}"
+
+
+def node_of(path: Path) -> str:
+    """Return the folder of a package that holds the file, or the module's name directly below the package."""
+    return path.parts[1].removesuffix(".py")
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_no_folders_import_each_other_in_a_circle(package: str, imports: dict[Path, set[str]]) -> None:
+    graph: dict[str, set[str]] = {}
+    for path, names in imports.items():
+        if path.parts[0] == package:
+            nodes = {name.split(".")[1] for name in names if name.startswith(f"{package}.")}
+            graph.setdefault(node_of(path), set()).update(nodes - {node_of(path)})
+    assert not [order for order in [topological_order(graph)] if order is None], "a circle of folders"
+
+
+def topological_order(graph: dict[str, set[str]]) -> list[str] | None:
+    """Return the nodes, each after those that it needs; None if they need each other."""
+    try:
+        return [*TopologicalSorter(graph).static_order()]
+    except CycleError:
+        return None
+
+
+def test_the_core_imports_nothing_optional(trees: dict[Path, ast.Module]) -> None:
+    core = {"tasks": LAYERS["tasks"][: LAYERS["tasks"].index("promotion")]}
+    for path, tree in trees.items():
+        if str(path).startswith(OPTIONAL) or path.parts[0] == "flows" or path.name == "__init__.py":
+            continue
+        calls = path.parts[0] == "tasks" and node_of(path) in CALLERS
+        if not calls and path.parts[0] in core and node_of(path) not in core[path.parts[0]]:
+            continue
+        for node in tree.body if calls else ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                modules = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+                files = {name.removeprefix(PACKAGE).replace(".", "/") + ".py" for name in modules}
+                assert not [name for name in files if name.startswith(OPTIONAL)], f"{path}: {files}"
 
 
 def test_the_library_knows_no_orchestrator(imports: dict[Path, set[str]]) -> None:

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from benchmarks.plan_anchors.published import Anchor, fitted_h100_curves, meta_layout, table4_query
+from herd.llama3.hardware.topology import Fabric, Layer, load_fabric
 from herd.llama3.parallel.layout import ROWS, TABLE_4, Layout, Published
 from herd.llama3.parallel.memory import Load, stages
 from herd.llama3.planner.collectives import (
@@ -51,7 +52,6 @@ from herd.llama3.planner.routing import (
     pfc_paused,
     ring_share,
 )
-from herd.llama3.planner.topology import Fabric, Layer, load_fabric
 from herd.llama3.recipe.sections import Model
 
 NETWORK_SOURCE = "Gangidi et al., SIGCOMM 2024"

@@ -13,6 +13,7 @@ from typing import Any
 
 from scipy.optimize import brentq
 
+from herd.llama3.hardware.topology import Fabric, load_fabric
 from herd.llama3.model.flops import flops_per_token
 from herd.llama3.parallel.layout import ROWS, TABLE_4, Layout
 from herd.llama3.parallel.memory import Load
@@ -20,7 +21,6 @@ from herd.llama3.planner.collectives import Network
 from herd.llama3.planner.device_curves import Curves, prior_curves
 from herd.llama3.planner.layout_search import Candidate, LayoutQuery, evaluate_layout
 from herd.llama3.planner.step_time import StepModel
-from herd.llama3.planner.topology import Fabric, load_fabric
 from herd.llama3.recipe.sections import Model
 
 

@@ -31,6 +31,8 @@ from benchmarks.plan_anchors.step import (
     table4_anchors,
     term_anchors,
 )
+from herd.llama3.hardware.specs import hall_use, readers_per_trainer
+from herd.llama3.hardware.topology import load_fabric
 from herd.llama3.model.flops import flops_per_token
 from herd.llama3.parallel.layout import ROWS, TABLE_4
 from herd.llama3.planner.budget import StageTime, total_days_and_gpu_hours
@@ -41,7 +43,6 @@ from herd.llama3.planner.goodput import (
     effective_time,
     first_order_effective_time,
 )
-from herd.llama3.planner.hardware import hall_use, readers_per_trainer
 from herd.llama3.planner.layout_search import evaluate_layout
 from herd.llama3.planner.reliability import (
     MEGASCALE_GAIN,
@@ -54,7 +55,6 @@ from herd.llama3.planner.reliability import (
     slowdown_by_rank,
     slowdown_without_waiting,
 )
-from herd.llama3.planner.topology import load_fabric
 from herd.llama3.planner.uptime import monte_carlo
 
 COLORS = {"ok": "green", "misses": "green", "known miss": "yellow", "NOT CAUGHT": "yellow"}

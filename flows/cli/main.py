@@ -235,7 +235,7 @@ def rehearse(
         base = Root.parse(root)
         ready = start_temporary_server(base)
         from herd.flows.rehearsal import rehearse as run_rehearsal
-        from herd.tasks.plan.rehearsal import print_rehearsal
+        from herd.tasks.operate.rehearsal import print_rehearsal
 
         ready()
         with console_as(TerminalConsole(problems if json_ else out)):  # with --json standard output is JSON
@@ -383,8 +383,8 @@ def _run(cluster_file: Path | None, processes: int, threads: int, json_: bool, *
     from herd.flows.recipe_form import PipelineParameters, chosen_recipe
     from herd.tasks.cluster import load_cluster, make_cluster
     from herd.tasks.console import TerminalConsole, console_as, working
+    from herd.tasks.operate.preflight import check_place
     from herd.tasks.pipeline_steps import check_step
-    from herd.tasks.runs.preflight import check_place
     from herd.tasks.runs.records import Runs, now
 
     with mistakes("the same command without --fresh" if fields.get("fresh") else "the same command"):
@@ -415,8 +415,8 @@ def _run(cluster_file: Path | None, processes: int, threads: int, json_: bool, *
             from prefect import get_client
 
             from herd.flows.pipeline import pipeline
-            from herd.tasks.runs.recovery import reconcile_record
-            from herd.tasks.runs.status import run_document, summary_lines
+            from herd.tasks.operate.recovery import reconcile_record
+            from herd.tasks.operate.status import run_document, summary_lines
             from herd.tasks.tracking.mlflow_store import preload
 
             preload()  # while the server starts

@@ -89,7 +89,7 @@ def doctor(
 ) -> None:
     """Check this machine, the root, and with --cluster every node: what is there, what is wrong, what to do."""
     from herd.tasks.cluster import Cluster, load_cluster
-    from herd.tasks.doctor import check_run, diagnose, diagnose_as_node, diagnose_nodes, findings_table
+    from herd.tasks.operate.doctor import check_run, diagnose, diagnose_as_node, diagnose_nodes, findings_table
 
     with mistakes():
         if node is not None:  # started by `herd doctor --cluster` on a node: one line
@@ -127,7 +127,7 @@ def status(
 ) -> None:
     """Show the state of runs: stage, position, loss, speed, goodput, last checkpoint, restarts, time left."""
     from herd.tasks.format import command
-    from herd.tasks.runs.status import run_document, runs_document, status_tables
+    from herd.tasks.operate.status import run_document, runs_document, status_tables
 
     with mistakes():
         place = Root.parse(root)
@@ -151,7 +151,7 @@ def _watch(root: Root, run: str) -> None:
     from rich.console import Group
     from rich.live import Live
 
-    from herd.tasks.runs.status import status_tables
+    from herd.tasks.operate.status import status_tables
 
     with suppress(KeyboardInterrupt), Live(console=out, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
@@ -264,7 +264,7 @@ def compare(
 @mlflow.command()
 def sync(run: str, root: RootOption = DEFAULT_ROOT) -> None:
     """Send everything of a run to MLflow again, from artifacts and journals; safe to repeat."""
-    from herd.tasks.tracking.backfill import backfill_run
+    from herd.tasks.stages.backfill import backfill_run
 
     with mistakes():
         done = backfill_run(Root.parse(root), run)
@@ -309,7 +309,7 @@ def verify(
 
     Exit status 1: something is damaged. The next run makes quarantined artifacts again.
     """
-    from herd.tasks.runs.integrity import verify as read_all
+    from herd.tasks.operate.integrity import verify as read_all
 
     with mistakes():
         done = read_all(Root.parse(root), run, quarantine, str if json_ else lambda text: out.print(escape(text)), sign)

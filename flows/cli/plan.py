@@ -69,10 +69,10 @@ def plan_recipe(
         plan = survey_and_plan(loaded, Root.parse(root))
         fabric, here = None, None
         if cluster:
+            from herd.tasks.operate.preflight import layout_faults
             from herd.tasks.plan.options import open_cluster
             from herd.tasks.plan.predict import pod_memory_faults
             from herd.tasks.plan.presets import fabric_of
-            from herd.tasks.runs.preflight import layout_faults
 
             cluster = fabric_of(cluster)
             fabric, here = open_cluster(cluster, sparse)
@@ -137,7 +137,7 @@ def _print_warnings(plan: RunPlan) -> None:
 @planner.command()
 def presets(name: Annotated[str, typer.Argument(help="A preset; empty: list them.")] = "") -> None:
     """Print the YAML of a preset (GPU, server or cluster), to copy and edit."""
-    from herd.llama3.planner.hardware import preset_text
+    from herd.llama3.hardware.specs import preset_text
     from herd.tasks.plan.tables import presets_table
 
     with mistakes():
@@ -176,7 +176,7 @@ def network(
     name: Annotated[str, typer.Argument(help="A cluster: preset or YAML file.")], json_: JsonOption = False
 ) -> None:
     """Show a cluster's network: collectives by size and ranks, routing, failed links, fragmented jobs."""
-    from herd.llama3.planner.topology import load_fabric
+    from herd.llama3.hardware.topology import load_fabric
     from herd.tasks.plan.tables import network_facts, network_tables
 
     with mistakes():
@@ -200,7 +200,7 @@ def hall(
     json_: JsonOption = False,
 ) -> None:
     """Show how many GPUs of a cluster a site's power feeds, in racks, with their reader hosts."""
-    from herd.llama3.planner.topology import load_fabric
+    from herd.llama3.hardware.topology import load_fabric
     from herd.tasks.plan.tables import hall_facts, hall_lines
 
     with mistakes():

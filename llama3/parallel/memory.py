@@ -20,6 +20,8 @@ from herd.llama3.recipe.schedule import Schedule, Segment
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.sections import Model
 
+RESERVE = 0.06
+"""Share of a device's memory that stays free: CUDA context, buffers of collectives, fragmentation."""
 # Sizes of the local weights
 
 
@@ -414,3 +416,35 @@ def inference_layout(
             if inference_bytes(config, rows, layout, itemsize, device) <= limit:
                 return layout
     return None
+
+
+def split_micro_batches(layout: Layout, sequences: int, most: int) -> tuple[int, int]:
+    """Return the size and number of the micro-batches into which the engine splits a process's `sequences`.
+
+    At most `most` sequences each. A pipeline needs equal micro-batches; without one the last may be smaller.
+    """
+    size = min(most, sequences)
+    if layout.pp > 1:
+        size = next(smaller for smaller in range(size, 0, -1) if sequences % smaller == 0)
+    return size, -(-sequences // size)
+
+
+def memory_error(needs: RankMemory, limit: float) -> str:
+    """Return what does not fit, in GB by component, the largest first."""
+    sizes = memory_parts(needs)
+    parts = ", ".join(
+        f"{name} {size / 1e9:.1f}" for name, size in sorted(sizes.items(), key=lambda pair: -pair[1]) if size
+    )
+    return f"{needs.total / 1e9:.1f} GB of {limit / 1e9:.1f}: {parts}"
+
+
+def memory_parts(needs: RankMemory) -> dict[str, int]:
+    """Return the bytes of a process by component."""
+    return {
+        "activations": needs.activations,
+        "weights": needs.master + needs.gathered,
+        "gradients": max(needs.gradients, needs.sharded_gradients),
+        "optimizer": needs.moments,
+        "average": needs.average,
+        "temporary": needs.passing,
+    }

@@ -17,8 +17,8 @@ from typing import Literal, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from herd.llama3.hardware.topology import Fabric, Layer
 from herd.llama3.parallel.layout import Layout
-from herd.llama3.planner.topology import Fabric, Layer
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
 Algorithm = Literal["ring", "tree", "halving nearest-first", "halving farthest-first"]

@@ -15,7 +15,7 @@ from math import exp, log, sqrt
 
 import numpy as np
 
-from herd.llama3.planner.hardware import Accelerator
+from herd.llama3.hardware.specs import Accelerator
 from herd.llama3.train.device import peak_flops
 
 BACKWARD = 2.5

@@ -15,13 +15,11 @@ from typing import Any, Literal, NamedTuple
 
 from herd.llama3.model.flops import flops_per_token
 from herd.llama3.parallel.layout import Layout
-from herd.llama3.parallel.memory import Load, RankMemory, memory
+from herd.llama3.parallel.memory import RESERVE, Load, RankMemory, memory, memory_error, split_micro_batches
 from herd.llama3.parallel.pipeline_schedule import split_layers
 from herd.llama3.planner.step_time import StepModel, StepTime
 from herd.llama3.recipe.sections import Model
 
-RESERVE = 0.06
-"""Share of a device's memory that stays free: CUDA context, buffers of collectives, fragmentation."""
 HEADROOM = 0.10
 """The same for layouts that a plan proposes: the table of memory is up to 5 % off (docs/benchmarks), and less where
 torch decides what a compiled block keeps."""
@@ -200,17 +198,6 @@ def _load(query: LayoutQuery, layout: Layout, seq_len: int, micro_batch: int) ->
     return Load(seq_len, *split_micro_batches(layout, sequences, micro_batch), query.precision, average=query.average)
 
 
-def split_micro_batches(layout: Layout, sequences: int, most: int) -> tuple[int, int]:
-    """Return the size and number of the micro-batches into which the engine splits a process's `sequences`.
-
-    At most `most` sequences each. A pipeline needs equal micro-batches; without one the last may be smaller.
-    """
-    size = min(most, sequences)
-    if layout.pp > 1:
-        size = next(smaller for smaller in range(size, 0, -1) if sequences % smaller == 0)
-    return size, -(-sequences // size)
-
-
 def enumerate_layouts(query: LayoutQuery) -> Iterator[tuple[Layout, int]]:
     """Yield every combination of TP, CP and PP that divides the GPUs, with every micro-batch."""
     for tp in _powers(query.server_gpus):
@@ -279,24 +266,3 @@ def _fullest_ranks(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
     counts = [tuple(len(stage) for stage in ranges[rank::pp]) for rank in range(pp)]
     earliest = [counts.index(count) for count in dict.fromkeys(counts)]
     return tuple(dict.fromkeys((min(1, pp - 1), 0, pp - 1, *earliest)))
-
-
-def memory_error(needs: RankMemory, limit: float) -> str:
-    """Return what does not fit, in GB by component, the largest first."""
-    sizes = memory_parts(needs)
-    parts = ", ".join(
-        f"{name} {size / 1e9:.1f}" for name, size in sorted(sizes.items(), key=lambda pair: -pair[1]) if size
-    )
-    return f"{needs.total / 1e9:.1f} GB of {limit / 1e9:.1f}: {parts}"
-
-
-def memory_parts(needs: RankMemory) -> dict[str, int]:
-    """Return the bytes of a process by component."""
-    return {
-        "activations": needs.activations,
-        "weights": needs.master + needs.gathered,
-        "gradients": max(needs.gradients, needs.sharded_gradients),
-        "optimizer": needs.moments,
-        "average": needs.average,
-        "temporary": needs.passing,
-    }

@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from herd.llama3.hardware.topology import Fabric
 from herd.llama3.parallel.comm_records import Collective
 from herd.llama3.parallel.layout import Layout
-from herd.llama3.planner.topology import Fabric
 
 Ints = NDArray[np.int64]
 Order = Literal["gpu", "rank"]

@@ -11,24 +11,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from herd.llama3.hardware.topology import Fabric
 from herd.llama3.parallel.layout import Layout
-from herd.llama3.parallel.memory import average_bytes
+from herd.llama3.parallel.memory import RESERVE, average_bytes, memory_error
 from herd.llama3.planner.budget import Budget
 from herd.llama3.planner.collectives import Network
 from herd.llama3.planner.device_curves import Curves
 from herd.llama3.planner.layout_search import (
     HEADROOM,
-    RESERVE,
     Candidate,
     LayoutQuery,
     SearchResult,
     evaluate_layout,
-    memory_error,
     search_layouts,
 )
 from herd.llama3.planner.routing import bandwidth_share
 from herd.llama3.planner.step_time import StepModel
-from herd.llama3.planner.topology import Fabric
 from herd.llama3.recipe.schedule import Schedule, Segment, StageSpan
 from herd.llama3.recipe.schema import Recipe
 

@@ -18,8 +18,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 from scipy.special import pdtr
 
+from herd.llama3.hardware.specs import SourcedFigures, read_description, validate_description
 from herd.llama3.parallel.pipeline_schedule import Kind, Times, action_end_times, actions
-from herd.llama3.planner.hardware import SourcedFigures, read_description, validate_description
 
 HOURS = 24.0
 NODE_DAY_FAILURES = 6.50e-3

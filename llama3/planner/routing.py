@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from herd.llama3.planner.topology import Fabric, Routing
+from herd.llama3.hardware.topology import Fabric, Routing
 
 if TYPE_CHECKING:
     from scipy import sparse

@@ -49,8 +49,8 @@ def export_model(
     """
     from herd.llama3.export.card import write_card
     from herd.llama3.export.convert import convert, staging_folder
+    from herd.tasks.models.card import make_card
     from herd.tasks.models.lookup import model_folder
-    from herd.tasks.report.card import make_card
 
     if "://" in str(target) or ":/" in str(target):
         raise ValueError(f"{target}: is not a local folder; export to one, then copy it there (aws s3 cp)")

@@ -64,8 +64,8 @@ def label_of_alias(root: Root, family: str, alias: str) -> str | None:
     label = logged_label(root, family, alias)
     if label or alias in ALIASES:
         return label or None
+    from herd.tasks.promotion.registry import Registry
     from herd.tasks.tracking.mlflow import MLflowTracker
-    from herd.tasks.tracking.registry import Registry
 
     version = Registry(MLflowTracker(root, family)).version_with_alias(alias)
     return None if version is None else str(version.tags["herd.artifact"])
@@ -94,7 +94,7 @@ def load_runner(
         model = open_model(folder)
         check_layout(model.config, model.rows, layout, gpus)
     elif gpus > 1:
-        from herd.tasks.plan.predict import device_memory
+        from herd.tasks.launch.devices import device_memory
 
         model, device = open_model(folder), device_memory(Cluster())
         itemsize = (weights or model.slice("embedding.weight", slice(0, 0)).dtype).itemsize

@@ -33,17 +33,17 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from herd.llama3.evaluate.engine import ERROR, BatchEngine, Generation, QueueFull
 from herd.llama3.evaluate.generate import GeneratedText, Sampler, TextStream
 from herd.llama3.recipe.units import tokens
+from herd.llama3.serve.engine import ERROR, BatchEngine, Generation, QueueFull
 from herd.llama3.tokens.chat import END_OF_TURN, TEMPLATE_FILE, encode_chat, special_id
 from herd.llama3.tokens.tokenizer import Tokenizer
 from herd.storage.processes import in_background
 from herd.storage.root import Root
+from herd.tasks.html import render
+from herd.tasks.models.card import make_card
 from herd.tasks.models.lookup import load_runner, model_folder
 from herd.tasks.promotion.log import current_aliases, read_log
-from herd.tasks.report.card import make_card
-from herd.tasks.report.html import render
 
 NO_TEMPLATE = (
     "is a base model and has no chat template; fine-tune it in a stage with `kind: sft`, or send the text to "

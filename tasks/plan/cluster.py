@@ -20,20 +20,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from herd.llama3.hardware.prices import Prices
+from herd.llama3.hardware.specs import hall_use
+from herd.llama3.hardware.topology import Fabric, fabric_names, is_fabric_name, load_fabric
 from herd.llama3.model.flops import parameter_count, vocab_rows
 from herd.llama3.parallel.comm_records import Collective
 from herd.llama3.parallel.memory import stages
-from herd.llama3.planner.budget import Budget, Prices, StageTime, StorageUse, checkpoint_bytes
+from herd.llama3.planner.budget import Budget, StageTime, StorageUse, checkpoint_bytes
 from herd.llama3.planner.collectives import Network, fastest_algorithm
 from herd.llama3.planner.comm_volume import stage_volumes
 from herd.llama3.planner.goodput import CheckpointCosts, Recovery, scaled_costs, shared_network_loss
-from herd.llama3.planner.hardware import hall_use
 from herd.llama3.planner.layout_search import HEADROOM
 from herd.llama3.planner.placement import AxisBytes, AxisTraffic, PlacementChoice, minimum_cut, server_order
 from herd.llama3.planner.projection import ProjectedSegment, Projection, Sensitivity, project, sensitivities
 from herd.llama3.planner.routing import bandwidth_share
 from herd.llama3.planner.step_time import layer_work
-from herd.llama3.planner.topology import Fabric, fabric_names, is_fabric_name, load_fabric
 from herd.llama3.planner.uptime import RECOVERY, Uptime, scaled_recovery, uptime
 from herd.llama3.recipe.load import digest, resolved
 from herd.llama3.recipe.schema import Recipe

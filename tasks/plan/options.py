@@ -8,14 +8,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from herd.llama3.hardware.topology import Fabric, is_fabric_name, load_fabric
 from herd.llama3.planner.device_curves import Curves, derate_for_step, prior_curves
 from herd.llama3.planner.projection import StagePlacement
-from herd.llama3.planner.topology import Fabric, is_fabric_name, load_fabric
 from herd.llama3.recipe.base import read_yaml
 from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
 from herd.storage.root import Root
-from herd.tasks.cluster import SCHEDULERS, Cluster, load_cluster
+from herd.tasks.cluster import Cluster, load_cluster
+from herd.tasks.launch.devices import run_fabric
 from herd.tasks.plan.calibrate import load_calibration
 
 
@@ -86,32 +87,6 @@ def open_cluster(named: str, sparse: bool = False) -> tuple[Fabric | None, Clust
         return load_fabric(named, sparse), None
     cluster = load_cluster(Path(named))
     return (run_fabric(cluster, sparse) if cluster.fabric else None), cluster
-
-
-def run_fabric(cluster: Cluster, sparse: bool = False) -> Fabric:
-    """Return the fabric that `cluster` names. Raises ValueError.
-
-    Where its nodes run fewer processes than a server has GPUs, a server of the fabric is that part of one.
-    """
-    fabric = load_fabric(cluster.fabric, sparse)
-    server, per_node = fabric.server, min(processes_per_node(cluster).values(), default=fabric.server.gpus)
-    if server.gpus > per_node and server.gpus % per_node == 0:
-        whole = server.model_dump(include={"gpus", "overhead_watts", "peak_watts", "frontend_gbit_s"})
-        part = {name: value * per_node / server.gpus for name, value in whole.items()} | {"gpus": per_node}
-        fabric = fabric.model_copy(update={"server": server.model_copy(update=part)})
-    return fabric
-
-
-def processes_per_node(cluster: Cluster) -> dict[str, int]:
-    """Return the processes on a node by launcher: the cluster's own, or without one those that its file gives."""
-    if cluster.nodes is not None:
-        return {cluster.launcher: cluster.nodes.processes_per_node} if cluster.nodes.gpus else {}
-    return {
-        launcher: nodes.processes_per_node
-        for launcher in SCHEDULERS
-        for nodes in [getattr(cluster, launcher)]
-        if "processes_per_node" in nodes.model_fields_set
-    }
 
 
 def stage_placements(recipe: Recipe, cluster: Cluster) -> dict[str, StagePlacement]:

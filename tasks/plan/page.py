@@ -11,15 +11,17 @@ from matplotlib.colors import ListedColormap
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-from herd.llama3.parallel.memory import RankCoords, RankMemory, memory
+from herd.llama3.hardware.topology import Fabric
+from herd.llama3.parallel.memory import RESERVE, RankCoords, RankMemory, memory, memory_parts
 from herd.llama3.parallel.pipeline_schedule import Times, action_end_times, actions
 from herd.llama3.planner.goodput import effective_time
-from herd.llama3.planner.layout_search import RESERVE, LayoutQuery, memory_parts, search_layouts
+from herd.llama3.planner.layout_search import LayoutQuery, search_layouts
 from herd.llama3.planner.placement import AxisTraffic, Placement
 from herd.llama3.planner.projection import ProjectedSegment, fabric_step_model, segment_query
 from herd.llama3.planner.step_time import PipelineTiming
-from herd.llama3.planner.topology import Fabric
 from herd.storage.filesystem import write_atomic
+from herd.tasks.figures import as_svg, styled, subplots
+from herd.tasks.html import DIM, INK, render
 from herd.tasks.plan.cluster import ClusterPlan, budget_lines, fabric_lines, job_uptime, placement_lines, uptime_lines
 from herd.tasks.plan.recipe import stage_rows
 from herd.tasks.plan.tables import (
@@ -35,8 +37,6 @@ from herd.tasks.plan.tables import (
     rejection_reasons,
     time_unit,
 )
-from herd.tasks.report.html import DIM, INK, render
-from herd.tasks.report.plots import as_svg, styled, subplots
 
 LAYOUTS = 12
 """On the page; the rest is in --json."""

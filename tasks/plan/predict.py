@@ -8,36 +8,17 @@ them (`herd plan calibrate`), the prediction is absent: nothing is guessed.
 from __future__ import annotations
 
 import math
-import subprocess
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-import psutil
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from herd.llama3.evaluate.held_out import document_bytes, longest_sequence
 from herd.llama3.evaluate.needle import KINDS, context_lengths
 from herd.llama3.evaluate.suite import recipe_suite, stage_suite_name, with_suite
 from herd.llama3.evaluate.task import WRITTEN
+from herd.llama3.hardware.topology import load_fabric
 from herd.llama3.model.flops import flops_per_token, parameter_count, vocab_rows
-from herd.llama3.parallel.layout import FIELD, Layout
-from herd.llama3.parallel.memory import (
-    BYTES,
-    DECODED,
-    Load,
-    RankCoords,
-    RankMemory,
-    average_bytes,
-    inference_bytes,
-    inference_layout,
-    memory,
-)
-from herd.llama3.planner.collectives import Network
-from herd.llama3.planner.device_curves import Curves
-from herd.llama3.planner.layout_search import LADDER, MICRO_BATCHES, RESERVE, memory_error, split_micro_batches
-from herd.llama3.planner.routing import bandwidth_share
-from herd.llama3.planner.step_time import StepModel
-from herd.llama3.planner.topology import load_fabric
+from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.memory import BYTES, DECODED, RankCoords, inference_bytes, memory, memory_error
 from herd.llama3.recipe.schedule import Schedule, Segment, StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.train import metrics
@@ -45,68 +26,20 @@ from herd.llama3.train.job import PredictedStepTimes
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster, quantity_bytes
-from herd.tasks.launch.local import visible_gpus
+from herd.tasks.launch.devices import (
+    DeviceMemory,
+    device_memory,
+    memory_needs,
+    micro_batch_load,
+    place_evaluation,
+    rank_memory,
+    run_fabric,
+)
 from herd.tasks.plan.calibrate import KIND, load_calibration
-from herd.tasks.plan.options import device_curves, run_fabric
 
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """Memory of one process."""
-
-    name: str
-    limit: float
-    """Bytes that a process may use."""
-    cuda: bool
-    per_node: int = 1
-    """Devices of a machine."""
-
-
-def device_memory(cluster: Cluster) -> DeviceMemory | None:
-    """Return what a process of `cluster` has, or None where that is not known here. Raises ValueError."""
-    if cluster.fabric:
-        fabric = run_fabric(cluster)
-        limit = fabric.accelerator.memory_gb * 1e9 * (1 - RESERVE)
-        return DeviceMemory(fabric.accelerator.name, limit, cuda=True, per_node=fabric.server.gpus)
-    if cluster.launcher != "local":
-        return None
-    if cluster.device != "cpu" and (found := _gpu()):
-        return found
-    return DeviceMemory("this machine", psutil.virtual_memory().total * (1 - RESERVE) / cluster.processes, cuda=False)
-
-
-def _gpu() -> DeviceMemory | None:
-    """Return the first GPU as the driver's tool describes it; torch would take a second, and start CUDA."""
-    if not (count := visible_gpus()):
-        return None
-    asked = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    listed = subprocess.run(asked, capture_output=True, text=True).stdout.splitlines()
-    name, _, mebibytes = listed[0].rpartition(",") if listed else ("", "", "")
-    if not mebibytes.strip().isdigit():
-        return None
-    return DeviceMemory(name.strip(), int(mebibytes) * 2**20 * (1 - RESERVE), cuda=True, per_node=count)
-
-
-def memory_needs(recipe: Recipe, cluster: Cluster, segment: Segment, device: DeviceMemory) -> RankMemory:
-    """Return the memory of the fullest process in a segment. Raises ValueError if the layout cannot be cut so."""
-    return _needs(recipe, cluster.layout, cluster.processes, cluster.micro_batch, segment, device)
-
-
-def _needs(
-    recipe: Recipe, layout: Layout, processes: int, micro_batch: int, segment: Segment, device: DeviceMemory
-) -> RankMemory:
-    load = _load(recipe, layout, processes, micro_batch, segment, device)
-    found = memory(recipe.model, vocab_rows(recipe), layout, processes, load)
-    return max(found, key=lambda need: need.total)
-
-
-def _load(
-    recipe: Recipe, layout: Layout, processes: int, micro_batch: int, segment: Segment, device: DeviceMemory
-) -> Load:
-    sequences = max(1, segment.batch // (segment.seq_len * layout.dp(processes)))
-    kind: Literal["cuda", "cpu"] = "cuda" if device.cuda else "cpu"
-    parts = split_micro_batches(layout, sequences, micro_batch)
-    return Load(segment.seq_len, *parts, recipe.precision, device=kind, average=average_bytes(recipe, segment))
+if TYPE_CHECKING:
+    from herd.llama3.planner.device_curves import Curves
+    from herd.llama3.planner.step_time import StepModel
 
 
 def memory_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
@@ -138,7 +71,8 @@ def pod_memory_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
     for span in Schedule(recipe).trained:
         place = cluster.for_stage(span.stage.name, span.name)
         layout, world, each = place.layout, place.processes, cluster.nodes.processes_per_node
-        load = _load(recipe, layout, world, place.micro_batch, span.segments[0], DeviceMemory("pod", limit, cuda=True))
+        pod = DeviceMemory("pod", limit, cuda=True)
+        load = micro_batch_load(recipe, layout, world, place.micro_batch, span.segments[0], pod)
         saved = [need.saved for need in memory(recipe.model, vocab_rows(recipe), layout, world, load)]
         ranks = [saved[RankCoords.from_rank(rank, layout).pp] for rank in range(world)]
         saves += [(sum(ranks[first : first + each]), span.name) for first in range(0, world, each)]
@@ -157,12 +91,14 @@ def memory_remedy(recipe: Recipe, cluster: Cluster, segment: Segment, device: De
 
     In words: which fields to write.
     """
+    from herd.llama3.planner.layout_search import LADDER, MICRO_BATCHES
+
     smaller = [size for size in (cluster.micro_batch, *reversed(MICRO_BATCHES)) if size <= cluster.micro_batch]
     tries = [(size, cluster.layout) for size in smaller]
     for zero, recompute in LADDER if cluster.layout.schedule != "zero-bubble" else ():  # which allows neither
         tries += [(size, cluster.layout.model_copy(update={"zero": zero, "recompute": recompute})) for size in smaller]
     for size, layout in tries:
-        if _needs(recipe, layout, cluster.processes, size, segment, device).total <= device.limit:
+        if rank_memory(recipe, layout, cluster.processes, size, segment, device).total <= device.limit:
             changes = {"micro_batch": size} if size != cluster.micro_batch else {}
             own = {
                 f"layout.{name}": getattr(layout, name)
@@ -171,40 +107,6 @@ def memory_remedy(recipe: Recipe, cluster: Cluster, segment: Segment, device: De
             }
             return "write " + ", ".join(f"{name}: {value}" for name, value in {**changes, **own}.items())
     return "no micro-batch, ZeRO level or recomputation helps; take more processes, or herd plan --cluster to find some"
-
-
-def place_evaluation(recipe: Recipe, cluster: Cluster) -> tuple[Layout, int]:
-    """Return the layout and the number of processes that evaluate the recipe's model on `cluster`.
-
-    Without `cluster.evaluate.layout` a replica takes the fewest devices that it fits. Raises ValueError if the model
-    does not fit, or cannot be split as the layout says.
-    """
-    wish, rows, device = cluster.evaluate, vocab_rows(recipe), device_memory(cluster)
-    layout = wish.layout or Layout()
-    if device is None or not device.cuda:  # processes of one machine share its memory: a split saves none
-        processes = wish.processes or layout.model_parallel
-        limit = device.limit * cluster.processes / processes if device else math.inf
-        kind: Literal["cpu", "cuda"] = "cpu"
-    else:
-        limit, kind = device.limit, "cuda"
-        per_node = cluster.nodes.processes_per_node if cluster.nodes else device.per_node
-        itemsize = BYTES[recipe.evaluate.precision]
-        if wish.layout is None and (chosen := inference_layout(recipe.model, rows, itemsize, kind, limit, per_node)):
-            layout = chosen
-        processes = wish.processes or layout.model_parallel
-    try:
-        layout.check(recipe.model, rows, processes)
-    except ValueError as error:
-        raise ValueError(str(error).replace(FIELD, "cluster.evaluate.layout")) from None
-    need = inference_bytes(recipe.model, rows, layout, BYTES[recipe.evaluate.precision], kind)
-    if device is not None and need > limit:
-        smaller = "evaluate.precision: bf16, or " if recipe.evaluate.precision == "fp32" else ""
-        raise ValueError(
-            f"cluster.evaluate.layout: to evaluate the model in {recipe.evaluate.precision}, tp {layout.tp} x "
-            f"pp {layout.pp} needs {need / 1e9:,.1f} GB a process, and {device.name} has {limit / 1e9:,.1f}; write "
-            f"{smaller}a larger tp or pp"
-        )
-    return layout, processes
 
 
 def predict_step_times(root: Root, recipe: Recipe, cluster: Cluster, span: StageSpan) -> PredictedStepTimes | None:
@@ -223,7 +125,7 @@ def _of_segment(
     need = memory_needs(recipe, cluster, segment, device)
     told = {metrics.PLANNED_GIB: need.total / 2**30}
     if model is not None:
-        load = _load(recipe, cluster.layout, cluster.processes, cluster.micro_batch, segment, device)
+        load = micro_batch_load(recipe, cluster.layout, cluster.processes, cluster.micro_batch, segment, device)
         step_s = model.predict(cluster.layout, cluster.processes, load).total
         flops = flops_per_token(recipe.model, vocab_rows(recipe), segment.seq_len).causal * segment.batch
         told |= {metrics.PLANNED_STEP_S: step_s, metrics.PLANNED_TFLOPS: flops / cluster.processes / step_s / 1e12}
@@ -231,15 +133,24 @@ def _of_segment(
 
 
 def _step_model(root: Root, recipe: Recipe, cluster: Cluster) -> StepModel | None:
-    """Return the model of steps on a described cluster, or on this machine if it was measured and works alone."""
+    """Return the model of steps on a described cluster, or on this machine if it was measured and works alone.
+
+    A run on a machine that was not measured imports nothing of the planner.
+    """
+    alone = cluster.processes == 1 and cluster.launcher == "local" and not cluster.fabric
+    curves = local_calibration(root, cluster.device) if alone else None
+    if not cluster.fabric and curves is None:
+        return None  # between processes of this machine nobody measured anything
+    from herd.llama3.planner.collectives import Network
+    from herd.llama3.planner.routing import bandwidth_share
+    from herd.llama3.planner.step_time import StepModel
+    from herd.tasks.plan.options import device_curves
+
     rows = vocab_rows(recipe)
     if cluster.fabric:
         fabric = run_fabric(cluster)
-        network = Network(fabric, bandwidth_share(fabric))
-        return StepModel(recipe.model, rows, network, device_curves(fabric, root))
-    curves = local_calibration(root, cluster.device) if cluster.processes == 1 and cluster.launcher == "local" else None
-    if curves is None:
-        return None  # between processes of this machine nobody measured anything
+        return StepModel(recipe.model, rows, Network(fabric, bandwidth_share(fabric)), device_curves(fabric, root))
+    assert curves is not None
     return StepModel(recipe.model, rows, Network(load_fabric("roce-24k")), curves)  # one process sends nothing
 
 

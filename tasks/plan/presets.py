@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from herd.llama3.data.readers.sources import survey
-from herd.llama3.planner.topology import fabric_names, load_fabric
+from herd.llama3.hardware.topology import fabric_names, load_fabric
 from herd.llama3.recipe.schema import Recipe
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster, load_cluster

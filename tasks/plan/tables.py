@@ -12,13 +12,14 @@ import numpy as np
 import yaml
 from rich.table import Table
 
+from herd.llama3.hardware.specs import PRESETS, HallUse, gpus_within, hall_use
+from herd.llama3.hardware.topology import Fabric, Routing
 from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.memory import memory_parts
 from herd.llama3.planner.collectives import ALL, collective_seconds, contiguous_group, crossover, fastest_algorithm
-from herd.llama3.planner.hardware import PRESETS, HallUse, gpus_within, hall_use
-from herd.llama3.planner.layout_search import Candidate, Rejected, SearchResult, memory_parts
+from herd.llama3.planner.layout_search import Candidate, Rejected, SearchResult
 from herd.llama3.planner.projection import ProjectedSegment, Projection
 from herd.llama3.planner.routing import RING, RoutedJob, make_zone, ring_share, slowdown
-from herd.llama3.planner.topology import Fabric, Routing
 from herd.llama3.recipe.units import Tokens
 
 BAR = 30

@@ -21,7 +21,6 @@ from herd.tasks.console import TerminalConsole
 from herd.tasks.format import command
 from herd.tasks.promotion.log import (
     APPROVAL,
-    PENDING_APPROVAL,
     HeadMoved,
     Log,
     Promotion,
@@ -29,10 +28,10 @@ from herd.tasks.promotion.log import (
     current_label,
     gate_decisions,
 )
-from herd.tasks.runs.records import Runs, now
+from herd.tasks.promotion.registry import apply
+from herd.tasks.runs.records import PENDING_APPROVAL, Runs, now
 from herd.tasks.tracking.events import emit, resource_id
 from herd.tasks.tracking.mlflow import MLflowTracker
-from herd.tasks.tracking.registry import apply
 
 if TYPE_CHECKING:
     from prefect.input import RunInput

@@ -23,10 +23,10 @@ from herd.storage.digests import READERS, digest_json, parallel_map, sign, signa
 from herd.storage.lease import LeaseTiming
 from herd.storage.root import Root
 from herd.tasks.format import FittedTable
+from herd.tasks.runs.records import PENDING_APPROVAL, RunRecord
 
 PROMOTED: Literal["promoted"] = "promoted"
 REJECTED: Literal["rejected"] = "rejected"
-PENDING_APPROVAL: Literal["pending_approval"] = "pending_approval"
 ROLLED_BACK: Literal["rolled back"] = "rolled back"
 Kind = Literal["promoted", "rejected", "pending_approval", "rolled back"]
 CANDIDATE, CHAMPION, PREVIOUS = "candidate", "champion", "previous"
@@ -402,3 +402,12 @@ def promotion_table(root: Root, family: str) -> FittedTable:
         cells = (str(record.n), time, what, model, holds, record.by or record.run, record.why)
         table.add_row(*map(escape, cells))
     return table
+
+
+def compared_run(root: Root, record: RunRecord) -> str:
+    """Return the run to compare `record` with: it is a rerun of it, or was judged against its model; empty: none."""
+    promotion = None if record.rerun_of else last_promotion(root, record.name)
+    if promotion is None:
+        return record.rerun_of
+    champions = [judged.run for judged in read_log(root, record.family) if judged.artifact == promotion.champion]
+    return next((run for run in champions if run != record.name), "")

@@ -22,9 +22,9 @@ from herd.tasks.promotion.log import (
     alias_history,
     current_label,
 )
+from herd.tasks.promotion.registry import move_aliases
 from herd.tasks.runs.records import now
 from herd.tasks.tracking.mlflow import MLflowTracker
-from herd.tasks.tracking.registry import move_aliases
 
 
 class RollbackRequest(NamedTuple):

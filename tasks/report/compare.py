@@ -30,8 +30,8 @@ from herd.storage.artifact import flatten
 from herd.storage.filesystem import write_atomic
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
-from herd.tasks.report.html import Curve, chart, render
-from herd.tasks.report.plots import as_svg, styled, subplots
+from herd.tasks.figures import as_svg, styled, subplots
+from herd.tasks.html import Curve, chart, render
 from herd.tasks.runs.provenance import differences_line, provenance_facts
 from herd.tasks.runs.records import RunRecord, Runs
 from herd.tasks.tracking.mlflow_store import call_server, server_uri

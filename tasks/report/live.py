@@ -22,7 +22,7 @@ from herd.llama3.train.journal import Entry, Record, Rewind, Series, Tail, read_
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.format import command, format_duration
-from herd.tasks.report.html import render
+from herd.tasks.html import render
 from herd.tasks.report.run import training_charts
 from herd.tasks.runs.progress import RunProgress, artifact_of, run_progress, run_work_dir_name
 from herd.tasks.runs.records import Runs, trained_stages

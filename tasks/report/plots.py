@@ -5,56 +5,20 @@ Importing this module loads matplotlib.
 
 from __future__ import annotations
 
-import io
-from collections.abc import Sequence
-from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from cycler import cycler
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter
 
-from herd.llama3.recipe.units import tokens
-from herd.llama3.train import metrics
-from herd.llama3.train.journal import read_series
-from herd.tasks.report.html import COLOURS, DIM, FAINT, GROUPS, INK, PAGE
+from herd.tasks.figures import as_svg, styled, subplots
+from herd.tasks.html import COLOURS, GROUPS, INK, PAGE
 
 if TYPE_CHECKING:  # `herd compare` draws without a second of imports
     from herd.llama3.evaluate.scores import Scores
-    from herd.llama3.export.card import StageLine
     from herd.llama3.studies.forecast import Forecast, ForecastFit, Interval
-    from herd.storage.artifact import Artifact
     from herd.tasks.report.data import DataPage, ReportData
 
-# Neither pyplot nor its defaults: a notebook that draws a report keeps its own figures and their style.
-styled = rc_context(
-    {
-        "font.size": 10,
-        "font.family": "sans-serif",
-        "svg.fonttype": "none",
-        "svg.hashsalt": "herd",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": INK,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "axes.prop_cycle": cycler(color=[*COLOURS.values(), "#b8860b", "#c2477f"]),
-        "grid.color": FAINT,
-        "grid.linewidth": 0.6,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "legend.frameon": False,
-    }
-)
-"""Decorator of a function that draws."""
-MEANS, MIN_STEPS = 50, 4
-"""Points of a card's smooth curve, each the mean of its share of the steps, and the fewest steps of a mean."""
 CURVE_POINTS = 60
 """Points at which a fitted curve is drawn."""
 LINE, TARGET = COLOURS["general"], COLOURS["math"]
@@ -63,56 +27,6 @@ NOTE = (
     "Share of hidden sentences found (multi-key, four choices, so guessing finds a quarter), by the length of the text "
     "in tokens and by how much of the text is before the sentence."
 )
-
-
-def subplots(rows: int = 1, columns: int = 1, *, figsize: tuple[float, float], **given: Any) -> tuple[Figure, Any]:
-    """Return a figure and its axes, as pyplot's function of this name."""
-    figure = Figure(figsize=figsize, layout="constrained")
-    return figure, figure.subplots(rows, columns, **given)
-
-
-def as_svg(figure: Any) -> str:
-    """Return `figure` as SVG text without dates."""
-    buffer = io.StringIO()
-    figure.savefig(
-        buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    )
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
-
-
-@styled
-def draw_curve(stages: list[Artifact], lines: list[StageLine], path: Path) -> None:
-    """Write the training loss of `stages` against tokens as a PNG; not every page that shows a README shows SVG.
-
-    `lines` mark where each stage begins.
-    """
-    query = "SELECT key, position, value FROM read_parquet($tables) WHERE key = $key ORDER BY position"
-    tables = (stage.part("metrics.parquet") for stage in stages)
-    points = dict(read_series(tables, query, key=metrics.LOSS).get(metrics.LOSS, []))
-    positions = sorted(points)
-    losses = [points[position] for position in positions]
-    size = max(MIN_STEPS, len(losses) // MEANS)
-    means = [[fmean(v[start : start + size]) for start in range(0, len(v), size)] for v in (positions, losses)]
-    figure, axis = subplots(figsize=(8, 3.4))
-    axis.plot(positions, losses, color=DIM, linewidth=0.9, label="each step")
-    axis.plot(*means, color=INK, linewidth=1.8, label=f"mean of {size} steps")
-    _mark_stages(axis, lines, [line.start for line in lines if line.start])
-    axis.set_ylabel("training loss, nats per token")
-    axis.legend()
-    figure.savefig(path, format="png", dpi=130, metadata={"Software": None})
-
-
-def _mark_stages(axis: Any, stages: Sequence[StageLine], starts: list[int]) -> None:
-    """Set the x axis to tokens, write the stages' names above and draw a line at each of `starts`."""
-    for start in starts:
-        axis.axvline(start, color=INK, linewidth=0.8, linestyle=(0, (2, 3)))
-    for stage in stages:
-        middle = (stage.start + stage.end) / 2
-        axis.text(middle, 1.02, stage.name, transform=axis.get_xaxis_transform(), ha="center", fontsize=9)
-    axis.set_xlim(0, stages[-1].end)
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tokens(value)))
-    axis.set_xlabel("tokens")
 
 
 def _with_legend(figure: Any) -> str:

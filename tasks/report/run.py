@@ -26,11 +26,10 @@ from herd.storage.filesystem import write_atomic
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.format import command, format_duration
-from herd.tasks.promotion.log import CHAMPION, PENDING_APPROVAL
+from herd.tasks.html import COLOURS, DIM, GROUPS, INK, Curve, Figure, chart, render
+from herd.tasks.promotion.log import CHAMPION, compared_run
 from herd.tasks.report.data import DataPage, ReportData, collect_report_data
-from herd.tasks.report.html import COLOURS, DIM, GROUPS, INK, Curve, Figure, chart, render
-from herd.tasks.runs.records import RunRecord, Runs, trained_stages
-from herd.tasks.runs.status import changed, compared_run
+from herd.tasks.runs.records import PENDING_APPROVAL, RunRecord, Runs, example_change, trained_stages
 from herd.tasks.step import REUSED, Context
 from herd.tasks.tracking import prefect_artifacts
 from herd.tasks.tracking.mlflow import mlflow_of
@@ -180,7 +179,7 @@ def _figure(fitted: ForecastFit, key: str) -> Figure:
 
 def write_report(context: Context) -> Path:
     """Write the report into the run's folder, and show it in MLflow and Prefect; return the HTML page."""
-    from herd.tasks.report.card import describe_model  # imports matplotlib
+    from herd.tasks.models.card import describe_model  # imports matplotlib
 
     page, mlflow = make_report(context.root, context.record.name), mlflow_of(context.tracker)
     for path in (page, page.with_suffix(".md"), page.with_name("data.html")):
@@ -407,7 +406,7 @@ def _next(root: Root, data: ReportData) -> list[tuple[str, str]]:
         if data.decision and data.decision.accepted:
             steps.append((command(root, "export", name, f"{name}-hf", "--format", "hf"), "files for other programs"))
         last = trained_stages(data.recipe, record)[-1]
-        again = command(root, "rerun", name, "--from", last.name, "--set", changed(last.stage))
+        again = command(root, "rerun", name, "--from", last.name, "--set", example_change(last.stage))
         steps.append((again, "change a field and redo only what follows from it"))
     if other := compared_run(root, record):
         steps.append((command(root, "compare", other, name), f"what differs from {other}"))

@@ -27,8 +27,7 @@ from herd.storage.object_artifact import open_store
 from herd.storage.objects import get_bytes, list_children, list_objects
 from herd.storage.root import Root
 from herd.tasks.pipeline_steps import next_step
-from herd.tasks.promotion.log import PENDING_APPROVAL
-from herd.tasks.runs.records import RunRecord, Runs, trained_stages
+from herd.tasks.runs.records import PENDING_APPROVAL, RunRecord, Runs, trained_stages
 
 IN_PROGRESS = "in-progress"
 """Folder of a remote root with the checkpoints of stages in training."""

@@ -138,8 +138,8 @@ def cluster_yaml(cluster: Cluster) -> str:
 
 def hourly_costs(cluster: Cluster, gpus: bool, before: Mapping[str, float]) -> HourlyCosts:
     """Return what an hour of a device costs; `gpus`: it is a GPU. `before` are the costs of earlier stages."""
-    from herd.llama3.planner.budget import Prices
-    from herd.llama3.planner.topology import load_fabric
+    from herd.llama3.hardware.prices import Prices
+    from herd.llama3.hardware.topology import load_fabric
 
     usd, watts, basis, assumed = cluster.gpu_hour_usd, cluster.gpu_watts, [], Prices()
     if usd is not None:

@@ -22,6 +22,7 @@ from herd.llama3.recipe.base import read_plain
 from herd.llama3.recipe.load import digest, parse_recipe, resolved, to_yaml
 from herd.llama3.recipe.schedule import Schedule, StageSpan
 from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.sections import Stage
 from herd.storage.artifact import Artifact, Store
 from herd.storage.digests import READERS, parallel_map
 from herd.storage.filesystem import write_atomic
@@ -293,9 +294,16 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
+PENDING_APPROVAL: Literal["pending_approval"] = "pending_approval"
+"""Verdict of a run whose model waits for a person."""
 OPEN = "open"
 
 
 def mark_open(root: Root, run: str) -> None:
     """Mark a run as open, so that the reconciler looks at it. Raises OSError."""
     root.write(f"{now()}\n", OPEN, run)
+
+
+def example_change(stage: Stage) -> str:
+    """Return a change of `stage` to try in a rerun; it is not what the recipe has already."""
+    return f"stages.{stage.name}.weight_averaging={4 if str(stage.weight_averaging) == 'last 2' else 2}"

@@ -43,9 +43,9 @@ from herd.storage.filesystem import is_local, write_atomic
 from herd.tasks.cluster import Cluster
 from herd.tasks.errors import EvaluationFailed, GateFailed
 from herd.tasks.launch.base import Excluded, launch_key, launcher_of, wait
+from herd.tasks.launch.devices import place_evaluation
 from herd.tasks.launch.hosts import Hosts
 from herd.tasks.launch.local import Agents
-from herd.tasks.plan.predict import place_evaluation
 from herd.tasks.runs.progress import newest
 from herd.tasks.stages.alerts import alert_gate_failed
 from herd.tasks.step import Context, ensure_in_scratch, link_files

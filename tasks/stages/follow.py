@@ -1,7 +1,7 @@
 """Follow a trainer's journal: show it, and hand it to a thread that sends it to MLflow in batches.
 
 Training does not depend on MLflow: what could not be sent is sent later. Points carry the time of their record, so none
-counts twice. A file beside the journal names its MLflow run, for `herd.tasks.tracking.backfill`.
+counts twice. A file beside the journal names its MLflow run, for `herd.tasks.stages.backfill`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from herd.tasks.format import format_duration
 from herd.tasks.launch.base import WATCH_S, Launch, stopped_on_error
 from herd.tasks.launch.hosts import Hosts
 from herd.tasks.stages.alerts import Alerts
+from herd.tasks.stages.backfill import FOLLOWED, Sender, catch_up, watch_outages
 from herd.tasks.stages.evaluate import CheckpointOffers
 from herd.tasks.stages.hang_detector import HangDetector
 from herd.tasks.step import Context
-from herd.tasks.tracking.backfill import FOLLOWED, Sender, catch_up, watch_outages
 from herd.tasks.tracking.mlflow import mlflow_of
 from herd.tasks.tracking.prefect_artifacts import StagePage
 from herd.tasks.tracking.prometheus import Gauges

@@ -52,7 +52,6 @@ from herd.tasks.models.start import (
     tokenizer_faults,
     with_local_models,
 )
-from herd.tasks.plan.predict import predict_step_times
 from herd.tasks.runs.progress import kept_checkpoints, newest, work_dir_name
 from herd.tasks.runs.provenance import hourly_costs
 from herd.tasks.stages.alerts import Alerts
@@ -125,7 +124,7 @@ def train_stage(
     )
     if "average" in artifact.metadata:
         context.console.log(f"  {'average':<18}{Choice.model_validate(artifact.metadata['average'])}")
-    stage_done(context, stage)
+    stage_done(context.record, context.recipe, stage, artifact)
     return artifact
 
 
@@ -189,7 +188,7 @@ def _job(
         deterministic=cluster.deterministic,
         profile=cluster.profile,
         checkpoints=checkpoints,
-        predicted=predict_step_times(context.root, context.recipe, cluster, span),
+        predicted=context.predict(cluster, span),
         costs=_costs(cluster, parent),
         restart_damaged=context.restart_damaged,
         health_s=cluster.health_s,

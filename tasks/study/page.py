@@ -15,7 +15,7 @@ from statistics import fmean, stdev
 from herd.llama3.recipe.units import tokens
 from herd.llama3.studies.results import HELPS, HURTS, Finding, StudyVerdict
 from herd.tasks.format import format_duration
-from herd.tasks.report.html import render
+from herd.tasks.html import render
 from herd.tasks.study.plots import FOREST, forest
 
 Line = tuple[str, str]

@@ -14,8 +14,8 @@ from herd.llama3.recipe.units import tokens
 from herd.llama3.studies.forecast import Interval
 from herd.llama3.studies.isoflop import IsoflopFit, Parabola, TokenLaw
 from herd.llama3.studies.results import HELPS, HURTS, NOTHING, Finding, Says
-from herd.tasks.report.html import COLOURS, INK, PAGE
-from herd.tasks.report.plots import as_svg, styled, subplots
+from herd.tasks.figures import as_svg, styled, subplots
+from herd.tasks.html import COLOURS, INK, PAGE
 
 Losses = Mapping[str, Mapping[str, float]]
 """Variant -> domain -> bits per byte, the mean over its repeats."""

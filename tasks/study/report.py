@@ -24,6 +24,7 @@ from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
 from herd.tasks.format import format_duration
 from herd.tasks.runs.records import RunRecord, Runs
+from herd.tasks.stages.backfill import STATUS
 from herd.tasks.study.analysis import analyze, other_data, outcomes, shared
 from herd.tasks.study.page import (
     Analysis,
@@ -38,7 +39,6 @@ from herd.tasks.study.page import (
 from herd.tasks.study.plan import HEADERS, StudyPlan, plan_lines, plan_rows, plan_study, spent
 from herd.tasks.study.records import NOTES, PAGE, PICTURES, Studies, StudyRecord, runs_of
 from herd.tasks.tracking import prefect_artifacts
-from herd.tasks.tracking.backfill import STATUS
 from herd.tasks.tracking.mlflow import mlflow_of, open_tracker
 from herd.tasks.tracking.tracker import MetricPoint, Tracker
 

@@ -1,5 +1,5 @@
 "use strict";
-// Charts: each .chart holds its data as JSON, as `chart` of tasks/report/html.py writes it.
+// Charts: each .chart holds its data as JSON, as `chart` of tasks/html.py writes it.
 const UNITS = { "": 1, K: 1e3, M: 1e6, B: 1e9, T: 1e12 };
 const short = (value) => {
   if (value == null) return "";

@@ -73,7 +73,7 @@ class CircuitBreaker:
     """The state of one MLflow server (or database).
 
     After a failed call no call is made for half a minute, then one probe decides: a server that hangs costs one
-    time-out per half minute. Skipped calls are not kept: `stale` is set, and `herd.tasks.tracking.backfill` sends
+    time-out per half minute. Skipped calls are not kept: `stale` is set, and `herd.tasks.stages.backfill` sends
     everything again. A refusal by MLflow (a changed parameter, say) is reported and is not an outage.
     """
 

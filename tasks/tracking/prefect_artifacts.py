@@ -10,7 +10,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from typing import Any
 from uuid import UUID
@@ -23,14 +23,14 @@ from prefect.utilities.context import get_task_and_flow_run_ids
 
 from herd.llama3.evaluate.scores import Score, read_scores
 from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import tokens
 from herd.llama3.train import metrics
 from herd.llama3.train.averaging import Choice
 from herd.llama3.train.journal import Record
 from herd.storage.artifact import Artifact
 from herd.tasks.format import format_bits_per_byte, format_bytes, format_duration, format_losses
-from herd.tasks.runs.records import StepRecord
-from herd.tasks.step import Context
+from herd.tasks.runs.records import RunRecord, StepRecord
 from herd.tasks.tracking.steps import SCORE
 
 INTERVAL_S = 5.0
@@ -198,11 +198,10 @@ def _enqueue(key: str, job: Job) -> None:
     _outbox.put(key, lambda: context.run(run))
 
 
-def stage_done(context: Context, stage: str) -> None:
+def stage_done(record: RunRecord, recipe: Recipe, stage: str, artifact: Artifact) -> None:
     """Show the result of a training stage that has just been recorded, on the page of its task."""
-    span = {span.name: span for span in Schedule(context.recipe).trained}[stage]
-    entry, artifact = context.record.steps[stage], context.made[stage]
-    metadata = artifact.metadata
+    span = {span.name: span for span in Schedule(recipe).trained}[stage]
+    entry, metadata = record.steps[stage], artifact.metadata
     facts = {
         "outcome": entry.outcome,
         "why": entry.why,
@@ -218,16 +217,16 @@ def stage_done(context: Context, stage: str) -> None:
     }
     # Prefect's UI fails on a table with a column without a name.
     rows = [{"what": name, "value": value} for name, value in facts.items() if value]
-    table(f"{context.record.name}-{stage}-result", rows, f"Stage **{stage}** of {context.record.name}")
+    table(f"{record.name}-{stage}-result", rows, f"Stage **{stage}** of {record.name}")
 
 
-def run_done(context: Context) -> None:
+def run_done(record: RunRecord, recipe: Recipe, artifacts: Mapping[str, Artifact]) -> None:
     """Show all steps of the run and its scores, and wait a moment for the last artifacts."""
-    record, spans = context.record, {span.name: span for span in Schedule(context.recipe).trained}
-    steps = [_row(step, entry, context.made.get(step), spans.get(step)) for step, entry in record.steps.items()]
+    spans = {span.name: span for span in Schedule(recipe).trained}
+    steps = [_row(step, entry, artifacts.get(step), spans.get(step)) for step, entry in record.steps.items()]
     verdict = f" **{record.verdict}**" if record.verdict else ""
     table(f"{record.name}-steps", steps, f"{record.name}{verdict}: steps")
-    if evaluation := context.made.get(f"evaluate-{context.recipe.stages[-1].name}"):
+    if evaluation := artifacts.get(f"evaluate-{recipe.stages[-1].name}"):
         scores = [_score_row(score) for _, score in sorted(read_scores(evaluation.path).items())]
         if scores:
             table(f"{record.name}-scores", scores, f"{record.name}{verdict}: scores of the last evaluation")

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.load import COMPARED, EXPERIMENT, SERIES, LoadSession, LoadSettings, fill_sqlite, full_root
 from herd.storage.root import Root
-from herd.tasks.runs.gc import plan_gc
-from herd.tasks.runs.integrity import verify
+from herd.tasks.operate.gc import plan_gc
+from herd.tasks.operate.integrity import verify
 from herd.tasks.runs.records import Runs
 from herd.tasks.tracking.mlflow_store import NAME
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.roofline import FLOAT8, Counting, Work
+from herd.llama3.hardware.topology import load_fabric
 from herd.llama3.planner.device_curves import prior_curves
-from herd.llama3.planner.topology import load_fabric
 
 
 def test_products_count_by_shape_and_the_rest_by_bytes() -> None:

@@ -18,7 +18,6 @@ from herd.storage.root import Root
 from herd.tasks.promotion.log import (
     APPROVAL,
     CHALLENGER,
-    PENDING_APPROVAL,
     PROMOTED,
     Promotion,
     PromotionLog,
@@ -26,9 +25,9 @@ from herd.tasks.promotion.log import (
     last_promotion,
     read_log,
 )
-from herd.tasks.runs.records import Runs
+from herd.tasks.promotion.registry import Registry
+from herd.tasks.runs.records import PENDING_APPROVAL, Runs
 from herd.tasks.tracking.mlflow import MLflowTracker
-from herd.tasks.tracking.registry import Registry
 from tests.dist import Forked
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, record
 

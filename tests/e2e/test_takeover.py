@@ -28,8 +28,8 @@ from herd.flows.local_server import POOL, await_answer, child, prefect_command, 
 from herd.flows.serve import WATCHED, setup
 from herd.storage.processes import free_port
 from herd.storage.root import Root
+from herd.tasks.operate.recovery import AUTO_RESUME, reconcile
 from herd.tasks.runs.records import RunRecord, Runs
-from herd.tasks.runs.recovery import AUTO_RESUME, reconcile
 from herd.tasks.study.records import Studies
 from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.dist import Forked

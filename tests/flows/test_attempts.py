@@ -10,8 +10,8 @@ from prefect.client.schemas.objects import State, StateType
 from herd.flows.crash_recovery import COUNT, FOUND, count_fruitless, progress_of_run, progress_of_study, was_resumed
 from herd.llama3.recipe.load import load_recipe
 from herd.storage.root import Root
+from herd.tasks.operate.recovery import FRUITLESS, RESUMED
 from herd.tasks.runs.records import Runs, StepRecord
-from herd.tasks.runs.recovery import FRUITLESS, RESUMED
 
 
 def attempts(amounts: list[str], resumed: list[bool]) -> list[int]:

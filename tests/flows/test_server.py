@@ -34,8 +34,8 @@ from herd.llama3.recipe.load import RecipeError, load_recipe
 from herd.storage.lease import lease
 from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole
+from herd.tasks.operate.recovery import AUTO_RESUME, FIRST_REPORT, FRUITLESS, RESUMED, reconcile, restart
 from herd.tasks.runs.records import Runs, mark_open
-from herd.tasks.runs.recovery import AUTO_RESUME, FIRST_REPORT, FRUITLESS, RESUMED, reconcile, restart
 from herd.tasks.stages.alerts import Alert, emit_alert
 from herd.tasks.tracking.events import run_ended
 from tests.dist import Forked
@@ -308,7 +308,7 @@ from herd.llama3.recipe.load import load_recipe
 from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole
 from herd.tasks.runs.records import Runs, mark_open
-from herd.tasks.runs.recovery import AUTO_RESUME, FIRST_REPORT, FRUITLESS, RESUMED, reconcile, restart
+from herd.tasks.operate.recovery import AUTO_RESUME, FIRST_REPORT, FRUITLESS, RESUMED, reconcile, restart
 herd.flows.crash_recovery.LEAVE_S = 1.0
 config, recipe = PipelineParameters(root=sys.argv[1]), load_recipe(Path("recipes/quickstart.yaml"))
 runs = Runs(Root.parse(sys.argv[1]))

@@ -26,11 +26,11 @@ from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
 from herd.tasks.console import TerminalConsole
+from herd.tasks.operate.recovery import reconcile_record
 from herd.tasks.runs.records import RunRecord, Runs, State, mark_open, now
-from herd.tasks.runs.recovery import reconcile_record
+from herd.tasks.stages.backfill import watch_outages
 from herd.tasks.step import Context, tracked_step
 from herd.tasks.study.records import Studies, StudyRecord
-from herd.tasks.tracking.backfill import watch_outages
 from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.dist import Forked
 from tests.tasks.mlflow_server import mlflow_server, use

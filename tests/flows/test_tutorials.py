@@ -21,8 +21,8 @@ from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2Jo
 
 from herd.flows.cli.main import app
 from herd.flows.recipe_form import PipelineParameters
-from herd.llama3.planner.hardware import preset_text
-from herd.llama3.planner.topology import load_fabric
+from herd.llama3.hardware.specs import preset_text
+from herd.llama3.hardware.topology import load_fabric
 from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.recipe.data_schema import ConversationSource, Source, TokenizerConfig, TrainTokenizer
 from herd.llama3.recipe.load import load_recipe, parse_recipe
@@ -33,7 +33,7 @@ from herd.llama3.studies.checks import check_study
 from herd.llama3.studies.expand import load_study
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster, load_cluster
-from herd.tasks.runs.preflight import check_place
+from herd.tasks.operate.preflight import check_place
 from tests.dist import Forked
 
 STUDIES = Path("recipes/experiments")
@@ -41,7 +41,7 @@ STUDIES = Path("recipes/experiments")
 ELSEWHERE = """
 import os, sys
 del os.sched_getaffinity
-import herd.tasks.runs.preflight
+import herd.tasks.operate.preflight
 from herd.flows.cli.main import app
 sys.platform = {platform!r}
 app({arguments!r})

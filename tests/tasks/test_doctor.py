@@ -16,9 +16,9 @@ from typer.testing import CliRunner, Result
 from herd.flows.cli.main import app
 from herd.llama3.recipe.load import load_recipe
 from herd.storage.root import Root
-from herd.tasks import doctor
 from herd.tasks.cluster import Cluster
-from herd.tasks.doctor import (
+from herd.tasks.operate import doctor
+from herd.tasks.operate.doctor import (
     CheckResult,
     check_compiler,
     check_gpus,

@@ -12,7 +12,7 @@ from herd.llama3.recipe.load import digest, parse_recipe, resolved
 from herd.llama3.recipe.schema import Recipe
 from herd.storage.artifact import flatten
 from herd.storage.filesystem import write_atomic
-from herd.tasks.report.card import data_mix_digest, make_card
+from herd.tasks.models.card import data_mix_digest, make_card
 from herd.tasks.stages.data import source_fields, token_shard_fields, tokenizer_fields
 from tests.tasks.trained_run import TrainedRun
 

@@ -19,9 +19,9 @@ from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole
 from herd.tasks.runs.records import Runs
 from herd.tasks.stages import follow
+from herd.tasks.stages.backfill import catch_up
 from herd.tasks.stages.follow import JournalTailer
 from herd.tasks.tracking import backfill, mlflow
-from herd.tasks.tracking.backfill import catch_up
 from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.tasks.mlflow_server import MlflowServer, mlflow_server, use
 from tests.tasks.tracked_run import TrackedRun, points

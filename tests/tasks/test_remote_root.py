@@ -12,9 +12,9 @@ from herd.llama3.train import metrics
 from herd.storage.object_artifact import open_store
 from herd.storage.objects import put_bytes
 from herd.storage.root import Root
-from herd.tasks import doctor
 from herd.tasks.console import TerminalConsole
-from herd.tasks.runs.gc import COPY, delete_items, plan_gc
+from herd.tasks.operate import doctor
+from herd.tasks.operate.gc import COPY, delete_items, plan_gc
 from herd.tasks.runs.progress import IN_PROGRESS, run_progress
 from herd.tasks.runs.records import Runs
 from herd.tasks.stages.alerts import Alert, emit_alert, read_alerts

@@ -17,10 +17,10 @@ from herd.llama3.recipe.gates import GateRule
 from herd.llama3.recipe.load import load_recipe, to_yaml
 from herd.storage.artifact import Artifact, ArtifactSpec, Store
 from herd.storage.root import Root
+from herd.tasks.operate.status import _scores
 from herd.tasks.report.data import ReportData, StageRow, _notes
 from herd.tasks.report.run import render_report, summarize
 from herd.tasks.runs.records import RunRecord, StepRecord
-from herd.tasks.runs.status import _scores
 from herd.tasks.tracking.prefect_artifacts import _score_row
 
 SCORES = {

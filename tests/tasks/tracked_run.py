@@ -18,11 +18,11 @@ from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
 from herd.tasks.console import TerminalConsole
 from herd.tasks.promotion.log import PROMOTED, Promotion, PromotionLog, current_label
+from herd.tasks.promotion.registry import REPORT, Registry, apply
 from herd.tasks.runs.provenance import Provenance
 from herd.tasks.runs.records import Runs, StepRecord, now
 from herd.tasks.step import Context, tracked_step
 from herd.tasks.tracking.mlflow import MLflowTracker
-from herd.tasks.tracking.registry import REPORT, Registry, apply
 from herd.tasks.tracking.steps import LoggedStep, checkpoint_model, project_step
 from tests.llama3.train.train_samples import recipe
 

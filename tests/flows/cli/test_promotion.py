@@ -21,8 +21,8 @@ from herd.storage.lease import LeaseHeld
 from herd.storage.processes import free_port
 from herd.storage.root import Root
 from herd.tasks.errors import GateFailed, TrainingFailed
-from herd.tasks.promotion.log import PENDING_APPROVAL, PROMOTED, REJECTED, ROLLED_BACK, read_log
-from herd.tasks.runs.records import Runs
+from herd.tasks.promotion.log import PROMOTED, REJECTED, ROLLED_BACK, read_log
+from herd.tasks.runs.records import PENDING_APPROVAL, Runs
 from tests.flows.test_parameters import form, refused
 from tests.tasks.mlflow_server import use
 from tests.tasks.promotion_samples import FAMILY, add, champions

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from herd.llama3.evaluate.distributed import RankJob, SplitRunner, run_rank
-from herd.llama3.evaluate.engine import BatchEngine, QueueFull
 from herd.llama3.evaluate.generate import Sampler, generate
 from herd.llama3.model.files import save_model
 from herd.llama3.model.transformer import Transformer
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.recipe.sections import Model
+from herd.llama3.serve.engine import BatchEngine, QueueFull
 from herd.storage.processes import free_port
 from tests.dist import forkserver
 from tests.llama3.evaluate.test_answer import TOKENIZER, made

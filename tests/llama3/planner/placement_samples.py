@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
+from herd.llama3.hardware.topology import Fabric, make_fabric
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.planner.placement import AxisBytes, Ints, Placement, fill_slots, fragmented_gpus, free_slots
-from herd.llama3.planner.topology import Fabric, make_fabric
 
 
 def small_fabric(

@@ -8,12 +8,12 @@ from typing import Any
 
 import yaml
 
+from herd.llama3.hardware.topology import Fabric, make_fabric
 from herd.llama3.planner.collectives import Network
 from herd.llama3.planner.device_curves import Curves, prior_curves
 from herd.llama3.planner.layout_search import LayoutQuery
 from herd.llama3.planner.projection import Projection, StagePlacement, project
 from herd.llama3.planner.step_time import StepModel
-from herd.llama3.planner.topology import Fabric, make_fabric
 from herd.llama3.recipe.load import load_recipe
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.sections import Model

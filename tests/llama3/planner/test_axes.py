@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from herd.llama3.hardware.topology import load_fabric
 from herd.llama3.parallel.comm_records import Collective
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.memory import RankCoords
@@ -18,7 +19,6 @@ from herd.llama3.planner.placement import (
     ring_numbers,
     shuffled_placement,
 )
-from herd.llama3.planner.topology import load_fabric
 from tests.llama3.planner.placement_samples import Job, contiguous_placement, jobs, small_fabric
 
 AXES = ("tp", "cp", "pp", "dp", "replica")

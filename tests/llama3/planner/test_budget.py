@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from herd.llama3.planner.budget import Budget, Prices, StageTime, StorageUse, checkpoint_bytes, total_days_and_gpu_hours
+from herd.llama3.hardware.prices import Prices
+from herd.llama3.planner.budget import Budget, StageTime, StorageUse, checkpoint_bytes, total_days_and_gpu_hours
 
 MAIN = StageTime("main", 2**24 * 1000, 1000, 16_384, 10.0, 0.9, products_s=6.0, messages_s=2.0)
 STORED = StorageUse(60e12, 60e12, 5e12, 10)

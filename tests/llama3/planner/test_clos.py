@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from herd.llama3.hardware.topology import load_fabric
 from herd.llama3.planner.routing import MOST_CARDS, Clos, failed_links, job_rings, make_zone
-from herd.llama3.planner.topology import load_fabric
 
 
 def rng(seed: int = 0) -> np.random.Generator:

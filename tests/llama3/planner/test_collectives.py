@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from herd.llama3.hardware.topology import Layer, load_fabric
 from herd.llama3.planner.collectives import (
     ALL,
     Algorithm,
@@ -21,7 +22,6 @@ from herd.llama3.planner.collectives import (
     fastest_algorithm,
     supported_algorithms,
 )
-from herd.llama3.planner.topology import Layer, load_fabric
 
 MIB = 2.0**20
 KINDS: tuple[Kind, ...] = ("reduce-scatter", "all-gather", "all-reduce")

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.plan_anchors.published import fitted_h100_curves
+from herd.llama3.hardware.specs import load_accelerator
 from herd.llama3.planner.device_curves import (
     BACKWARD,
     REALIZED,
@@ -19,6 +20,7 @@ from herd.llama3.planner.device_curves import (
     prior_curves,
 )
 from herd.llama3.planner.hardware import load_accelerator
+from herd.llama3.planner.published import fitted_h100_curves
 
 PEAK = 989e12
 SHAPES = [(rows, k, n) for rows in (2048, 8192) for side in (512, 1024, 4096) for k, n in ((side, side), (side, 8192))]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from herd.llama3.hardware.topology import load_fabric
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.planner.placement import (
     RINGS,
@@ -20,7 +21,6 @@ from herd.llama3.planner.placement import (
     slot_groups,
     slot_traffic,
 )
-from herd.llama3.planner.topology import load_fabric
 from tests.llama3.planner.placement_samples import Job, contiguous_placement, jobs, small_fabric
 
 

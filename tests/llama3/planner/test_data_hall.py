@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from herd.llama3.planner.hardware import Hall, gpus_within, hall_use, load_hall, load_server
-from herd.llama3.planner.topology import make_fabric
+from herd.llama3.hardware.specs import Hall, gpus_within, hall_use, load_hall, load_server
+from herd.llama3.hardware.topology import make_fabric
 from tests.llama3.planner.plan_samples import CLUSTER
 
 SERVER = load_server("grand-teton")

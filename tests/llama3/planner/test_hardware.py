@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from herd.llama3.planner.hardware import (
+from herd.llama3.hardware.specs import (
     Accelerator,
     load_accelerator,
     load_server,

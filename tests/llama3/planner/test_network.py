@@ -10,9 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from herd.llama3.hardware.topology import Fabric, fabric_names, load_fabric
 from herd.llama3.parallel.layout import TABLE_4, Layout
 from herd.llama3.planner.collectives import LIBRARY, Network, collective_seconds
-from herd.llama3.planner.topology import Fabric, fabric_names, load_fabric
 
 Ints = NDArray[np.int64]
 ORDER = ("replica", "shard", "pp", "cp", "tp")

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from herd.llama3.hardware.topology import load_fabric
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.planner.placement import Placement, fragmented_gpus, free_slots, shuffled_placement
-from herd.llama3.planner.topology import load_fabric
 from tests.llama3.planner.placement_samples import Job, contiguous_placement, jobs, small_fabric
 
 

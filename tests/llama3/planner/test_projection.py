@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from herd.llama3.hardware.topology import load_fabric
 from herd.llama3.model.flops import flops_per_token
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.planner.layout_search import SearchResult
 from herd.llama3.planner.projection import Projection, StagePlacement, max_gpus, nearest_gpus, project
-from herd.llama3.planner.topology import load_fabric
 from herd.llama3.recipe.load import load_recipe
 from herd.llama3.recipe.schedule import Schedule
 from tests.llama3.planner.plan_samples import ROWS, SMALL, curves, fabric, layout_query, projection, recipe

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from herd.llama3.hardware.topology import Routing, load_fabric
 from herd.llama3.planner.routing import (
     Clos,
     RoutedJob,
@@ -20,7 +21,6 @@ from herd.llama3.planner.routing import (
     ring_share,
     slowdown,
 )
-from herd.llama3.planner.topology import Routing, load_fabric
 
 ZONE = Clos(8)
 ROUTINGS: tuple[Routing, ...] = ("ecmp", "pinning", "e-ecmp", "adaptive")

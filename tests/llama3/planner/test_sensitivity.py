@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from herd.llama3.planner.budget import Budget, Prices, StageTime, StorageUse
+from herd.llama3.hardware.prices import Prices
+from herd.llama3.planner.budget import Budget, StageTime, StorageUse
 from herd.llama3.planner.projection import UNKNOWNS, Quantity, Sensitivity, sensitivities
 
 PLAN = Budget(

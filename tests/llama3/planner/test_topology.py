@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from herd.llama3.planner.hardware import preset_text
-from herd.llama3.planner.topology import Fabric, fabric_names, is_fabric_name, load_fabric, make_fabric
+from herd.llama3.hardware.specs import preset_text
+from herd.llama3.hardware.topology import Fabric, fabric_names, is_fabric_name, load_fabric, make_fabric
 
 ROCE: dict[str, Any] = yaml.safe_load(preset_text("roce-24k"))
 

@@ -18,7 +18,7 @@ from herd.tasks.errors import TrainingFailed
 from herd.tasks.launch import hosts as ledger
 from herd.tasks.launch.hosts import FOLDER, Hosts, accused
 from herd.tasks.launch.local import Agents, LocalLauncher
-from herd.tasks.runs.preflight import check_place
+from herd.tasks.operate.preflight import check_place
 from tests.tasks.standing_root import tiny
 
 XID = "GPU 3: Xid 79, the GPU fell off the bus"

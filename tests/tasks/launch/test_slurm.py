@@ -24,12 +24,12 @@ from herd.storage.processes import PACKAGE_FOLDER
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster, EvaluationCluster, load_cluster
 from herd.tasks.console import TerminalConsole
-from herd.tasks.doctor import diagnose_nodes
 from herd.tasks.errors import SchedulerRefused
 from herd.tasks.launch import base
 from herd.tasks.launch.base import Launch, fitting, orphans, stopped_on_error, wait
 from herd.tasks.launch.hosts import Hosts
 from herd.tasks.launch.slurm import SlurmLaunch, SlurmLauncher, slurm_script
+from herd.tasks.operate.doctor import diagnose_nodes
 from herd.tasks.runs.records import Runs
 from herd.tasks.stages.evaluate import run_evaluation
 from herd.tasks.stages.train import StageAttempts

@@ -24,10 +24,10 @@ import uvicorn
 from typer.testing import CliRunner
 
 from herd.flows.cli.main import app as cli
-from herd.llama3.evaluate.engine import BatchEngine, Generation
 from herd.llama3.evaluate.generate import IncrementalDecoder, ModelRunner, generate
 from herd.llama3.model.files import save_model
 from herd.llama3.recipe.sections import Model
+from herd.llama3.serve.engine import BatchEngine, Generation
 from herd.llama3.tokens.chat import encode_chat
 from herd.storage.processes import free_port
 from herd.storage.root import Root

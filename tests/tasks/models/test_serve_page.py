@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import sync_playwright
 
-from herd.llama3.evaluate.engine import BatchEngine
 from herd.llama3.evaluate.generate import generate
+from herd.llama3.serve.engine import BatchEngine
 from herd.storage.root import Root
 from herd.tasks.models.serve import Served, render_page
 from tests.llama3.evaluate.test_answer import TOKENIZER, made

@@ -28,8 +28,8 @@ from herd.storage.fetch import FetchRefused
 from herd.storage.filesystem import FETCHED, source_state
 from herd.storage.root import Root
 from herd.tasks.models.start import with_local_models
+from herd.tasks.operate.integrity import verify
 from herd.tasks.plan.recipe import fetch_files, make_plan, prepare_fetch, summary_lines, tokens_needed
-from herd.tasks.runs.integrity import verify
 from tests.storage.hub import Hub, stand_in_hub
 
 TINY = "tests/e2e/tiny.yaml"

@@ -17,6 +17,7 @@ from herd.llama3.recipe.schema import Recipe
 from herd.llama3.tokens.tokenizer import Tokenizer
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
+from herd.tasks.operate.preflight import check_place, layout_faults, preflight
 from herd.tasks.plan.recipe import (
     conversation_shortage,
     data_shortage,
@@ -28,7 +29,6 @@ from herd.tasks.plan.recipe import (
     survey_and_plan,
     tokens_needed,
 )
-from herd.tasks.runs.preflight import check_place, layout_faults, preflight
 
 PUBLISHED = load_recipe(Path("recipes/llama3-405b.yaml"))
 QUICKSTART = Path("recipes/quickstart.yaml")

@@ -10,10 +10,10 @@ import pytest
 import yaml
 from rich.console import Console
 
+from herd.llama3.hardware.prices import Prices
+from herd.llama3.hardware.specs import load_server
 from herd.llama3.parallel.layout import Layout
-from herd.llama3.planner.budget import Prices
 from herd.llama3.planner.goodput import BYTECHECKPOINT
-from herd.llama3.planner.hardware import load_server
 from herd.llama3.planner.uptime import RECOVERY, uptime
 from herd.llama3.recipe.load import load_recipe
 from herd.tasks.cluster import Cluster, EvaluationCluster, load_cluster

@@ -67,7 +67,7 @@ def test_an_unknown_cluster_is_not_guessed() -> None:
 
 
 def test_a_sparse_peak_needs_the_word(tmp_path: Path) -> None:
-    text = (Path("llama3/planner/presets/h100.yaml")).read_text().replace("dense_tflops: 989", "dense_tflops: 1979")
+    text = (Path("llama3/hardware/presets/h100.yaml")).read_text().replace("dense_tflops: 989", "dense_tflops: 1979")
     (tmp_path / "sparse.yaml").write_text(text)
     mine = str(cluster_file(tmp_path, accelerator="sparse.yaml"))
     with pytest.raises(ValueError, match=r"1979 is the peak with 2:4 sparsity.*dense is 989 for NVIDIA H100"):

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from herd.llama3.parallel.memory import memory
-from herd.llama3.planner.layout_search import memory_parts
+from herd.llama3.parallel.memory import memory, memory_parts
 from herd.llama3.recipe.load import load_recipe
 from herd.tasks.plan.cluster import plan_on_cluster
 from herd.tasks.plan.page import MEMORY, cost_points, plan_figures, render_plan_page, write_page

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from herd.llama3.parallel.layout import Layout
+from herd.llama3.parallel.memory import RESERVE
 from herd.llama3.planner.device_curves import Curves
-from herd.llama3.planner.layout_search import RESERVE
 from herd.llama3.planner.projection import project
 from herd.llama3.recipe.load import load_recipe
 from herd.llama3.recipe.schedule import Schedule
@@ -18,14 +18,12 @@ from herd.llama3.train import metrics
 from herd.llama3.train.device import device_name
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
+from herd.tasks.launch.devices import DeviceMemory, device_memory, memory_needs, run_fabric
 from herd.tasks.plan import predict as module
 from herd.tasks.plan.calibrate import load_calibration, store_calibration
-from herd.tasks.plan.options import device_curves, run_fabric, stage_placements
+from herd.tasks.plan.options import device_curves, stage_placements
 from herd.tasks.plan.predict import (
-    DeviceMemory,
-    device_memory,
     memory_faults,
-    memory_needs,
     memory_remedy,
     pod_memory_faults,
     predict_step_times,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from herd.llama3.planner.topology import fabric_names, load_fabric
+from herd.llama3.hardware.topology import fabric_names, load_fabric
 from herd.llama3.recipe.load import load_recipe
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster

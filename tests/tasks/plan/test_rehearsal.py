@@ -13,8 +13,8 @@ from herd.llama3.recipe.load import load_recipe
 from herd.llama3.recipe.schema import Recipe
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster, EvaluationCluster, StageCluster
-from herd.tasks.plan.predict import place_evaluation
-from herd.tasks.plan.rehearsal import Rehearsal, ScaledRun, full_size_findings, unproven, write_rehearsal
+from herd.tasks.launch.devices import place_evaluation
+from herd.tasks.operate.rehearsal import Rehearsal, ScaledRun, full_size_findings, unproven, write_rehearsal
 
 QUICK = ("evaluate.suite=quick", "evaluate.final=quick", "evaluate.data=null")
 DOMAINS = ("general", "math", "code", "multilingual")
@@ -44,7 +44,7 @@ CLUSTERS = {
 @pytest.fixture
 def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")
-    monkeypatch.setattr("herd.tasks.plan.rehearsal.shutil.disk_usage", lambda _: usage._replace(free=10**18))
+    monkeypatch.setattr("herd.tasks.operate.rehearsal.shutil.disk_usage", lambda _: usage._replace(free=10**18))
 
 
 def faults(recipe: Recipe, cluster: Cluster, root: Path) -> list[str]:

@@ -12,8 +12,8 @@ from herd.llama3.recipe.load import load_recipe
 from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe, check_batches
 from herd.tasks.cluster import Cluster, StageCluster
+from herd.tasks.operate.rehearsal import FEWEST, LONGEST, STEPS, ScaledRun, scaled_layout
 from herd.tasks.pipeline_steps import pipeline_steps
-from herd.tasks.plan.rehearsal import FEWEST, LONGEST, STEPS, ScaledRun, scaled_layout
 
 RECIPES = ("llama3-8b", "llama3-70b", "llama3-405b", "quickstart", "quickstart-chat", "domain-adaptation")
 LONG = Cluster(

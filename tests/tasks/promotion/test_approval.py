@@ -10,11 +10,11 @@ import herd.tasks.promotion.approval
 from herd.storage.lease import lease
 from herd.storage.processes import free_port
 from herd.storage.root import Root
+from herd.tasks.operate.recovery import show_aliases
 from herd.tasks.promotion.approval import decide, question
-from herd.tasks.promotion.log import CHALLENGER, PENDING_APPROVAL, PROMOTED, REJECTED, Promotion, PromotionLog, read_log
-from herd.tasks.promotion.promote import decided_before
-from herd.tasks.runs.records import OPEN, Runs
-from herd.tasks.runs.recovery import show_aliases
+from herd.tasks.promotion.log import CHALLENGER, PROMOTED, REJECTED, Promotion, PromotionLog, read_log
+from herd.tasks.runs.records import OPEN, PENDING_APPROVAL, Runs
+from herd.tasks.stages.promote import decided_before
 from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.tasks.mlflow_server import use
 from tests.tasks.promotion_samples import FAMILY, add, judged_record

@@ -17,7 +17,10 @@ from herd.llama3.tokens.tokenizer import train_tokenizer
 from herd.storage.artifact import Artifact
 from herd.storage.processes import free_port
 from herd.tasks.promotion import gate, promote
-from herd.tasks.promotion.gate import (
+from herd.tasks.promotion.log import PROMOTED, REJECTED, Log, Promotion, PromotionLog
+from herd.tasks.runs.records import PENDING_APPROVAL
+from herd.tasks.stages.evaluate import evaluate_model
+from herd.tasks.stages.gate import (
     CHAMPION,
     ChampionModel,
     Override,
@@ -26,9 +29,7 @@ from herd.tasks.promotion.gate import (
     measure_champion,
     vet,
 )
-from herd.tasks.promotion.log import PENDING_APPROVAL, PROMOTED, REJECTED, Log, Promotion, PromotionLog
-from herd.tasks.promotion.promote import append_decision
-from herd.tasks.stages.evaluate import evaluate_model
+from herd.tasks.stages.promote import append_decision
 from tests.llama3.export.export_samples import TEXTS
 from tests.tasks.mlflow_server import use
 from tests.tasks.promotion_room import PromotionRoom

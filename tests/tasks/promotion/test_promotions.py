@@ -16,7 +16,6 @@ from herd.tasks.promotion.log import (
     CHALLENGER,
     CHAMPION,
     OVERRIDE,
-    PENDING_APPROVAL,
     PREVIOUS,
     PROMOTED,
     REJECTED,
@@ -30,6 +29,7 @@ from herd.tasks.promotion.log import (
     version_description,
     version_tags,
 )
+from herd.tasks.runs.records import PENDING_APPROVAL
 from tests.tasks.promotion_samples import judged_record
 
 

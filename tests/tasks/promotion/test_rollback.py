@@ -18,6 +18,7 @@ from herd.storage.object_artifact import open_store
 from herd.storage.processes import free_port
 from herd.storage.root import Root
 from herd.tasks.models.lookup import label_of_alias
+from herd.tasks.operate.recovery import reconcile, show_aliases
 from herd.tasks.promotion import rollback
 from herd.tasks.promotion.log import (
     CHAMPION,
@@ -33,10 +34,9 @@ from herd.tasks.promotion.log import (
     promotion_table,
     read_log,
 )
+from herd.tasks.promotion.registry import Registry
 from herd.tasks.promotion.rollback import RollbackRequest, roll_back
-from herd.tasks.runs.recovery import reconcile, show_aliases
 from herd.tasks.tracking.mlflow import MLflowTracker
-from herd.tasks.tracking.registry import Registry
 from tests.tasks.mlflow_server import use
 from tests.tasks.promotion_samples import FAMILY, add, append_to, champions, judged_record
 from tests.tasks.tracked_run import models, two_runs

@@ -9,8 +9,8 @@ import pytest
 
 from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.tokens.inspect import inspect
+from herd.tasks.models.card import _short_card, data_mix_digest, make_card
 from herd.tasks.models.export import export_model
-from herd.tasks.report.card import _short_card, data_mix_digest, make_card
 from tests.llama3.train.train_samples import recipe
 from tests.tasks.trained_run import SCORE, TrainedRun
 

@@ -21,7 +21,7 @@ from herd.llama3.recipe.schema import Recipe
 from herd.storage.artifact import Artifact, ArtifactSpec
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
-from herd.tasks.report.html import render
+from herd.tasks.html import render
 from herd.tasks.report.run import FILTERS, FURTHER, evaluated_checkpoints, forecast_section
 from herd.tasks.runs.records import Runs, StepRecord
 from tests.llama3.train.train_samples import ROWS, recipe

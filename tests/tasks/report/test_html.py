@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import sync_playwright
 
-from herd.tasks.report.html import COLOURS, POINTS, Curve, chart, render, themed
+from herd.tasks.html import COLOURS, POINTS, Curve, chart, render, themed
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 EVIL = "</script><b>x</b>"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import sync_playwright
 
+from herd.tasks.html import COLOURS, PAGE, Curve, asset, chart, render
 from herd.tasks.report.data import MixRow
-from herd.tasks.report.html import COLOURS, PAGE, Curve, asset, chart, render
 from herd.tasks.report.plots import mix
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -16,8 +16,8 @@ from herd.storage.digests import SIGNING
 from herd.storage.object_artifact import open_store
 from herd.storage.objects import get_bytes, put_bytes
 from herd.storage.root import Root
-from herd.tasks.runs.gc import plan_gc
-from herd.tasks.runs.integrity import verify
+from herd.tasks.operate.gc import plan_gc
+from herd.tasks.operate.integrity import verify
 from herd.tasks.runs.records import DamagedRecord, Runs, now
 from herd.tasks.study.records import RECORD, Studies, StudyRecord
 from tests.llama3.train.checkpoint_samples import ALONE, State

@@ -18,9 +18,9 @@ from herd.flows.crash_recovery import end_flow_run
 from herd.llama3.recipe.load import load_recipe
 from herd.storage.lease import lease
 from herd.storage.root import Root
-from herd.tasks.runs import recovery
+from herd.tasks.operate import recovery
+from herd.tasks.operate.recovery import Reconciled, reconcile, reconcile_record
 from herd.tasks.runs.records import OPEN, RunRecord, Runs, mark_open, now
-from herd.tasks.runs.recovery import Reconciled, reconcile, reconcile_record
 from herd.tasks.study.records import Studies, StudyRecord
 from herd.tasks.tracking.mlflow import MLflowTracker
 

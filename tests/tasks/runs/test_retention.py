@@ -28,8 +28,7 @@ from herd.storage.object_artifact import open_store
 from herd.storage.objects import list_objects, put_bytes
 from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole
-from herd.tasks.promotion.log import PENDING_APPROVAL, Promotion, PromotionLog, aliased_labels, last_promotion
-from herd.tasks.runs.gc import (
+from herd.tasks.operate.gc import (
     COPY,
     TAG,
     GcItem,
@@ -41,7 +40,8 @@ from herd.tasks.runs.gc import (
     plan_rows,
     with_inputs,
 )
-from herd.tasks.runs.records import RunRecord, Runs, StepRecord, mark_open
+from herd.tasks.promotion.log import Promotion, PromotionLog, aliased_labels, last_promotion
+from herd.tasks.runs.records import PENDING_APPROVAL, RunRecord, Runs, StepRecord, mark_open
 from herd.tasks.study.records import Studies, StudyRecord
 from tests.tasks.standing_root import commit
 

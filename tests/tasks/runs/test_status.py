@@ -14,10 +14,9 @@ from herd.llama3.train.journal import read_journal
 from herd.storage.lease import lease
 from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole
-from herd.tasks.promotion.log import PENDING_APPROVAL
+from herd.tasks.operate.status import run_document, status_tables, summary_lines
 from herd.tasks.runs.progress import run_progress
-from herd.tasks.runs.records import Runs
-from herd.tasks.runs.status import run_document, status_tables, summary_lines
+from herd.tasks.runs.records import PENDING_APPROVAL, Runs
 from herd.tasks.stages.alerts import Alert, emit_alert
 from tests.tasks.promotion_samples import add
 from tests.tasks.standing_root import begun, log_attempt, tiny, train

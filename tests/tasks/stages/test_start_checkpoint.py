@@ -16,11 +16,11 @@ from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
 from herd.tasks.console import TerminalConsole
+from herd.tasks.models.card import make_card
 from herd.tasks.models.start import init_from_faults
+from herd.tasks.operate.preflight import check_place
 from herd.tasks.pipeline_steps import next_step, step_names
 from herd.tasks.plan.recipe import make_plan, stage_rows, summary_lines
-from herd.tasks.report.card import make_card
-from herd.tasks.runs.preflight import check_place
 from herd.tasks.runs.progress import run_work_dir_name
 from herd.tasks.runs.records import Runs, StepRecord
 from herd.tasks.stages.train import init_weights, train_stage

@@ -9,7 +9,7 @@ import pytest
 
 from herd.llama3.studies.isoflop import NoLawError, fit_ladder
 from herd.llama3.studies.results import NOTHING, Finding
-from herd.tasks.report.html import PAGE
+from herd.tasks.html import PAGE
 from herd.tasks.study.plots import TINTS, forest, isoflop, ladder_figures, law
 from tests.tasks.study_samples import findings, ladder, trials
 

@@ -17,14 +17,14 @@ from herd.llama3.train.journal import Journal, Record
 from herd.storage.processes import free_port
 from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole
+from herd.tasks.models.card import describe_model
+from herd.tasks.operate.gc import TRASH, GcItem, GcPlan, delete_rows, plan_gc, plan_rows
 from herd.tasks.promotion.log import PromotionLog, version_description
-from herd.tasks.report.card import describe_model
-from herd.tasks.runs.gc import TRASH, GcItem, GcPlan, delete_rows, plan_gc, plan_rows
+from herd.tasks.promotion.registry import Registry
 from herd.tasks.runs.records import Runs, StepRecord
+from herd.tasks.stages.backfill import Sender, backfill_run, catch_up, watch_outages
 from herd.tasks.stages.follow import JournalTailer
-from herd.tasks.tracking.backfill import Sender, backfill_run, catch_up, watch_outages
 from herd.tasks.tracking.mlflow import MLflowTracker
-from herd.tasks.tracking.registry import Registry
 from herd.tasks.tracking.steps import Thinning
 from herd.tasks.tracking.tracker import MetricPoint
 from tests.tasks.mlflow_server import empty_database, use

@@ -10,7 +10,7 @@ from herd.llama3.recipe.load import RecipeError, load_recipe
 from herd.llama3.recipe.sections import Tracking
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
-from herd.tasks.runs.preflight import check_place
+from herd.tasks.operate.preflight import check_place
 from herd.tasks.tracking.mlflow import mlflow_of, open_tracker
 from herd.tasks.tracking.tracker import MetricPoint, Tracker
 

@@ -31,12 +31,12 @@ from herd.storage.cleanup import clean_up_root
 from herd.storage.lease import LeaseHeld, lease, lease_holders
 from herd.storage.root import DEFAULT_ROOT, Root
 from herd.tasks.promotion.log import PromotionLog, families
+from herd.tasks.promotion.registry import Registry
 from herd.tasks.runs.records import OPEN, DamagedRecord, Runs, State, now
+from herd.tasks.stages.backfill import STATUS, backfill_run
 from herd.tasks.study.records import FOLDER, Studies
-from herd.tasks.tracking.backfill import STATUS, backfill_run
 from herd.tasks.tracking.events import run_ended
 from herd.tasks.tracking.mlflow import AWAY, MLflowTracker
-from herd.tasks.tracking.registry import Registry
 
 GONE = "its process is gone"
 COMPLETE = ".complete"

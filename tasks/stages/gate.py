@@ -20,9 +20,9 @@ from herd.llama3.evaluate.scores import GENERATIONS_FILE, Score, read_scores
 from herd.llama3.evaluate.significance import Difference
 from herd.llama3.recipe.sections import Promote
 from herd.storage.artifact import Artifact, DamagedArtifact
-from herd.tasks.models.export import smoke_test
-from herd.tasks.plan.predict import place_evaluation
-from herd.tasks.promotion.log import PENDING_APPROVAL, PROMOTED, REJECTED, Kind, Log, Promotion, current_label
+from herd.tasks.launch.devices import place_evaluation
+from herd.tasks.promotion.log import PROMOTED, REJECTED, Kind, Log, Promotion, current_label
+from herd.tasks.runs.records import PENDING_APPROVAL
 from herd.tasks.stages.evaluate import evaluate_model
 from herd.tasks.step import Context
 
@@ -167,6 +167,8 @@ def vet(context: Context, checkpoint: Artifact, evaluation: Artifact, curated: A
         if (failure := served.result()) is not None:
             raise ValueError(failure)
         return "loads in a fresh process without pickle, and generates text"
+
+    from herd.tasks.models.export import smoke_test
 
     try:
         folder = checkpoint.path / "model"

@@ -10,7 +10,10 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
+
+from matplotlib.ticker import FuncFormatter
 
 from herd.llama3.evaluate.scores import read_scores
 from herd.llama3.export.card import Card, MixLine, SourceRow, StageLine, Training, render
@@ -19,23 +22,29 @@ from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.recipe.load import resolved, to_yaml
 from herd.llama3.recipe.schedule import Schedule, StageSpan
 from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.units import tokens
 from herd.llama3.tokens.chat import TEMPLATE_FILE
 from herd.llama3.tokens.inspect import TokenCount, inspect, stream_position
+from herd.llama3.train import metrics
+from herd.llama3.train.journal import read_series
 from herd.storage.artifact import Artifact, Store
 from herd.storage.digests import digest_json
 from herd.storage.object_artifact import open_store
 from herd.storage.page_cache import lazy_folder
 from herd.storage.root import Root
+from herd.tasks.figures import styled, subplots
+from herd.tasks.html import DIM, INK
 from herd.tasks.promotion.log import gate_decisions, read_log
-from herd.tasks.report.plots import draw_curve
+from herd.tasks.promotion.registry import Registry
 from herd.tasks.runs.records import RunRecord, Runs, evaluation_of
 from herd.tasks.tracking.mlflow import MLflowTracker
 from herd.tasks.tracking.mlflow_store import report_page
-from herd.tasks.tracking.registry import Registry
 
 CURVE = "training-loss.png"
 SPOKEN = 0.01
 """Smallest share of the tokens of a language that the card's header names."""
+MEANS, MIN_STEPS = 50, 4
+"""Points of a card's smooth curve, each the mean of its share of the steps, and the fewest steps of a mean."""
 
 
 @dataclass(frozen=True)
@@ -217,3 +226,32 @@ def data_mix_digest(recipe: Recipe, tokens: str, end: int) -> str:
     weights = {domain: [source["weight"] for source in sources] for domain, sources in plain["sources"].items()}
     rules = {"seed": recipe.seed, "shards": plain["tokens"], "weights": weights}
     return digest_json({"tokens": tokens, "end": end, "stages": spans, **rules})
+
+
+@styled
+def draw_curve(stages: list[Artifact], lines: list[StageLine], path: Path) -> None:
+    """Write the training loss of `stages` against tokens as a PNG; not every page that shows a README shows SVG.
+
+    `lines` mark where each stage begins.
+    """
+    query = "SELECT key, position, value FROM read_parquet($tables) WHERE key = $key ORDER BY position"
+    tables = (stage.part("metrics.parquet") for stage in stages)
+    points = dict(read_series(tables, query, key=metrics.LOSS).get(metrics.LOSS, []))
+    positions = sorted(points)
+    losses = [points[position] for position in positions]
+    size = max(MIN_STEPS, len(losses) // MEANS)
+    means = [[fmean(v[start : start + size]) for start in range(0, len(v), size)] for v in (positions, losses)]
+    figure, axis = subplots(figsize=(8, 3.4))
+    axis.plot(positions, losses, color=DIM, linewidth=0.9, label="each step")
+    axis.plot(*means, color=INK, linewidth=1.8, label=f"mean of {size} steps")
+    for line in lines:
+        if line.start:
+            axis.axvline(line.start, color=INK, linewidth=0.8, linestyle=(0, (2, 3)))
+        middle = (line.start + line.end) / 2
+        axis.text(middle, 1.02, line.name, transform=axis.get_xaxis_transform(), ha="center", fontsize=9)
+    axis.set_xlim(0, lines[-1].end)
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tokens(value)))
+    axis.set_xlabel("tokens")
+    axis.set_ylabel("training loss, nats per token")
+    axis.legend()
+    figure.savefig(path, format="png", dpi=130, metadata={"Software": None})

@@ -23,12 +23,12 @@ from herd.storage.filesystem import is_local, local_path
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
+from herd.tasks.launch.devices import device_memory, place_evaluation, processes_per_node
 from herd.tasks.launch.hosts import Hosts
 from herd.tasks.launch.local import excluded_here
 from herd.tasks.models.start import embedding_rows, init_from_faults, known_tokenizer, with_local_models
 from herd.tasks.pipeline_steps import reaches
-from herd.tasks.plan.options import processes_per_node
-from herd.tasks.plan.predict import device_memory, memory_faults, place_evaluation
+from herd.tasks.plan.predict import memory_faults
 from herd.tasks.plan.recipe import (
     MOST_TOKENS_PER_BYTE,
     SURELY,

@@ -18,7 +18,6 @@ from typing import Any
 from rich.markup import escape
 
 from herd.llama3.recipe.schedule import Schedule, StageSpan
-from herd.llama3.recipe.sections import Stage
 from herd.llama3.recipe.units import tokens
 from herd.llama3.train import metrics
 from herd.llama3.train.job import TERMINATED, AttemptResult, read_outcomes
@@ -35,9 +34,9 @@ from herd.tasks.format import (
     format_duration,
     format_losses,
 )
-from herd.tasks.promotion.log import CHALLENGER, PENDING_APPROVAL, last_promotion, read_log
+from herd.tasks.promotion.log import CHALLENGER, compared_run
 from herd.tasks.runs.progress import RunProgress, artifact_of, log_folders, run_progress
-from herd.tasks.runs.records import RunRecord, Runs, trained_stages
+from herd.tasks.runs.records import PENDING_APPROVAL, RunRecord, Runs, example_change, trained_stages
 from herd.tasks.stages.alerts import read_alerts
 from herd.tasks.tracking.mlflow_store import run_page, server_uri, tracking_uri
 
@@ -366,25 +365,12 @@ def summary_lines(root: Root, name: str, options: Sequence[str] = ()) -> list[st
     if spans and spans[-1].stage.kind == "sft":
         lines.append(f"  {escape(command(root, 'serve', name)):<38} ask it questions over HTTP, or on its page")
     if spans:
-        rerun = command(root, "rerun", name, "--from", spans[-1].name, "--set", changed(spans[-1].stage), *options)
+        change = example_change(spans[-1].stage)
+        rerun = command(root, "rerun", name, "--from", spans[-1].name, "--set", change, *options)
         lines.append(f"  {escape(rerun)}")
     if other := compared_run(root, record):
         lines.append(f"  {escape(command(root, 'compare', other, name))}")
     return lines
-
-
-def changed(stage: Stage) -> str:
-    """Return a change of `stage` to try in a rerun; it is not what the recipe has already."""
-    return f"stages.{stage.name}.weight_averaging={4 if str(stage.weight_averaging) == 'last 2' else 2}"
-
-
-def compared_run(root: Root, record: RunRecord) -> str:
-    """Return the run to compare `record` with: it is a rerun of it, or was judged against its model; empty: none."""
-    promotion = None if record.rerun_of else last_promotion(root, record.name)
-    if promotion is None:
-        return record.rerun_of
-    champions = [judged.run for judged in read_log(root, record.family) if judged.artifact == promotion.champion]
-    return next((run for run in champions if run != record.name), "")
 
 
 def _results(store: Store, record: RunRecord, spans: list[StageSpan]) -> list[str]:

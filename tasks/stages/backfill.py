@@ -27,11 +27,11 @@ from herd.storage.lease import LeaseLost
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.promotion.log import Log, Promotion, PromotionLog, gate_decisions, read_log, version_tags
+from herd.tasks.promotion.registry import Registry
 from herd.tasks.runs.provenance import CLUSTER
 from herd.tasks.runs.records import RunRecord, Runs, evaluation_of
 from herd.tasks.step import Context
 from herd.tasks.tracking.mlflow import mlflow_of, open_tracker
-from herd.tasks.tracking.registry import Registry
 from herd.tasks.tracking.steps import (
     LoggedStep,
     Thinning,
@@ -176,7 +176,7 @@ class _Publisher:
 
     def _publish_decision(self, decision: Promotion, log: Log) -> None:
         """Publish a decision on a model: its run, the model version, and the gate's table."""
-        from herd.tasks.report.card import describe_model  # imports matplotlib
+        from herd.tasks.models.card import describe_model  # imports matplotlib
 
         evaluation: Artifact | None = None
         with suppress(ValueError):  # the checkpoint was deleted

@@ -18,7 +18,7 @@ from herd.llama3.recipe.base import read_yaml
 from herd.llama3.recipe.load import fault_lines
 from herd.llama3.train.device import PEAKS
 
-PRESETS = files("herd.llama3.planner") / "presets"
+PRESETS = files("herd.llama3.hardware") / "presets"
 SPARSE = 1.5
 """A peak above this multiple of the maker's dense peak is taken for that of 2:4 sparsity, which is twice as large."""
 Kind = TypeVar("Kind", bound=BaseModel)

@@ -13,11 +13,9 @@ from rich.markup import escape
 from herd.llama3.evaluate.gate import Decision
 from herd.storage.artifact import Artifact
 from herd.tasks.promotion.approval import append_answer, ask
-from herd.tasks.promotion.gate import ChampionModel, Override, decide, measure_candidate, measure_champion
 from herd.tasks.promotion.log import (
     APPROVAL,
     CHALLENGER,
-    PENDING_APPROVAL,
     PROMOTED,
     REJECTED,
     HeadMoved,
@@ -27,11 +25,12 @@ from herd.tasks.promotion.log import (
     current_label,
     gate_decisions,
 )
-from herd.tasks.runs.records import now
+from herd.tasks.promotion.registry import Registry, apply
+from herd.tasks.runs.records import PENDING_APPROVAL, now
 from herd.tasks.stages.alerts import alert_gate_failed
+from herd.tasks.stages.gate import ChampionModel, Override, decide, measure_candidate, measure_champion
 from herd.tasks.step import Context, tracked_step
 from herd.tasks.tracking.mlflow import mlflow_of
-from herd.tasks.tracking.registry import Registry, apply
 from herd.tasks.tracking.steps import checkpoint_model
 
 

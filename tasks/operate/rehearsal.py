@@ -40,9 +40,11 @@ from herd.storage.processes import processors
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster, EvaluationCluster, StageCluster
 from herd.tasks.format import FittedTable, format_bytes, format_duration
+from herd.tasks.html import render
+from herd.tasks.launch.devices import device_memory, place_evaluation
 from herd.tasks.models.start import embedding_rows, known_tokenizer
+from herd.tasks.operate.preflight import check_place
 from herd.tasks.plan.cluster import storage_use
-from herd.tasks.plan.predict import device_memory, place_evaluation
 from herd.tasks.plan.recipe import (
     SURELY,
     USUAL_TOKENS_PER_BYTE,
@@ -51,8 +53,6 @@ from herd.tasks.plan.recipe import (
     make_plan,
     survey_chats,
 )
-from herd.tasks.report.html import render
-from herd.tasks.runs.preflight import check_place
 from herd.tasks.runs.records import RunRecord, Runs
 
 # The recipe and the cluster in small.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from herd.llama3.planner.hardware import (
+from herd.llama3.hardware.specs import (
     Accelerator,
     Hall,
     Server,
