@@ -19,8 +19,6 @@ from herd.llama3.planner.device_curves import (
     fit_gemm,
     prior_curves,
 )
-from herd.llama3.planner.hardware import load_accelerator
-from herd.llama3.planner.published import fitted_h100_curves
 
 PEAK = 989e12
 SHAPES = [(rows, k, n) for rows in (2048, 8192) for side in (512, 1024, 4096) for k, n in ((side, side), (side, 8192))]

@@ -15,8 +15,6 @@ from herd.llama3.planner.device_curves import prior_curves
 from herd.llama3.planner.layout_search import LayoutQuery
 from herd.llama3.planner.projection import fabric_step_model, project_on_fabric
 from herd.llama3.planner.routing import bandwidth_share
-from herd.llama3.planner.topology import Fabric, load_fabric
-from herd.llama3.planner.validation.network import MOST, fabric_anchors
 from herd.llama3.recipe.sections import Model
 
 CURVES = prior_curves(load_fabric("roce-24k").accelerator)
