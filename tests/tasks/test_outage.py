@@ -18,10 +18,10 @@ from herd.llama3.train.journal import read_journal
 from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole
 from herd.tasks.runs.records import Runs
-from herd.tasks.stages import follow
+from herd.tasks.stages import backfill, follow
 from herd.tasks.stages.backfill import catch_up
 from herd.tasks.stages.follow import JournalTailer
-from herd.tasks.tracking import backfill, mlflow
+from herd.tasks.tracking import mlflow
 from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.tasks.mlflow_server import MlflowServer, mlflow_server, use
 from tests.tasks.tracked_run import TrackedRun, points

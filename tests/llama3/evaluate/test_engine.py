@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from herd.llama3.evaluate import engine as engines
 from herd.llama3.evaluate import generate as writing
 from herd.llama3.evaluate.generate import GeneratedText, IncrementalDecoder, ModelRunner, Sampler, TextStream, generate
 from herd.llama3.model.transformer import Transformer
 from herd.llama3.recipe.sections import Model
+from herd.llama3.serve import engine as engines
 from herd.llama3.serve.engine import BatchEngine, Generation, QueueFull
 from herd.llama3.tokens.tokenizer import Tokenizer
 from tests.llama3.evaluate.test_answer import SPECS, TOKENIZER, made

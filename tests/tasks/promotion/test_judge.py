@@ -16,9 +16,9 @@ from herd.llama3.parallel.layout import Layout
 from herd.llama3.tokens.tokenizer import train_tokenizer
 from herd.storage.artifact import Artifact
 from herd.storage.processes import free_port
-from herd.tasks.promotion import gate, promote
 from herd.tasks.promotion.log import PROMOTED, REJECTED, Log, Promotion, PromotionLog
 from herd.tasks.runs.records import PENDING_APPROVAL
+from herd.tasks.stages import gate, promote
 from herd.tasks.stages.evaluate import evaluate_model
 from herd.tasks.stages.gate import (
     CHAMPION,
