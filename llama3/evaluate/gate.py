@@ -229,64 +229,81 @@ def _judge(
     differences: Differences | None,
     ps: Mapping[str, float],
 ) -> GateRow:
-    """Judge one score by one rule; `ps` are the p of all scores of the rule."""
+    """Judge one score by one rule: the first case that applies decides. `ps` are the p of all scores of the rule."""
     score, best = candidate.get(metric), champion.get(metric) if champion is not None else None
     difference = differences.get(metric) if differences and champion is not None else None
-
-    def row(passed: bool, reason: str, threshold: float | None = None) -> GateRow:
-        numbers = {"candidate": score.value if score else None, "champion": best.value if best else None}
-        if difference is not None:
-            numbers |= {"difference": difference.value, "low": difference.low, "high": difference.high}
-            numbers["p"] = ps.get(metric)
-        finite = {key: value for key, value in numbers.items() if value is not None and math.isfinite(value)}
-        values = {"metric": metric, "rule": str(rule), "passed": passed, "reason": reason, "threshold": threshold}
-        return GateRow.model_validate({**values, **finite})
-
-    def unusable(score: GateScore | None, role: str, table: Table) -> GateRow:
-        if score is not None:
-            return row(False, f"{metric} of the {role} is {score.value}")
-        known = ", ".join(sorted(table)) or "none"
-        return row(False, f"{metric} is not among the {role}'s scores ({known}); evaluate it with this recipe")
-
+    threshold: float | None = None
     if score is None or not math.isfinite(score.value):
-        return unusable(score, "candidate", candidate)
-    if isinstance(rule, AbsoluteRule):
-        passed = rule.holds(score.value)
-        return row(passed, f"{metric} {number(score.value)} is {'' if passed else 'not '}{rule}", rule.bound)
-    assert isinstance(rule, RelativeRule)
-    if champion is None:
-        return row(True, f"{metric} is {number(score.value)}; no champion yet")
-    if best is None or not math.isfinite(best.value):
-        return unusable(best, "champion", champion)
-    lower = score.better == "lower"
-    threshold = None if rule.by_p else rule.threshold(best.value, lower)
+        passed, reason = False, _unusable(metric, score, "candidate", candidate)
+    elif isinstance(rule, AbsoluteRule):
+        passed, threshold = rule.holds(score.value), rule.bound
+        reason = f"{metric} {number(score.value)} is {'' if passed else 'not '}{rule}"
+    elif champion is None:
+        passed, reason = True, f"{metric} is {number(score.value)}; no champion yet"
+    elif best is None or not math.isfinite(best.value):
+        passed, reason = False, _unusable(metric, best, "champion", champion)
+    else:
+        assert isinstance(rule, RelativeRule)
+        threshold = None if rule.by_p else rule.threshold(best.value, score.better == "lower")
+        passed, reason = _compare(metric, rule, score, best, differences, ps)
+
+    numbers = {"candidate": score.value if score else None, "champion": best.value if best else None}
+    if difference is not None:
+        numbers |= {"difference": difference.value, "low": difference.low, "high": difference.high}
+        numbers["p"] = ps.get(metric)
+    finite = {key: value for key, value in numbers.items() if value is not None and math.isfinite(value)}
+    values = {"metric": metric, "rule": str(rule), "passed": passed, "reason": reason, "threshold": threshold}
+    return GateRow.model_validate({**values, **finite})
+
+
+def _unusable(metric: str, score: GateScore | None, role: str, scores: Table) -> str:
+    """Return why the `score` of the model in this `role` cannot be judged: it is missing or not finite."""
+    if score is not None:
+        return f"{metric} of the {role} is {score.value}"
+    known = ", ".join(sorted(scores)) or "none"
+    return f"{metric} is not among the {role}'s scores ({known}); evaluate it with this recipe"
+
+
+def _compare(
+    metric: str,
+    rule: RelativeRule,
+    score: GateScore,
+    best: GateScore,
+    differences: Differences | None,
+    ps: Mapping[str, float],
+) -> tuple[bool, str]:
+    """Judge `score` against the champion's, `best`; return whether it passes, and the reason."""
+    lower, text = score.better == "lower", f"{metric} {number(score.value)}"
+
+    # No samples: the values decide.
     if differences is None:
         if rule.by_p:
-            return row(False, f"{metric}: whether a drop is significant needs the samples of both models")
+            return False, f"{metric}: whether a drop is significant needs the samples of both models"
         worse = score.value - best.value if lower else best.value - score.value
         passed, condition = rule.judge(ScoreChange(score.value, best.value, lower, worse))
         note = " (the champion was scored on other requests)" if score.requests != best.requests else ""
-        reason = f"{metric} {number(score.value)} {_change(rule, best.value, worse)}; {condition}{note}"
-        return row(passed, reason, threshold)
-    if difference is None:
-        reason = f"{metric}: candidate and champion were not asked the same; evaluate both with this recipe"
-        return row(False, reason, threshold)
-    # both models give the same numbers on every document: they are the same model, and nothing would change
+        return passed, f"{text} {_change(rule, best.value, worse)}; {condition}{note}"
+    if (difference := differences.get(metric)) is None:
+        return False, f"{metric}: candidate and champion were not asked the same; evaluate both with this recipe"
+
+    # Identical: both give the same numbers on every document, so they are the same model, and nothing would change.
     widths = [item.high - item.low for item in differences.values() if item.method == DOCUMENTS]
     identical = 0 in widths and not any(width > 0 for width in widths)
     if identical and not any(d.value for d in differences.values()):
-        return row(True, f"{metric} {number(score.value)} is the champion's own: equal on every document", threshold)
+        return True, f"{text} is the champion's own: equal on every document"
+
+    # Paired: the 95 % bound, or the p, of the difference on the same samples decides.
     worse, _, upper = difference.worse
     n, p = difference.n, ps.get(metric, math.nan)
     items, remedy = "questions", "raise evaluate.questions"
     if difference.method == DOCUMENTS:
         items, remedy = "documents", "raise evaluate.documents or curate.validation_fraction"
-    reason = f"{metric} {number(score.value)} {_change(rule, best.value, worse, difference)}"
+    reason = f"{text} {_change(rule, best.value, worse, difference)}"
     if not math.isfinite(upper) or not math.isfinite(p):
-        return row(False, f"{reason}; {n} {items} are too few for a 95% interval; {remedy}", threshold)
+        return False, f"{reason}; {n} {items} are too few for a 95% interval; {remedy}"
     change = ScoreChange(score.value, best.value, lower, worse, upper, p, len(ps), p < LEVEL, n, items, remedy)
     passed, condition = rule.judge(change)
-    return row(passed, f"{reason}; {condition}", threshold)
+    return passed, f"{reason}; {condition}"
 
 
 def _change(rule: RelativeRule, champion: float, worse: float, difference: Difference | None = None) -> str:
