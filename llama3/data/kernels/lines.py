@@ -331,6 +331,17 @@ def scan_line(data: Bytes, start: int, stop: int, counts: Offsets) -> LineScan:
 
     ASCII words and the blanks between them, most of a text, take a fast path. Some 200 MB/s on one core.
     """
+    # `pending`: what was read since the last sentence end. A character moves it so; quotes and brackets keep it.
+    #
+    #                 . ! ?                 blank                  next sentence: inner_ends + 1
+    #   0 (no end) ----------> _AFTER_END ----------> _BEFORE_NEXT ------------------------------> 0
+    #       ^                       |                      |
+    #       +--- any other ---------+                      +--- a lower-case ASCII letter -------> 0   ("e.g. this")
+    #
+    #   A wide end (of Chinese: no blank follows it) leads from each state to _BEFORE_NEXT.
+    #
+    # `inside`: the character before belongs to a word; a word is counted at its first character. `dots`: dots in a row,
+    # every third of which is an ellipsis.
     at, state = start, _FNV_SEED
     chars = symbols = words = inner_ends = pending = dots = 0
     inside = False
