@@ -10,9 +10,13 @@ import json
 import shutil
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 from herd.llama3.model.files import CheckpointModel, open_model, save_model
 from herd.llama3.parallel.mesh import ParallelContext, run_on_rank0_and_broadcast
@@ -53,6 +57,8 @@ class Trainer:
     def __init__(self, job: TrainJob, recipe: Recipe, world: ParallelContext, stop: Callable[[], bool]) -> None:
         """Build and load the state; `stop` returns whether to end early. Raises ValueError for an invalid job."""
         self.job, self.recipe, self.world, self.stop = job, recipe, world, stop
+        self.pipelined = world.device.type != "cpu"
+        """Whether the device runs a step while the host continues; a CPU has ended it when `train_step` returns."""
         self.span, self.stream, self.state, self.checkpoints, origin = setup_stage(job, recipe, world)
         self.schedule = Schedule(recipe)
         self.skips = world.broadcast_object(SkippedRanges.read(job.work) if world.is_rank0 else SkippedRanges())
@@ -118,71 +124,74 @@ class Trainer:
     def _train(self) -> bool:
         """Train from the state's position to the end of the stage; return False if asked to stop before.
 
-        On a GPU the host reads a step while the device runs the next one, so requests to stop or save take effect one
-        step later. A CPU has finished the step when `train_step` returns.
+        On a GPU the host launches a step and then reads back the numbers of the step before, so that the device never
+        waits for the host. Requests to stop or to save come with these numbers, so they take effect one step later.
         """
         past = self.world.broadcast_object(self.recorder.past if self.recorder is not None else None)
         assert past is not None
         guard = SpikeGuard(self.recipe.spikes, self.world.device)
         guard.restore(past)
-        spike_detector = SpikeDetector(self.recipe, self.span, past, self.skips)
+        self.spike_detector = SpikeDetector(self.recipe, self.span, past, self.skips)
         self.engine = Engine(self.state, self.recipe, self.job, self.world, guard)
+        self.step_clock = StepClock(self.world.device)
         due = SaveSchedule(self.recipe.checkpoint.every, self.state.position)
-        in_flight: tuple[Pending, float] | None = None  # the step on the device, and the seconds waited for its data
-        blocked_s: float | None = None
-        step_began, data_began = DeviceTime(self.world.device), time.perf_counter()
-
-        def finish_step() -> list[StepResult]:
-            """Read the step in flight, if any, and show it to the callbacks, which may raise to end the loop."""
-            nonlocal in_flight, blocked_s, step_began
-            if in_flight is None:
-                return []
-            (pending, data_wait_s), in_flight = in_flight, None
-            result, done = pending.read(), pending.numbers.done
-            decision = spike_detector.judge(pending.step, result)
-            timing = StepTiming(done.seconds_since(step_began), data_wait_s, blocked_s)
-            result = replace(result, decision=decision, timing=timing)
-            self._end_step(pending.step, result)
-            blocked_s = None
-            step_began = DeviceTime(self.world.device) if metrics.HELD_OUT_S in result.metrics else done
-            return [result]
-
+        launched: deque[LaunchedStep] = deque()  # steps whose numbers were not read back, oldest first
+        checkpoint_s: float | None = None
+        data_began = time.perf_counter()
         for step, batch in read_ahead(Batches(self.stream), steps_from(self.span, self.state.position), self.world):
             data_wait_s = time.perf_counter() - data_began
-            if self.skips.covers(step.start):
-                results = finish_step()
-                self.state.position = step.end
-                self.averaging.add(self.state, step.end)
-                self._end_step(step, StepResult.passed_over())
-            else:
-                save = self.world.is_rank0 and due.late()
+
+            # Forward, backward and update. On a GPU, `train_step` returns while the device computes.
+            skipped = self.skips.covers(step.start)
+            if not skipped:
                 for callback in self.callbacks:
                     callback.on_step_start(step, data_wait_s)
+                save = self.world.is_rank0 and due.late()
                 pending = self.engine.train_step(step, batch, self.schedule.lr_at(step.start), self.stop(), save)
+                launched.append(LaunchedStep(pending, data_wait_s, checkpoint_s))
+                checkpoint_s = None
                 self.averaging.add(self.state, step.end)
-                results = finish_step()
-                in_flight = pending, data_wait_s
-                # Held-out documents must be scored before the next step changes the weights.
-                scored = self.validator is not None and self.validator.due(step)
-                if self.world.device.type == "cpu" or scored:
-                    results += finish_step()
 
+            # Read back the step before, while the device runs this one. Read this one too if it is the last, or if its
+            # weights are scored before the next step changes them.
+            scored = self.validator is not None and self.validator.due(step)
+            read_all = skipped or scored or not self.pipelined or step.end == self.span.end
+            results = []
+            while len(launched) > (0 if read_all else 1):
+                results.append(self._read_back(launched.popleft()))
+            if skipped:  # only now: the numbers read above may have decided to roll back
+                self.state.position = step.end
+                self.averaging.add(self.state, step.end)
+                self._show(step, StepResult.passed_over())
+
+            # Save: copy the state to host memory; a thread writes it while training continues.
             stop = any(result.stop for result in results)
             save = due.passed(step.end) or any(result.save for result in results)
-            if step.end < self.span.end and (stop or save):
-                finish_step()
+            if (stop or save) and step.end < self.span.end:
+                while launched:  # its numbers decide whether this state is worth saving
+                    self._read_back(launched.popleft())
                 for callback in self.callbacks:
                     callback.on_save_start()
-                blocked_s = self.checkpoints.begin(self.state, self.span.name)
+                checkpoint_s = self.checkpoints.begin(self.state, self.span.name)
                 due.saved(self.state.position)
-                step_began = DeviceTime(self.world.device)  # saving is not part of the next step's time
+                self.step_clock.restart()
                 if stop:
                     return False
             data_began = time.perf_counter()
-        finish_step()
         return True
 
-    def _end_step(self, step: Step, result: StepResult) -> None:
+    def _read_back(self, launched: LaunchedStep) -> StepResult:
+        """Wait until the device has ended the step; judge it, and show it to the callbacks, which may raise."""
+        step, result = launched.pending.step, launched.pending.read()
+        step_s = self.step_clock.lap(launched.pending.numbers.done)
+        timing = StepTiming(step_s, launched.data_wait_s, launched.checkpoint_s)
+        result = replace(result, decision=self.spike_detector.judge(step, result), timing=timing)
+        self._show(step, result)
+        if metrics.HELD_OUT_S in result.metrics:
+            self.step_clock.restart()
+        return result
+
+    def _show(self, step: Step, result: StepResult) -> None:
         for callback in self.callbacks:
             callback.on_step_end(step, result)
 
@@ -236,6 +245,33 @@ class Trainer:
         sync_folder(building)
         building.rename(job.work / "result")
         sync_folder(job.work)
+
+
+class LaunchedStep(NamedTuple):
+    """A step that the device may still work on, with what the host measured when it launched it."""
+
+    pending: Pending
+    data_wait_s: float
+    """Seconds that training waited for the batch."""
+    checkpoint_s: float | None
+    """Seconds that training stopped before this step for a checkpoint; None if there was none."""
+
+
+class StepClock:
+    """Measures steps by the device's clock: from the end of the step before to the end of this one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from here: what was done since the last step (a save, scoring) is not part of the next one."""
+        self._began = DeviceTime(self.device)
+
+    def lap(self, end: DeviceTime) -> float:
+        """Return the seconds up to `end`, which the device has reached, and count from there."""
+        began, self._began = self._began, end
+        return end.seconds_since(began)
 
 
 class StopEstimator(Callback):

@@ -139,7 +139,7 @@ class Calls(Callback):
         self.calls.append(("train end", len(self.calls)))
 
 
-def train_with_calls(path: Path) -> list[tuple[str, int]]:
+def train_with_calls(path: Path, pipelined: bool) -> list[tuple[str, int]]:
     from herd.llama3.train.trainer import Trainer
 
     kept, setup = Calls(), Trainer.__init__
@@ -147,6 +147,7 @@ def train_with_calls(path: Path) -> list[tuple[str, int]]:
     def with_calls(self: Trainer, *arguments: Any) -> None:
         setup(self, *arguments)
         self.callbacks.insert(0, kept)
+        self.pipelined = pipelined
 
     Trainer.__init__ = with_calls  # type: ignore[method-assign]
     assert train(path) == 0
@@ -154,9 +155,36 @@ def train_with_calls(path: Path) -> list[tuple[str, int]]:
 
 
 def test_a_callback_sees_every_step_and_save(tmp_path: Path) -> None:
-    (calls,) = run(1, train_with_calls, job(tmp_path, recipe(stages=stages(4))))
+    (calls,) = run(1, train_with_calls, job(tmp_path, recipe(stages=stages(4))), False)
     steps = [call for n in range(4) for call in [("start", n * STEP), ("go on", (n + 1) * STEP)]]
     assert calls == [*steps[:6], ("save", 6), *steps[6:], ("train end", 9), ("save", 10)]
+
+
+def test_a_device_gets_the_next_step_before_the_last_one_is_read_back_except_at_saves(tmp_path: Path) -> None:
+    """As on a GPU. The journal, and so the losses, are those of a host that waits for each step."""
+    asked = recipe(stages=stages(5))
+    waiting, pipelined = job(tmp_path, asked, name="waiting"), job(tmp_path, asked, name="pipelined")
+    assert run(1, train, waiting) == [0]
+    (calls,) = run(1, train_with_calls, pipelined, True)
+    assert calls == [
+        ("start", 0),
+        ("start", STEP),
+        ("go on", STEP),
+        ("start", 2 * STEP),
+        ("go on", 2 * STEP),
+        ("go on", 3 * STEP),
+        ("save", 6),
+        ("start", 3 * STEP),
+        ("start", 4 * STEP),
+        ("go on", 4 * STEP),
+        ("go on", 5 * STEP),
+        ("train end", 11),
+        ("save", 12),
+    ]
+    assert losses(pipelined) == losses(waiting)
+    assert weights(pipelined) == weights(waiting)
+    saved = [[r.position for r in records(path) if "time/checkpoint_s" in r.metrics] for path in (pipelined, waiting)]
+    assert saved == [[4 * STEP]] * 2
 
 
 def test_average_positions_are_even_and_all_of_a_shorter_stage() -> None:
