@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from benchmarks.train_session import TrainSession
 
 
-# How a benchmark tells its rows: a table for people, JSON for machines, and each row's name as it is measured.
+# Output: a table for people, JSON for machines, and each row's name as it is measured.
 
 out = Console(highlight=False)
 
 
-def told(measured: Iterator[Row], quiet: bool) -> list[Row]:
+def collect_rows(measured: Iterator[Row], quiet: bool) -> list[Row]:
     """Return the rows, naming each on standard error as it is measured."""
     rows = []
     for row in measured:
@@ -40,12 +40,14 @@ def told(measured: Iterator[Row], quiet: bool) -> list[Row]:
     return rows
 
 
-def tell(corpus: dict[str, Any], rows: list[Row], versions: dict[str, str], as_json: bool, path: Path | None) -> None:
+def print_rows(
+    corpus: dict[str, Any], rows: list[Row], versions: dict[str, str], as_json: bool, path: Path | None
+) -> None:
     """Print the rows, and write them to `path` if there is one."""
     from benchmarks.rows import report
 
-    made = report(rows, corpus, versions)
-    text = json.dumps(made, indent=1)
+    document = report(rows, corpus, versions)
+    text = json.dumps(document, indent=1)
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
@@ -53,7 +55,7 @@ def tell(corpus: dict[str, Any], rows: list[Row], versions: dict[str, str], as_j
         print(text)
         return
     out.print(_table(rows))
-    out.print(_about(made))
+    out.print(_environment_line(document))
 
 
 def _table(rows: Sequence[Row]) -> Table:
@@ -69,12 +71,12 @@ def _table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _about(made: dict[str, Any]) -> str:
-    """Return a line on where and on what this was measured."""
-    machine, corpus = made["machine"], made["corpus"]
-    peers = ", ".join(f"{name} {version}" for name, version in made["peers"].items() if name != "numpy")
+def _environment_line(document: dict[str, Any]) -> str:
+    """Return machine, corpus, peers and date in one line."""
+    machine, corpus = document["machine"], document["corpus"]
+    peers = ", ".join(f"{name} {version}" for name, version in document["peers"].items() if name != "numpy")
     text = f"; {corpus['documents']:,} documents, {corpus['mb']} MB" if corpus else ""
-    return f"{machine['cpu']}, {machine['cores']} cores{text}; peers: {peers or 'none'}; {made['date']}"
+    return f"{machine['cpu']}, {machine['cores']} cores{text}; peers: {peers or 'none'}; {document['date']}"
 
 
 bench = typer.Typer(help="Measure parts of herd on this machine, beside their peers.", no_args_is_help=True)
@@ -127,7 +129,7 @@ def data(
             session = Session(settings)
             with session.closing:
                 rows = _measure(session, quiet=json_)
-        tell(session.described, rows, versions, json_, out_)
+        print_rows(session.described, rows, versions, json_, out_)
 
 
 @bench.command()
@@ -156,7 +158,7 @@ def train(
         )
         with _mistakes():
             rows = _measure_training(session, quiet=json_)
-        tell({}, rows, session.versions, json_, out_)
+        print_rows({}, rows, session.versions, json_, out_)
 
 
 @bench.command("gpu-day")
@@ -198,8 +200,8 @@ def storage(
     with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
         settings = StorageSettings(Path(temporary), size, names, endpoint, bucket)
         with _mistakes(), StorageSession(settings) as session:
-            rows = told(storage_rows(session), json_)
-        tell({}, rows, installed(("s3fs", "moto")), json_, out_)
+            rows = collect_rows(storage_rows(session), json_)
+        print_rows({}, rows, installed(("s3fs", "moto")), json_, out_)
 
 
 @bench.command()
@@ -224,24 +226,8 @@ def load(
         folder = work.absolute() if work else Path(temporary)
         settings = LoadSettings(folder, names, artifacts, points, postgres_points, queued)
         with _mistakes(), LoadSession(settings) as session:
-            rows = told(load_rows(session), json_)
-        tell({}, rows, installed(("mlflow", "prefect", "duckdb")), json_, out_)
-
-
-@bench.command()
-def orchestration(
-    recipe: Annotated[Path, typer.Argument(help="Recipe to run both ways.")] = Path("recipes/quickstart.yaml"),
-    json_: JsonOption = False,
-    out_: OutOption = None,
-) -> None:
-    """Prefect and MLflow: a recipe by `herd run`, and by plain function calls. Wall time; wants a quiet machine."""
-    from benchmarks.overhead import measure_overhead, overhead_rows
-    from benchmarks.rows import installed
-
-    with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
-        with _mistakes((ValueError, RuntimeError)):
-            rows = overhead_rows(measure_overhead(recipe, Path(temporary)))
-        tell({}, rows, installed(("prefect", "mlflow", "torch")), json_, out_)
+            rows = collect_rows(load_rows(session), json_)
+        print_rows({}, rows, installed(("mlflow", "prefect", "duckdb")), json_, out_)
 
 
 @bench.command()
@@ -269,29 +255,8 @@ def evaluate(
         folder = _empty(work) if work else Path(temporary)
         given = EvaluateSettings(folder, data or _shared("eval") or SHARED / "eval", size, limit, model, names, peers)
         with _mistakes():
-            rows = told(evaluate_rows(EvaluateSession(given)), json_)
-        tell({}, rows, installed(("lm_eval", "transformers", "datasets", "torch")), json_, out_)
-
-
-@bench.command()
-def generate(
-    json_: JsonOption = False,
-    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: cache,transformers/speed")] = "",
-    size: Annotated[Literal["tiny", "small"], typer.Option(help="Of the random model; tiny: to try it out.")] = "small",
-    out_: OutOption = None,
-    peers: PeersOption = "",
-    work: WorkOption = None,
-) -> None:
-    """Generation: with a cache, computed anew, served, and by transformers, on the same weights. One core, CPU time."""
-    from benchmarks.generate import GenerateSession, GenerateSettings, generate_rows
-
-    with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
-        folder = _empty(work) if work else Path(temporary)
-        names = tuple(filter(None, only.split(",")))
-        session = GenerateSession(GenerateSettings(folder, size, names, peers or sys.executable))
-        with _mistakes():
-            rows = told(generate_rows(session), json_)
-        tell({}, rows, session.versions, json_, out_)
+            rows = collect_rows(evaluate_rows(EvaluateSession(given)), json_)
+        print_rows({}, rows, installed(("lm_eval", "transformers", "datasets", "torch")), json_, out_)
 
 
 @bench.command()
@@ -307,33 +272,27 @@ def plan(
     names = tuple(filter(None, only.split(",")))
     with _mistakes():
         settings = PlanSettings(names, (sys.executable, "-m", "herd.flows.cli.main"), str(recipe))
-        rows = told(plan_rows(PlanSession(settings)), json_)
-    tell({}, rows, {}, json_, out_)
+        rows = collect_rows(plan_rows(PlanSession(settings)), json_)
+    print_rows({}, rows, {}, json_, out_)
 
 
 @bench.command()
 def study(
-    recipe: Annotated[Path, typer.Argument(help="Base recipe of the study that is run.")] = Path(
-        "recipes/experiments/base-cpu.yaml"
-    ),
     json_: JsonOption = False,
-    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: alpha,overhead/cpu")] = "",
-    tokens: Annotated[str, typer.Option(help="How long each variant of that study trains.")] = "200K",
+    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: alpha,same/mix")] = "",
     ladder: Annotated[Path, typer.Option(help="Study file whose grid is tried on made-up losses.")] = Path(
         "recipes/experiments/ladder-llama3.yaml"
     ),
     out_: OutOption = None,
-    work: WorkOption = None,
 ) -> None:
-    """Studies: how often intervals hold no false findings, and what a study adds to its variants."""
+    """Studies: how often intervals hold the truth, and how often a difference is found where there is none."""
     from benchmarks.study import StudySession, StudySettings, study_rows
 
-    with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
-        folder, names = _empty(work) if work else Path(temporary), tuple(filter(None, only.split(",")))
-        settings = StudySettings(folder, names, (sys.executable, "-m", "herd.flows.cli.main"), recipe, tokens, ladder)
-        with _mistakes():
-            rows = told(study_rows(StudySession(settings)), json_)
-        tell({}, rows, {}, json_, out_)
+    with _mistakes():
+        rows = collect_rows(
+            study_rows(StudySession(StudySettings(tuple(filter(None, only.split(","))), ladder))), json_
+        )
+    print_rows({}, rows, {}, json_, out_)
 
 
 @bench.command()
@@ -357,7 +316,7 @@ def chaos(
             reference = undisturbed(world)
             world.inject(minutes)
             rows = list(chaos_rows(world, reference, *broken_promises(world, reference)))
-        tell({}, rows, installed(("prefect", "mlflow", "torch", "swift")), json_, out_)
+        print_rows({}, rows, installed(("prefect", "mlflow", "torch", "swift")), json_, out_)
 
 
 @bench.command()
@@ -370,8 +329,8 @@ def house(
     from benchmarks.house import HouseSession, HouseSettings, house_rows
 
     with _mistakes():
-        rows = told(house_rows(HouseSession(HouseSettings(tuple(filter(None, only.split(",")))))), json_)
-    tell({}, rows, {}, json_, out_)
+        rows = collect_rows(house_rows(HouseSession(HouseSettings(tuple(filter(None, only.split(",")))))), json_)
+    print_rows({}, rows, {}, json_, out_)
 
 
 @bench.command("plan-anchors")
@@ -437,13 +396,13 @@ def _restart(job: Path, ranks: int, logs: Path, torchrun: bool) -> float:
 def _measure_training(session: TrainSession, quiet: bool) -> list[Row]:
     from benchmarks.train import train_rows
 
-    return told(train_rows(session), quiet)
+    return collect_rows(train_rows(session), quiet)
 
 
 def _measure(session: Session, quiet: bool) -> list[Row]:
     from benchmarks.data import data_rows
 
-    return told(data_rows(session), quiet)
+    return collect_rows(data_rows(session), quiet)
 
 
 def _shared(name: str) -> Path | None:

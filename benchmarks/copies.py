@@ -35,11 +35,6 @@ def minhash_datasketch(run: Session, name: str) -> Row:
     return run.ratio(name, run.cost("ours.candidates"), run.cost("peers.datasketch_near"))
 
 
-def near_datatrove(run: Session, name: str) -> Row:
-    """From documents to the documents that stay; ours verified, with the bands that find more."""
-    return run.ratio(name, run.cost("ours.minhash"), run.cost("peers.datatrove_minhash"))
-
-
 def near_recall(run: Session, name: str) -> Row:
     """Of all pairs that are alike, how many end in one cluster; and how many would share a band, by expectation."""
     texts = texts_of(run.inputs.near.shard)

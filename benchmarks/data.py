@@ -1,5 +1,4 @@
-"""The rows of `python -m benchmarks data`: what data production costs here, beside datatrove, datasketch, language
-identifiers and two tokenizers.
+"""The rows of `python -m benchmarks data`: the cost of data production beside datatrove, datasketch and two tokenizers.
 
 Both sides of a ratio are measured in the same run, on the same machine, one after the other, on the same documents and
 thresholds; where they cannot do the same thing, the module of the measured side says what differs. What this gives up:
@@ -20,7 +19,6 @@ MEASURES: dict[str, Callable[[Session, str], Row]] = {
     "pipeline/datatrove": copies.pipeline,
     "minhash/datatrove": copies.minhash_datatrove,
     "minhash/datasketch": copies.minhash_datasketch,
-    "near/datatrove": copies.near_datatrove,
     "near/recall": copies.near_recall,
     "near/precision": copies.near_precision,
     "lines/datatrove": copies.lines_by_sentence,
@@ -32,11 +30,7 @@ MEASURES: dict[str, Callable[[Session, str], Row]] = {
     "rules/default": curation.dropped(),
     "rules/repetition": curation.dropped("repetition"),
     "decontaminate/questions": curation.questions_found,
-    "language/accuracy": languages.ours,
-    "language/fasttext": languages.peer("fasttext"),
-    "language/cld2": languages.peer("cld2"),
-    "language/cld3": languages.peer("cld3"),
-    "language/py3langid": languages.peer("py3langid"),
+    "language/accuracy": languages.accuracy,
     "tokens/huggingface": texts.tokens_huggingface,
     "tokens/tiktoken": texts.tokens_tiktoken,
     "tokens/equal": texts.tokens_equal,

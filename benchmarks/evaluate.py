@@ -8,8 +8,7 @@ byte, if the likelihoods agree to a ten-thousandth. What this gives up: generati
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +19,6 @@ import torch
 from benchmarks.evaluate_tasks import TaskPair, pairs, write_job
 from benchmarks.measure import Bench, Cost
 from benchmarks.rows import EVALUATE_TARGETS, Row, measured, rows_of
-from benchmarks.split_evaluation import SIZES as SPLIT_SIZES
-from benchmarks.split_evaluation import SplitSession, evaluation_row, stage_row, wall_row
 from herd.llama3.export.convert import convert
 from herd.llama3.model.files import save_model
 from herd.llama3.model.transformer import build_model
@@ -64,10 +61,6 @@ class EvaluateSettings:
     only: tuple[str, ...] = ()
     peers: str = ""
     """Python that has lm-eval."""
-    recipe: Path = Path("recipes/quickstart.yaml")
-    """Whose documents are read where one model is evaluated by several processes."""
-    herd: Sequence[str] = (sys.executable, "-m", "herd.flows.cli.main")
-    """How the command line is started."""
 
 
 @dataclass
@@ -78,18 +71,12 @@ class EvaluateSession:
     _costs: dict[tuple[Any, ...], Cost] = field(default_factory=dict)
 
     @cached_property
-    def made(self) -> list[TaskPair]:
-        """Raises ValueError if the data folder has none of the files."""
-        made = [pair for pair in pairs(self.settings.data, self.settings.limit) if pair.task.requests]
-        if not made:
+    def pairs(self) -> list[TaskPair]:
+        """The tasks that have questions. Raises ValueError if the data folder has none of the files."""
+        answered = [pair for pair in pairs(self.settings.data, self.settings.limit) if pair.task.requests]
+        if not answered:
             raise ValueError(f"--data: {self.settings.data} has no file of a task; give a folder with one")
-        return made
-
-    @cached_property
-    def several(self) -> SplitSession:
-        given = self.settings
-        (given.folder / "split").mkdir()
-        return SplitSession(given.folder / "split", SPLIT_SIZES[given.size], given.recipe, given.herd)
+        return answered
 
     @cached_property
     def models(self) -> dict[str, str]:
@@ -131,7 +118,9 @@ class EvaluateSession:
         """Write random weights, large enough to make decisions, and a tokenizer of the questions' own text."""
         layers, dim, vocab = SIZES[self.settings.size]
         config = Model(layers=layers, dim=dim, ffn=dim * 7 // 2, heads=max(2, dim // 64), kv_heads=2, max_seq_len=4096)
-        texts = sorted({request.context + request.continuation for pair in self.made for request in pair.task.requests})
+        texts = sorted(
+            {request.context + request.continuation for pair in self.pairs for request in pair.task.requests}
+        )
         tokenizer = train_tokenizer(texts, vocab)
         model = build_model(config, tokenizer.rows, 0, torch.float32, torch.device("cpu"))
         folder = self.settings.folder / "model"
@@ -143,15 +132,14 @@ class EvaluateSession:
 
 def evaluate_rows(run: EvaluateSession) -> Iterator[Row]:
     """Yield the wanted rows as they are measured. Raises ValueError for a row that there is not, or without data."""
-    if not run.settings.only or {name.split("/")[0] for name in run.settings.only} - SPLIT:
-        assert run.made
+    assert run.pairs
     return rows_of(run, EVALUATE_TARGETS, MEASURES)
 
 
 def _wall(run: EvaluateSession, name: str) -> Row:
     ours, theirs = run.ours(), run.theirs()
     note = f"{ours.wall_s:.2f} s against {theirs.wall_s:.2f} s with batches of {run.batch}"
-    counts = {pair.task.key: len(pair.rows) for pair in run.made}
+    counts = {pair.task.key: len(pair.rows) for pair in run.pairs}
     tried = {str(key[2]): round(cost.wall_s, 3) for key, cost in run._costs.items() if key[:2] == _PROBE}
     return measured(name, theirs.wall_s / ours.wall_s, note, questions=counts, batches_wall_s=tried)
 
@@ -206,12 +194,4 @@ MEASURES: dict[str, Callable[[EvaluateSession, str], Row]] = {
     "lm-eval/equal": _equal,
     "lm-eval/imports": _imports,
     "sharing/wall": _sharing,
-    "replicas/cpu": lambda run, name: evaluation_row(run.several, name),
-    "replicas/wall": lambda run, name: wall_row(run.several, name),
-    "split/cpu": lambda run, name: evaluation_row(run.several, name),
-    "offered/step": lambda run, name: stage_row(run.several, name),
-    "offered/cpu": lambda run, name: stage_row(run.several, name),
-    "scored/step": lambda run, name: stage_row(run.several, name),
 }
-SPLIT = {"replicas", "split", "offered", "scored"}
-"""Groups of rows that need no benchmark files."""

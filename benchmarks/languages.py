@@ -1,15 +1,14 @@
-"""Rows about language identification: how often it is right, here and in other libraries, on documents found here.
+"""Row about language identification: how often it is right on documents that are installed here.
 
 Translated message catalogs and manual pages say which language they are written in; installed docstrings are English.
-No rule of ours was chosen on message catalogs. Each library gets the whole text and one document at a time. More
-languages and pages: `apt install manpages-de manpages-fr ...`.
+No rule of ours was chosen on message catalogs. More languages and pages: `apt install manpages-de manpages-fr ...`.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, islice, takewhile
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from herd.llama3.recipe.data_schema import TUNED
 SHORTEST, LONGEST = 2_000, 5_000
 """Bytes of a document; longer texts are cut."""
 LANGUAGES = {"en", *TUNED}
-"""Those that the rules of FineWeb-2 know; of small languages no library here tells many from their neighbors."""
+"""Those that the rules of FineWeb-2 know; small languages are hard to tell from their neighbors."""
 EACH, LEAST = 100, 20
 """Most documents of a language, and the least for which it is measured."""
 _SEED = 7
@@ -35,22 +34,12 @@ _SHOWN = 8
 """Languages that a note names."""
 
 
-def ours(run: Session, name: str) -> Row:
+def accuracy(run: Session, name: str) -> Row:
     """Of all documents, in how many we find the language that they are written in."""
-    return _row(run, name, "ours.languages")
-
-
-def peer(library: str) -> Callable[[Session, str], Row]:
-    """Return the measure of `library` on the same documents."""
-    return lambda run, name: _row(run, name, "peers.languages", library=library)
-
-
-def _row(run: Session, name: str, module: str, **options: str) -> Row:
     folder = run.settings.folder / "languages"
     source, warm_up = folder / "languages.jsonl", folder / "first.jsonl"
-    if not source.exists():
-        write_documents(documents(), source, warm_up)
-    cost = run.bench.cost(module, source, warm_up, **options)
+    write_documents(documents(), source, warm_up)
+    cost = run.bench.cost("ours.languages", source, warm_up)
     known = [json.loads(line)["language"] for line in source.open()]
     right, every = shares(known, cost.facts["languages"])
     worst = sorted(right, key=lambda language: (right[language], language))[:_SHOWN]

@@ -57,7 +57,6 @@ TARGETS: Mapping[str, Target] = {
     "pipeline/datatrove": Target(50, "x less CPU"),
     "minhash/datatrove": Target(150, "x less CPU"),
     "minhash/datasketch": Target(15, "x less CPU"),
-    "near/datatrove": Target(None, "x less CPU"),
     "near/recall": Target(0.995, "of pairs, J >= 0.8"),
     "near/precision": Target(0.99, "of verified pairs, J >= 0.7"),
     "lines/datatrove": Target(100, "x less CPU"),
@@ -70,10 +69,6 @@ TARGETS: Mapping[str, Target] = {
     "rules/repetition": Target(None, "% of bytes dropped"),
     "decontaminate/questions": Target(90, "% found"),
     "language/accuracy": Target(95, "% right"),
-    "language/fasttext": Target(None, "% right"),
-    "language/cld2": Target(None, "% right"),
-    "language/cld3": Target(None, "% right"),
-    "language/py3langid": Target(None, "% right"),
     "tokens/huggingface": Target(20, "x less CPU"),
     "tokens/tiktoken": Target(5, "x less CPU"),
     "tokens/equal": Target(100, "% equal"),
@@ -120,8 +115,6 @@ TRAIN_TARGETS: Mapping[str, Target] = {
     "step/d384-bf16": Target(0.97, "x fastest peer"),
     "step/d512-fp32": Target(0.97, "x fastest peer"),
     "step/d512-bf16": Target(0.97, "x fastest peer"),
-    "tuned/naive": Target(2.5, "x naive"),
-    "tuned/gemm": Target(40, "% of bf16 GEMM"),
     "loss/memory": Target(5, "x less than plain"),
     "loss/time": Target(1.05, "x plain", "at most"),
     "checkpoint/blocked": Target(15, "% of the save", "at most"),
@@ -182,41 +175,14 @@ STORAGE_TARGETS: Mapping[str, Target] = {
 }
 """Every row of `python -m benchmarks storage`, in order; of several thousand artifacts in one place."""
 
-ORCHESTRATION_TARGETS: Mapping[str, Target] = {
-    "orchestration/seconds": Target(15, "s", "at most"),
-    "orchestration/share": Target(5, "% of the plain calls", "at most"),
-    "orchestration/supervisor": Target(1, "% of a core", "at most"),
-    "orchestration/first-prefect": Target(None, "s"),
-    "orchestration/first-mlflow": Target(None, "s"),
-}
-"""Every row of `python -m benchmarks orchestration`, in order."""
-
 EVALUATE_TARGETS: Mapping[str, Target] = {
     "lm-eval/wall": Target(2, "x less wall time"),
     "lm-eval/cpu": Target(None, "x less CPU"),
     "lm-eval/equal": Target(100, "% of samples"),
     "lm-eval/imports": Target(None, "s"),
     "sharing/wall": Target(None, "x less wall time"),
-    "replicas/cpu": Target(1.1, "x one process", "at most"),
-    "replicas/wall": Target(2.5, "x less wall time"),
-    "split/cpu": Target(None, "x one process"),
-    "offered/step": Target(1.02, "x without offers", "at most"),
-    "offered/cpu": Target(1.02, "x without offers", "at most"),
-    "scored/step": Target(None, "x without offers"),
 }
 """Every row of `python -m benchmarks evaluate`, in order."""
-
-GENERATE_TARGETS: Mapping[str, Target] = {
-    "cache/recompute": Target(5, "x less CPU"),
-    "transformers/speed": Target(1, "x transformers"),
-    "transformers/equal": Target(100, "% of tokens"),
-    "batch/speed": Target(None, "x one by one"),
-    "serve/batch-1": Target(1, "x transformers"),
-    "serve/batch-8": Target(1, "x transformers"),
-    "serve/stream-8": Target(None, "x transformers"),
-    "serve/first-token": Target(1, "x transformers"),
-}
-"""Every row of `python -m benchmarks generate`, in order."""
 
 PLAN_TARGETS: Mapping[str, Target] = {
     "search/rate": Target(1000, "layouts per CPU s"),
@@ -240,9 +206,6 @@ STUDY_TARGETS: Mapping[str, Target] = {
     "same/mix": Target(5, "of 100 searches", "at most"),
     "scatter/3-repeats": Target(93.5, "% of intervals"),
     "scatter/2-repeats": Target(93.5, "% of intervals"),
-    "overhead/record": Target(5, "% of the variants' time", "at most"),
-    "overhead/cpu": Target(5, "% of the variants' CPU", "at most"),
-    "overhead/again": Target(None, "CPU s"),
 }
 """Every row of `python -m benchmarks study`, in order."""
 
@@ -277,9 +240,7 @@ _BOUNDS = {
     **HOUSE_TARGETS,
     **TRAIN_TARGETS,
     **STORAGE_TARGETS,
-    **ORCHESTRATION_TARGETS,
     **EVALUATE_TARGETS,
-    **GENERATE_TARGETS,
     **PLAN_TARGETS,
     **STUDY_TARGETS,
     **CHAOS_TARGETS,

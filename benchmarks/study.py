@@ -1,8 +1,7 @@
-"""What a study's answers are worth and what it costs: how often its intervals hold, how often it cries wolf, overhead.
+"""Rows of `python -m benchmarks study`: how often a study's intervals hold and how often it finds what is not there.
 
-The statistical rows count verdicts on made-up runs whose truth is known, by the code that judges real ones; their
-seeds are fixed, so they come out alike everywhere. The rows of overhead run a small study for real
-(`study_overhead.py`). What this gives up: noise of another kind than the made-up one, of which only real repeats tell.
+The rows count verdicts on made-up runs whose truth is known, by the code that judges real ones; the seeds are fixed, so
+the counts are the same everywhere. Noise of another kind than the made-up one is not covered.
 """
 
 from __future__ import annotations
@@ -10,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.rows import STUDY_TARGETS, Row, measured, rows_of
 from benchmarks.simulated_studies import PlantedLaw, false_findings, recovery
-from benchmarks.study_overhead import StudyCost, study_cost
 from herd.llama3.recipe.base import Domain
 from herd.llama3.studies.effects import coverage
 from herd.llama3.studies.expand import (
@@ -53,15 +50,7 @@ NAMED = {"figure": (FIGURE, 16.3e12), "text": (TEXT, 10.5e12)}
 class StudySettings:
     """What is measured."""
 
-    folder: Path
-    """Where the study and its variants run; empty at first."""
-    only: tuple[str, ...]
-    herd: Sequence[str]
-    """How the command line is started."""
-    recipe: Path
-    """Base recipe of the study that is run."""
-    tokens: str = "200K"
-    """How long each variant trains."""
+    only: tuple[str, ...] = ()
     ladder: Path = Path("recipes/experiments/ladder-llama3.yaml")
     """Study whose grid of budgets and sizes is tried on made-up losses."""
 
@@ -71,11 +60,6 @@ class StudySession:
     """One run of the benchmark."""
 
     settings: StudySettings
-
-    @cached_property
-    def cost(self) -> StudyCost:
-        given = self.settings
-        return study_cost(given.herd, given.recipe, given.tokens, given.folder)
 
 
 def study_rows(session: StudySession) -> Iterator[Row]:
@@ -166,25 +150,6 @@ def _plain(shares: Mapping[Domain, Fraction]) -> dict[str, float]:
     return {domain: float(share) for domain, share in shares.items()}
 
 
-def _recorded(session: StudySession, name: str) -> Row:
-    cost = session.cost
-    share = 100 * (cost.seconds - cost.variant_seconds) / cost.variant_seconds
-    note = f"{cost.seconds:.1f} s of wall time, {cost.variant_seconds:.1f} s inside its {len(cost.variants)} runs"
-    return measured(name, share, note, seconds=cost.seconds, variant_seconds=cost.variant_seconds)
-
-
-def _cpu(session: StudySession, name: str) -> Row:
-    cost = session.cost
-    alone = sum(cost.variants.values())
-    note = f"study {cost.cpu_s:.1f} CPU s, its {len(cost.variants)} runs each by herd run {alone:.1f} CPU s"
-    return measured(name, 100 * (cost.cpu_s / alone - 1), note, study_cpu_s=cost.cpu_s, variants_cpu_s=cost.variants)
-
-
-def _again(session: StudySession, name: str) -> Row:
-    note = "the same study again: Python, Prefect and MLflow started, every run found, verdict and page made anew"
-    return measured(name, session.cost.again_cpu_s, note)
-
-
 MEASURES: Mapping[str, Callable[[StudySession, str], Row]] = {
     "alpha/laptop": _alpha,
     "alpha/published": _alpha,
@@ -196,7 +161,4 @@ MEASURES: Mapping[str, Callable[[StudySession, str], Row]] = {
     "same/mix": _same_mix,
     "scatter/3-repeats": _scatter,
     "scatter/2-repeats": _scatter,
-    "overhead/record": _recorded,
-    "overhead/cpu": _cpu,
-    "overhead/again": _again,
 }

@@ -1,4 +1,4 @@
-"""Rows of `python -m benchmarks train`: the training step beside three public models and a plain one.
+"""Rows of `python -m benchmarks train`: the training step beside three public models, and what surrounds it.
 
 Steps are compared with torchtitan's model, transformers' LlamaForCausalLM and litgpt's GPT on the same weights, batch
 and optimizer; every side's losses must agree, or the row fails. What this gives up: one thread and one process, so
@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterator
 from benchmarks import null_cuda, roofline, train_gpu, train_state
 from benchmarks.measure import NotMeasured
 from benchmarks.rows import TRAIN_TARGETS, Row, measured, rows_of
-from benchmarks.train_gemm import FLOPS
 from benchmarks.train_rounds import Rounds
 from benchmarks.train_session import PEERS, TrainSession
-from herd.llama3.model.flops import flops_per_token
 
 AGREE = {False: 1e-4, True: 0.02}
 """How far the sides' first losses may lie apart, in fp32 and with products in bf16."""
@@ -40,28 +38,6 @@ def step(run: TrainSession, name: str) -> Row:
     return measured(name, ratios[fastest].value, note, ratios=every, **detail)
 
 
-def naive(run: TrainSession, name: str) -> Row:
-    """CPU time of the naive step over herd's in its faster format."""
-    rounds = run.tuned()
-    _check_losses(rounds, AGREE[True], "naive", "fp32", "bf16")
-    best = min(("fp32", "bf16"), key=rounds.seconds)
-    ratio = rounds.ratio("naive", best)
-    seconds = {side: round(rounds.seconds(side), 4) for side in ("naive", "fp32", "bf16")}
-    note = f"naive {seconds['naive']:.3f} s, fp32 {seconds['fp32']:.3f}, bf16 {seconds['bf16']:.3f}"
-    return measured(name, ratio.value, f"{note}; noise +-{100 * ratio.noise:.1f} %", seconds=seconds, best=best)
-
-
-def gemm(run: TrainSession, name: str) -> Row:
-    """Operations of herd's faster step per second, over those of large products in bf16."""
-    rounds = run.tuned()
-    sequences, length = run.size.batch
-    flops = sequences * length * flops_per_token(run.model("d384"), run.size.rows, length).causal
-    rates = {side: flops / rounds.seconds(side) / 1e9 for side in ("fp32", "bf16")}
-    peaks = {side: FLOPS / rounds.seconds(f"gemm-{side}") / 1e9 for side in ("fp32", "bf16")}
-    note = ", ".join(f"{side} {rates[side]:.0f} of {peaks[side]:.0f} GFLOP/s" for side in rates)
-    return measured(name, 100 * max(rates.values()) / peaks["bf16"], note, rates=rates, peaks=peaks)
-
-
 def loss_memory(run: TrainSession, name: str) -> Row:
     """Memory that the plain loss takes over herd's, gradient of the weights included."""
     rounds = run.losses()
@@ -82,8 +58,6 @@ def loss_time(run: TrainSession, name: str) -> Row:
 
 MEASURES: dict[str, Callable[[TrainSession, str], Row]] = {
     **{name: step for name in TRAIN_TARGETS if name.startswith("step/")},
-    "tuned/naive": naive,
-    "tuned/gemm": gemm,
     "loss/memory": loss_memory,
     "loss/time": loss_time,
     **{name: train_state.checkpoint for name in TRAIN_TARGETS if name.startswith("checkpoint/")},

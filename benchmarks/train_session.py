@@ -108,17 +108,6 @@ class TrainSession:
             name, f"{name}-{bf16}", {"ours": Side("train_ours", bf16=bf16, products=self.products), **peers}
         )
 
-    def tuned(self) -> Rounds:
-        """Return rounds of the naive step, herd's in both types, and products alone."""
-        sides = {
-            "naive": Side("train_naive"),
-            "fp32": Side("train_ours", products=self.products),
-            "bf16": Side("train_ours", bf16=True),
-            "gemm-fp32": Side("train_gemm", products=self.products),
-            "gemm-bf16": Side("train_gemm", bf16=True),
-        }
-        return self.rounds("d384", "tuned", sides)
-
     def losses(self) -> Rounds:
         """Return rounds of the loss of a large vocabulary, plain and herd's."""
         rows, tokens, dim = self.size.vocabulary

@@ -65,8 +65,7 @@ def prepare(side: Any, request: dict[str, Any]) -> Callable[[], float]:
     tensors = load_file(Path(request["weights"]))
     tokens_BS, targets_BS = tensors.pop(TOKENS), tensors.pop(TARGETS)
     model, loss_of = side.build(request["shape"], tensors, request["bf16"])
-    fused = {"fused": True} if getattr(side, "FUSED", True) else {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, **fused)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def step() -> float:
         loss = loss_of(tokens_BS, targets_BS)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.corpus import Page, plant, write_jsonl, write_shard
-from benchmarks.ours import filters, lines, minhash, mix, near_quality, pipeline, stream, tokens
+from benchmarks.ours import filters, lines, mix, near_quality, pipeline, stream, tokens
 from benchmarks.ours.token_shards import make_shards
 from benchmarks.pairs import near_pairs, recall
 from benchmarks.plain import without_common_lines
@@ -56,22 +56,6 @@ def test_lines_are_those_of_the_plain_rule(shard: Path, tmp_path: Path) -> None:
     facts = lines.work(shard, tmp_path)
     assert facts["lines"] > 0
     assert texts_of(Path(facts["documents"])) == without_common_lines(texts_of(shard), 6, 8)
-
-
-@pytest.mark.slow
-def test_of_alike_documents_one_stays(shard: Path, tmp_path: Path) -> None:
-    texts = sorted(set(texts_of(shard)))
-    parents = list(range(len(texts)))
-
-    def root(place: int) -> int:
-        return place if parents[place] == place else root(parents[place])
-
-    for one, other in near_pairs(texts, 5, 0.8):
-        parents[root(one)] = root(other)
-    groups = len({root(place) for place in parents})
-    assert groups < len(texts) < len(texts_of(shard))
-    kept = minhash.work(shard, tmp_path)["kept"]
-    assert groups <= kept <= groups + 3, "MinHash may miss a pair in a hundred, and verified ones are alike"
 
 
 @pytest.mark.slow

@@ -37,14 +37,6 @@ def test_a_step_is_the_same_as_that_of_transformers(run: TrainSession, name: str
 
 
 @pytest.mark.slow
-def test_the_naive_step_is_the_same_too(run: TrainSession) -> None:
-    row(run, "tuned/naive")
-    row(run, "tuned/gemm")
-    losses = run.tuned().losses
-    assert losses["naive"] == pytest.approx(losses["fp32"], abs=1e-4)
-
-
-@pytest.mark.slow
 def test_sides_that_disagree_make_no_row(run: TrainSession, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "AGREE", {False: -1.0, True: -1.0})
     with pytest.raises(RuntimeError, match="the sides disagree on the first loss"):
