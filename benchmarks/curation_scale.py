@@ -394,7 +394,7 @@ def _store(run: Session) -> str:
 
 # Requests at the object store.
 
-BOOKKEEPING = ("", ".newest", "leases", "mlflow-artifacts", "open", "promotions", "reachable", "runs")
+BOOKKEEPING = ("", ".format", ".newest", "leases", "mlflow-artifacts", "open", "promotions", "reachable", "runs")
 """Folders of a root for records of runs, and the root itself."""
 METHODS = ("GET", "HEAD", "LIST", "PUT", "POST", "DELETE")
 REQUEST = re.compile(r'"(GET|HEAD|PUT|POST|DELETE) (/\S*) HTTP')

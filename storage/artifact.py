@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from herd.storage.digests import (
     FileDigest,
@@ -73,8 +73,6 @@ class Manifest(BaseModel):
     The stored document contains its own digest (`seal`): a flipped bit in a score could decide a promotion.
     """
 
-    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
-
     kind: str
     name: str
     key: str
@@ -83,9 +81,9 @@ class Manifest(BaseModel):
     parameters: dict[str, Any]
     inputs: dict[str, str]
     """Role -> key of the input artifact, or digest of outside data."""
-    metadata: dict[str, Any] = Field(alias="facts")
+    metadata: dict[str, Any]
     """Counts and scores, readable without opening the files."""
-    created_by: str = Field(alias="made_by")
+    created_by: str
     """Name of the run."""
     code: str
     created: str

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from herd.storage.digests import digest_json
 from herd.storage.processes import boot_id
-from herd.storage.root import Root
+from herd.storage.root import Root, mark_format
 
 PROBES = 4
 """Tries before a lock counts as held: `holders` takes each lock for an instant to see whether it is free."""
@@ -90,8 +90,10 @@ def lease(
     """Hold the lease `name` (`runs/quickstart-3`) of `root` for `holder` until the block ends.
 
     Without `wait`, raises LeaseHeld naming the live holder; with it, calls it once with the holder's name and waits.
-    `lost` is called in a thread as soon as a remote lease is found to be taken over. Raises OSError.
+    `lost` is called in a thread as soon as a remote lease is found to be taken over. Raises OSError, and ValueError for
+    a root of another format.
     """
+    mark_format(root)
     if root.is_local:
         with _hold_file(_lease_file(root, name), root.join(name), holder, wait) as file_lease:
             yield file_lease
@@ -183,7 +185,7 @@ class LeaseRecord(BaseModel):
             record = cls.model_validate_json(text)
         except ValidationError:
             return None
-        return record if record.seal in ("", record._digest()) else None  # earlier versions wrote no seal
+        return record if record.seal == record._digest() else None
 
     def text(self) -> str:
         """Return the JSON document to store."""

@@ -62,7 +62,7 @@ from herd.storage.objects import (
     remove_all,
     size_of,
 )
-from herd.storage.root import Root
+from herd.storage.root import Root, check_format
 from herd.storage.staging import discard, file_lock
 
 TRIES = 3
@@ -300,7 +300,8 @@ class StoredFiles(RootModel[dict[str, StoredFile]]):
 
 
 def open_store(root: Root) -> Store:
-    """Return the artifacts of `root`."""
+    """Return the artifacts of `root`. Raises ValueError for a root of another format."""
+    check_format(root)
     return Store(root.local) if root.is_local else RemoteStore(root)
 
 

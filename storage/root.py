@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from herd.storage.filesystem import OBJECT_STORES, is_local, is_object_store, local_path, write_atomic
@@ -18,6 +19,8 @@ from herd.storage.secrets import refuse_secrets
 
 DEFAULT_ROOT = "herd-data"
 """The default root of commands."""
+FORMAT, FORMAT_FILE = b"1\n", ".format"
+"""Version of everything that herd writes below a root, and the document that holds it; no version reads another."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +98,29 @@ class Root:
         remove_all(self.join(*names))
 
 
-def default_scratch(uri: str) -> Path:
-    """Return the working folder of a root in an object store: below XDG_STATE_HOME, because it holds `mlflow.db`.
+def mark_format(root: Root) -> None:
+    """Write the format into a new root, before its first lease. Raises ValueError for a root of another format."""
+    if _is_new(root):
+        root.write(FORMAT, FORMAT_FILE)
 
-    Earlier versions worked in ~/.cache/herd; a folder that is there is used.
-    """
-    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", uri)
-    earlier = Path.home() / ".cache" / "herd" / slug
+
+@cache
+def check_format(root: Root) -> None:
+    """Raise ValueError for a root of another format. Writes nothing; reads the root once per process."""
+    _is_new(root)
+
+
+def _is_new(root: Root) -> bool:
+    """Return whether no run has taken a lease in the root. Raises ValueError for a root of another format."""
+    text = root.read(FORMAT_FILE)
+    if text is None and not root.names("leases"):
+        return True
+    if text != FORMAT and root.read(FORMAT_FILE) != FORMAT:  # again: another process may have marked it since
+        raise ValueError(f"root: {root.uri} was written by an earlier herd; use a new root or delete it")
+    return False
+
+
+def default_scratch(uri: str) -> Path:
+    """Return the working folder of a root in an object store: below XDG_STATE_HOME, because it holds `mlflow.db`."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return earlier if earlier.is_dir() else state / "herd" / slug
+    return state / "herd" / re.sub(r"[^A-Za-z0-9._-]+", "-", uri)

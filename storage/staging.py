@@ -19,7 +19,7 @@ from typing import IO
 STAGING = ".staging"
 LOCKS = ".locks"
 FOREIGN_S = 86_400
-"""Age at which a staging folder without a lock file (of an older version, or copied) counts as abandoned."""
+"""Age at which a staging folder without a lock file (a copied one) counts as abandoned."""
 
 
 @contextmanager

@@ -140,7 +140,7 @@ def sealed(folder: Path, **changes: object) -> None:
 
 
 def deep(folder: Path) -> None:
-    (folder / "manifest.json").write_text('{"facts": ' + '{"a":' * 100_000 + "1" + "}" * 100_001)
+    (folder / "manifest.json").write_text('{"metadata": ' + '{"a":' * 100_000 + "1" + "}" * 100_001)
 
 
 def is_folder(folder: Path) -> None:

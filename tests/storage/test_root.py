@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from herd.storage.filesystem import cache_folder, use_writable_cache
-from herd.storage.root import Root
+from herd.storage.lease import lease
+from herd.storage.object_artifact import open_store
+from herd.storage.root import Root, check_format
 from tests.dist import forkserver
 
 
@@ -43,9 +45,6 @@ def test_a_remote_root_has_a_folder_here(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert Root.parse("s3://bucket/team/herd").local == tmp_path / ".local/state/herd/s3-bucket-team-herd"
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     assert Root.parse("s3://bucket/team/herd").local == tmp_path / "state/herd/s3-bucket-team-herd"
-    earlier = tmp_path / ".cache/herd/s3-bucket-team-herd"  # with unfinished work and mlflow.db
-    earlier.mkdir(parents=True)
-    assert Root.parse("s3://bucket/team/herd").local == earlier
     monkeypatch.setenv("HERD_SCRATCH", str(tmp_path))
     assert Root.parse("s3://bucket/team/herd").local == tmp_path
     assert not root.is_local
@@ -92,3 +91,21 @@ def test_creation_has_one_winner(tmp_path: Path) -> None:
 
 def _create(folder: Path, name: str, writer: int) -> bool:
     return Root.parse(folder).create(str(writer), name)
+
+
+@pytest.mark.parametrize("text", ["", "0\n"])
+def test_a_root_of_an_earlier_herd_is_refused_and_stays_as_it_is(tmp_path: Path, text: str) -> None:
+    root = Root.parse(tmp_path / "herd-data")
+    open_store(root)
+    assert not root.local.exists()  # a command that only reads makes no root
+    with lease(root, "runs/a-1", "a"):
+        assert root.read(".format") == b"1\n"
+    with lease(root, "runs/a-2", "a"):
+        pass
+    root.write(text, ".format") if text else root.file(".format").unlink()
+    check_format.cache_clear()
+    before = sorted(root.local.rglob("*"))
+    for use in (open_store, lambda root: lease(root, "runs/a-3", "a").__enter__()):
+        with pytest.raises(ValueError, match=r"herd-data was written by an earlier herd; use a new root or delete it$"):
+            use(root)
+    assert sorted(root.local.rglob("*")) == before
