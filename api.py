@@ -81,7 +81,7 @@ class Run:
         values: dict[int, float] = {}
         store, record = open_store(self.root), self.record
         artifacts = [store.load(record.steps[span.name].artifact) for span in trained_stages(self.recipe, record)]
-        paths = [artifact.part("metrics.parquet") for artifact in artifacts]
+        paths = [artifact.path_of("metrics.parquet") for artifact in artifacts]
         for path in paths:
             table = pq.read_table(path, columns=["position", "value"], filters=[("key", "=", key)])
             values |= dict(zip(table["position"].to_pylist(), table["value"].to_pylist(), strict=True))

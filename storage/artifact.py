@@ -318,17 +318,17 @@ class Artifact:
         self._check(self.names())
         return self.folder
 
-    def part(self, name: str) -> Path:
-        """Return the local path of one file or folder, verified. Raises ValueError if absent, and DamagedArtifact."""
+    def path_of(self, name: str) -> Path:
+        """Return the path of a file or folder inside, verified. Raises ValueError if absent, and DamagedArtifact."""
         self._check(self.names(name))
         return self.folder / name
 
-    def names(self, part: str = "") -> list[str]:
-        """Return the files equal to or inside `part` (default: all). Raises ValueError if there are none."""
-        names = [name for name in self.manifest.files if not part or name == part or name.startswith(f"{part}/")]
-        if part and not names:
+    def names(self, path: str = "") -> list[str]:
+        """Return the files equal to or inside `path` (default: all). Raises ValueError if there are none."""
+        names = [name for name in self.manifest.files if not path or name == path or name.startswith(f"{path}/")]
+        if path and not names:
             entries = sorted({name.split("/", 1)[0] for name in self.manifest.files})
-            raise ValueError(f"artifact {self.label}: has no {part!r}; it has {', '.join(entries)}")
+            raise ValueError(f"artifact {self.label}: has no {path!r}; it has {', '.join(entries)}")
         return names
 
     @property
@@ -572,11 +572,6 @@ def flatten(data: dict[str, Any], prefix: str = "", depth: int = 9) -> dict[str,
         else:
             flat[f"{prefix}{name}"] = value
     return flat
-
-
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 (hex) of a file's bytes."""
-    return digest_file(path).sha256
 
 
 def _short(value: object) -> str:

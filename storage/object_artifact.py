@@ -142,7 +142,7 @@ def download_verified(uri: str, digest: FileDigest, place: Path) -> None:
 
 @dataclass(frozen=True)
 class RemoteArtifact(Artifact):
-    """See `Artifact`. `path` and `part` download; they raise OSError if the store is unreachable, and DamagedArtifact.
+    """See `Artifact`. `path` and `path_of` download. They raise DamagedArtifact, and OSError for an unreachable store.
 
     A copy gets its manifest last, so an interrupted download is continued and never taken for complete. One process
     downloads, others wait.
@@ -165,8 +165,8 @@ class RemoteArtifact(Artifact):
                     (self.folder / DOWNLOADING).unlink(missing_ok=True)
         return self.folder
 
-    def part(self, name: str) -> Path:
-        """Return the local path of one file or folder; downloads nothing else."""
+    def path_of(self, name: str) -> Path:
+        """Return the local path of a file or folder inside; downloads nothing else."""
         names = self.names(name)
         partial_copy_has_it = self._marked() == self.manifest.attempt and not self._wrong(names)
         if not partial_copy_has_it and not self._whole():

@@ -202,7 +202,7 @@ def describe_model(root: Root, record: RunRecord, mlflow: MLflowTracker) -> None
 
 def _short_card(root: Root, run: str, checkpoint: Artifact, folder: Path) -> str:
     """Return the card of a checkpoint without what belongs to an exported folder."""
-    model = checkpoint.part(f"model/{CONFIG}").parent  # of a remote root, not the weights
+    model = checkpoint.path_of(f"model/{CONFIG}").parent  # of a remote root, not the weights
     card = make_card(root, run, model, folder, "hf", "fp32", "")
     if card.training is not None:
         card = replace(card, training=replace(card.training, curve=""))
@@ -235,7 +235,7 @@ def draw_curve(stages: list[Artifact], lines: list[StageLine], path: Path) -> No
     `lines` mark where each stage begins.
     """
     query = "SELECT key, position, value FROM read_parquet($tables) WHERE key = $key ORDER BY position"
-    tables = (stage.part("metrics.parquet") for stage in stages)
+    tables = (stage.path_of("metrics.parquet") for stage in stages)
     points = dict(read_series(tables, query, key=metrics.LOSS).get(metrics.LOSS, []))
     positions = sorted(points)
     losses = [points[position] for position in positions]

@@ -44,13 +44,13 @@ def model_folder(root: Root, name: str) -> Path:
         label = label_of_alias(root, family, alias)
         if label is None:
             raise ValueError(f"model {family}@{alias}: no version holds that alias; promote one, or name a run")
-        return open_store(root).load(label).part("model")
+        return open_store(root).load(label).path_of("model")
     runs = Runs(root)
     record, recipe = runs.find(name), runs.recipe(name)
     trained = trained_stages(recipe, record)
     if not trained:
         raise ValueError(f"run {name!r} has not finished a training stage; wait for it or choose another")
-    return open_store(root).load(record.steps[trained[-1].name].artifact).part("model")
+    return open_store(root).load(record.steps[trained[-1].name].artifact).path_of("model")
 
 
 def label_of_alias(root: Root, family: str, alias: str) -> str | None:

@@ -58,7 +58,7 @@ def with_local_models(root: Root, recipe: Recipe) -> Recipe:
             label = alias_label(root, name)
         except ValueError as error:
             raise RecipeError(f"{field}: {error}") from None
-        return name if label is None else str(open_store(root).load(label).part("model") / file)
+        return name if label is None else str(open_store(root).load(label).path_of("model") / file)
 
     start, use, changed = recipe.init_from, recipe.tokenizer.use, dict[str, object]()
     if start is not None and not start.is_checkpoint:
@@ -123,7 +123,7 @@ def init_from_faults(store: Store, runs: Runs, recipe: Recipe) -> list[str]:
             f"(stages end: {listed})"
         )
     try:
-        config, rows = read_config(checkpoint.part(f"model/{CONFIG}").parent)
+        config, rows = read_config(checkpoint.path_of(f"model/{CONFIG}").parent)
         compare_shapes(recipe.init_from, config, rows, recipe.model)
     except ValueError as error:
         faults += str(error).splitlines()
@@ -133,9 +133,9 @@ def init_from_faults(store: Store, runs: Runs, recipe: Recipe) -> list[str]:
 
 def tokenizer_faults(recipe: Recipe, checkpoint: Artifact, tokenizer: Tokenizer) -> Iterator[str]:
     """Yield a fault if `tokenizer` is not the one that the checkpoint was trained with."""
-    trained_with = Tokenizer.load(checkpoint.part(f"model/{MODEL_FILE}").parent)
+    trained_with = Tokenizer.load(checkpoint.path_of(f"model/{MODEL_FILE}").parent)
     if trained_with.digest != tokenizer.digest:
-        field, file = "use" if recipe.tokenizer.use else "train", checkpoint.part(f"model/{MODEL_FILE}")
+        field, file = "use" if recipe.tokenizer.use else "train", checkpoint.path_of(f"model/{MODEL_FILE}")
         yield (
             f"tokenizer.{field}: gives a tokenizer with digest {tokenizer.digest[:12]}, but {checkpoint.label} was "
             f"trained with {trained_with.digest[:12]}; write tokenizer: {{use: {file}}}"

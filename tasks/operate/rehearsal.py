@@ -439,7 +439,7 @@ def data_findings(scaled: ScaledRun, store: Store, record: RunRecord) -> Iterato
     held_out, wanted = (float(each.curate.validation_fraction) for each in (scaled.recipe, recipe))
     kept = {domain: size * (1 - wanted) / (1 - held_out) for domain, size in curated.metadata["bytes"].items()}
     per_byte = {domain: tokens_per_byte(recipe, store, record, domain, kept[domain]) for domain in kept}
-    ledger = pq.read_table(curated.part("ledger.parquet")).to_pylist()
+    ledger = pq.read_table(curated.path_of("ledger.parquet")).to_pylist()
     for found in survey(recipe):
         domain, share = found.domain, kept[found.domain] / max(1, read[found.domain])
         if share < LITTLE and not found.name:

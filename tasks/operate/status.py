@@ -387,7 +387,7 @@ def _results(store: Store, record: RunRecord, spans: list[StageSpan]) -> list[st
         from herd.llama3.evaluate.held_out import NGRAM_BPB  # imports pyarrow
 
         evaluation = store.load(record.steps[scored[-1]].artifact)
-        first = json.loads(evaluation.part("generations.json").read_text())[0]
+        first = json.loads(evaluation.path_of("generations.json").read_text())[0]
         sample = " ".join(f"{first['prompt']}{first['text']}".split())
         sample = sample if len(sample) <= SAMPLE_CHARACTERS else sample[:SAMPLE_CHARACTERS] + " ..."
         lines += _scores(evaluation)

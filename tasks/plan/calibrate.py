@@ -63,7 +63,7 @@ def newest_calibration(root: Root, device: str, dtype: str = "bf16") -> Calibrat
         if (parameters.get("device"), parameters.get("dtype"), manifest.version) == (device, dtype, VERSION):
             with suppress(OSError, ValueError):
                 artifact.verify()
-                return Calibration.from_json(artifact.part(FILE).read_text())
+                return Calibration.from_json(artifact.path_of(FILE).read_text())
     return None
 
 

@@ -91,7 +91,7 @@ def measured_costs(root: Root, family: str) -> tuple[CheckpointCosts, Recovery] 
         values = {key: list[float]() for key in KEYS}
         for step in record.steps.values():
             if step.artifact.startswith("checkpoint/"):
-                path = store.load(step.artifact).part("metrics.parquet")
+                path = store.load(step.artifact).path_of("metrics.parquet")
                 for row in parquet.read_table(path, filters=[("key", "in", KEYS)]).to_pylist():
                     values[row["key"]].append(row["value"])
         blocked, written, first = (values[key] for key in KEYS)

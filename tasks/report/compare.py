@@ -128,7 +128,7 @@ def compare_runs(root: Root, names: list[str]) -> Comparison:
         for artifact in artifacts:
             if artifact.manifest.kind in ("evaluation", "gate"):
                 scores |= scores_of(artifact)
-        tables = [stage.part("metrics.parquet") for stage in stages]
+        tables = [stage.path_of("metrics.parquet") for stage in stages]
         keys = [key for _, shown in FIGURES.values() for key in shown]
         series = read_series(tables, THINNED, keys=keys, points=POINTS)
         plain = resolved(runs.recipe(record.name))

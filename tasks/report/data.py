@@ -148,7 +148,7 @@ def collect_report_data(root: Root, name: str) -> ReportData:
     record, recipe = runs.find(name), runs.recipe(name)
     artifacts = {step: store.load(entry.artifact) for step, entry in record.steps.items()}
     trained = [(span, artifacts[span.name]) for span in Schedule(recipe).trained if span.name in artifacts]
-    series = read_series(artifact.part("metrics.parquet") for _, artifact in trained)
+    series = read_series(artifact.path_of("metrics.parquet") for _, artifact in trained)
     prefix = "evaluate-"
     evaluations = {step.removeprefix(prefix): artifacts[step] for step in artifacts if step.startswith(prefix)}
     champion = evaluations.pop("champion", None)
@@ -180,7 +180,7 @@ def collect_report_data(root: Root, name: str) -> ReportData:
             *_conversation_notes(artifacts.get(CONVERSATIONS)),
             *_notes({span.name: artifact for span, artifact in trained}, evaluations, page.facts if page else None),
         ],
-        samples=json.loads(final.part("generations.json").read_text()) if final is not None else [],
+        samples=json.loads(final.path_of("generations.json").read_text()) if final is not None else [],
         decision=promotion.decision if promotion else None,
         mlflow={key: value for key, value in sorted(tags.items()) if value and not key.startswith("mlflow.")},
     )
@@ -263,11 +263,11 @@ def _notes(
 
 def data_page(run: str, curated: Artifact, tokenizer: Artifact | None) -> DataPage:
     """Gather the data page of `run` from its artifacts."""
-    ledger = pq.read_table(curated.part("ledger.parquet")).to_pylist()
+    ledger = pq.read_table(curated.path_of("ledger.parquet")).to_pylist()
     facts = tokenizer.metadata if tokenizer else {}
 
     def table(name: str) -> list[Row]:
-        path: Path = curated.part(FINDINGS) / f"{name}.parquet"
+        path: Path = curated.path_of(FINDINGS) / f"{name}.parquet"
         return pq.read_table(path).to_pylist() if path.is_file() else []
 
     samples: dict[str, dict[str, list[Row]]] = {}

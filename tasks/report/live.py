@@ -93,7 +93,7 @@ class LivePage:
             label = run.record.steps[done.name].artifact
             if label not in self._finished and (artifact := artifact_of(store, run.record, done.name)):
                 with suppress(ValueError):  # without curves
-                    self._finished[label] = read_series([artifact.part("metrics.parquet")], SERIES, keys=CHARTED)
+                    self._finished[label] = read_series([artifact.path_of("metrics.parquet")], SERIES, keys=CHARTED)
             parts.append(self._finished.get(label, {}))
         span = next((span for span in Schedule(run.recipe).trained if span.name == run.step), None)
         if span is not None:
@@ -114,7 +114,7 @@ class LivePage:
         for step in reversed(run.record.steps):
             if step.startswith("evaluate-") and (artifact := artifact_of(store, run.record, step)):
                 with suppress(ValueError, OSError, IndexError):
-                    first: dict[str, str] = json.loads(artifact.part(GENERATIONS_FILE).read_text())[0]
+                    first: dict[str, str] = json.loads(artifact.path_of(GENERATIONS_FILE).read_text())[0]
                     return {"after": step.removeprefix("evaluate-"), **first}
         return {}
 

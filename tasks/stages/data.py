@@ -23,7 +23,8 @@ from herd.llama3.evaluate.held_out import nothing_held_out
 from herd.llama3.recipe.load import resolved
 from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
-from herd.storage.artifact import Artifact, ArtifactSpec, file_digest
+from herd.storage.artifact import Artifact, ArtifactSpec
+from herd.storage.digests import digest_file
 from herd.storage.filesystem import is_local, source_state
 from herd.storage.object_artifact import StoredFile, StoredFiles
 from herd.storage.objects import list_objects
@@ -216,7 +217,7 @@ def prepare_tokenizer(context: Context, curated: Artifact) -> Artifact:
     inputs = {"curated": curated.key}
     if recipe.tokenizer.use:
         local = with_local_models(context.root, recipe)
-        inputs["model"] = file_digest(Path(local.tokenizer.use or ""))
+        inputs["model"] = digest_file(Path(local.tokenizer.use or "")).sha256
     design = ArtifactSpec("tokenizer", recipe.name, TOKENIZER_VERSION, tokenizer_fields(recipe), inputs)
     return ensure_artifact(context, "tokenizer", design, lambda folder, _: make_tokenizer(local, curated.path, folder))
 

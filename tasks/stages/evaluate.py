@@ -38,7 +38,8 @@ from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import Tokens
 from herd.llama3.train import metrics
 from herd.llama3.train.journal import Record
-from herd.storage.artifact import MANIFEST, Artifact, ArtifactSpec, file_digest
+from herd.storage.artifact import MANIFEST, Artifact, ArtifactSpec
+from herd.storage.digests import digest_file
 from herd.storage.filesystem import is_local, write_atomic
 from herd.tasks.cluster import Cluster
 from herd.tasks.errors import EvaluationFailed, GateFailed
@@ -128,7 +129,7 @@ def validation_folder(curated: Artifact, count: int) -> Path:
         for name in sorted(name for name in curated.manifest.files if name.startswith(f"documents/{domain}-")):
             if missing <= 0:
                 break
-            splits = pq.read_table(curated.part(name), columns=["split"])["split"].to_pylist()
+            splits = pq.read_table(curated.path_of(name), columns=["split"])["split"].to_pylist()
             missing -= splits.count("held_out")
     return curated.folder
 
@@ -167,7 +168,7 @@ def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: A
 
     def build(folder: Path, work: Path) -> dict[str, Any]:
         documents = validation_folder(curated, recipe.evaluate.documents)
-        model, cluster = checkpoint.part("model"), context.cluster
+        model, cluster = checkpoint.path_of("model"), context.cluster
         excluded = Hosts(context.root).excluded
         facts = run_evaluation(
             recipe, model, documents, folder, work, cluster, context.agents, None, None, conversations, excluded
@@ -216,7 +217,7 @@ def _evaluation(
         return design, None
     chats = context.store.load(context.record.steps["conversations"].artifact)
     design.inputs["conversations"] = chats.key
-    return design, chats.part(HELD_OUT)
+    return design, chats.path_of(HELD_OUT)
 
 
 # Scores of a stage in progress: the supervisor pins a checkpoint every `evaluate.every` tokens and sends an event; the
@@ -331,7 +332,7 @@ def evaluate_checkpoint(
     scratch = context.scratch / f"{step}-checkpoint"
     try:
         saved = CheckpointQueue(folder).fetch(position, scratch)
-        name, key = f"{recipe.name}-{stage}-{position}", file_digest(saved / MANIFEST)
+        name, key = f"{recipe.name}-{stage}-{position}", digest_file(saved / MANIFEST).sha256
         design, conversations = _evaluation(context, recipe, name, key, curated)
 
         def build(result: Path, work: Path) -> dict[str, Any]:
@@ -421,7 +422,7 @@ def _scores(
     )
 
     def build(folder: Path, work: Path) -> dict[str, Any]:
-        gate, model = GateScores(short=short, needle=needle), checkpoint.part("model")
+        gate, model = GateScores(short=short, needle=needle), checkpoint.path_of("model")
         excluded = Hosts(context.root).excluded
         return run_evaluation(
             recipe, model, curated.path, folder, work, context.cluster, context.agents, gate, excluded=excluded

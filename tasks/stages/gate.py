@@ -162,7 +162,7 @@ def vet(context: Context, checkpoint: Artifact, evaluation: Artifact, curated: A
 
     def serving() -> str:
         if served is None:
-            texts = json.loads(evaluation.part(GENERATIONS_FILE).read_text())
+            texts = json.loads(evaluation.path_of(GENERATIONS_FILE).read_text())
             return f"{len(texts)} texts generated on tp {layout.tp} x pp {layout.pp}, loaded without pickle"
         if (failure := served.result()) is not None:
             raise ValueError(failure)
@@ -215,7 +215,7 @@ def contamination(curated: Artifact) -> list[Check]:
         reason = "curate.decontaminate names no evaluation sets"
         return [Check(metric=CONTAMINATION, passed=True, checked=False, reason=reason)]
     checks = []
-    for row in pq.read_table(curated.part(name)).to_pylist():
+    for row in pq.read_table(curated.path_of(name)).to_pylist():
         matches, examples, dropped = int(row["confirmed"]), int(row["examples"]), row["action"] == "drop"
         share = f"{matches:,} of {examples:,} examples are in the documents ({matches / max(1, examples):.2%})"
         rule = (

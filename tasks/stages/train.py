@@ -35,7 +35,8 @@ from herd.llama3.train.device import ENVIRONMENT
 from herd.llama3.train.job import TERMINATED, AttemptResult, HourlyCosts, TrainJob
 from herd.llama3.train.journal import SkippedRanges, device_hours
 from herd.llama3.train.main import REFUSED
-from herd.storage.artifact import MANIFEST, Artifact, ArtifactSpec, file_digest
+from herd.storage.artifact import MANIFEST, Artifact, ArtifactSpec
+from herd.storage.digests import digest_file
 from herd.storage.filesystem import source_state, write_atomic
 from herd.storage.lease import folder_lease
 from herd.storage.objects import remove_all
@@ -176,8 +177,8 @@ def _job(
         stage=span.name,
         tokens=lazy_folder(tokens, int(Bytes.parse(cluster.token_cache))),
         conversations=None if conversations is None else conversations.path,
-        parent=parent.part("state") if parent and parent.manifest.kind == "checkpoint" else None,
-        start=parent.part("model") if parent and parent.manifest.kind == "weights" else None,
+        parent=parent.path_of("state") if parent and parent.manifest.kind == "checkpoint" else None,
+        start=parent.path_of("model") if parent and parent.manifest.kind == "weights" else None,
         work=work,
         micro_batch=cluster.micro_batch,
         device=cluster.trainer_device,
@@ -309,7 +310,7 @@ def _facts(span: StageSpan, folder: Path) -> dict[str, Any]:
     path = folder / AVERAGE
     average = Choice.model_validate_json(path.read_text()).model_dump(mode="json") if path.exists() else None
     files = sorted(set(weight_files(folder / "model").values()))
-    digests = [file_digest(file) for file in files]
+    digests = [digest_file(file).sha256 for file in files]
     losses = [row["value"] for row in sorted(table.to_pylist(), key=lambda row: row["position"])]
     window = metrics.window(len(losses))  # a single batch is a few documents
     held_out = parquet.read_table(folder / "metrics.parquet", filters=[("key", "=", metrics.HELD_OUT)]).to_pylist()

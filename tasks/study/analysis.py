@@ -97,9 +97,9 @@ def outcomes(expanded: ExpandedStudy, store: Store, answers: Mapping[str, RunRec
 def outcome(expanded: ExpandedStudy, store: Store, variant: VariantRun, record: RunRecord) -> RunResult:
     """Return the result of one run. Operations are those of the trained model, with its own embedding rows."""
     checkpoint, evaluation = last_artifacts(store, record, variant.recipe)
-    config, rows = read_config(checkpoint.part(f"model/{CONFIG}").parent)
-    scores = read_scores(evaluation.part(SCORES_FILE).parent)
-    table = pq.read_table(evaluation.part(SAMPLES_FILE), columns=["key", "id", "numerator", "denominator", "group"])
+    config, rows = read_config(checkpoint.path_of(f"model/{CONFIG}").parent)
+    scores = read_scores(evaluation.path_of(SCORES_FILE).parent)
+    table = pq.read_table(evaluation.path_of(SAMPLES_FILE), columns=["key", "id", "numerator", "denominator", "group"])
     keys = np.array(table["key"].to_pylist())
     samples = {}
     for key in sorted(set(keys.tolist()) & set(scores)):

@@ -269,7 +269,7 @@ def spent(
             if booked_to.get(artifact.label) != answers[run].name:
                 reused.append(name)
                 continue
-            config, rows = read_config(artifact.part(f"model/{CONFIG}").parent)
+            config, rows = read_config(artifact.path_of(f"model/{CONFIG}").parent)
             flops += training_flops(expanded, segments, config, rows)
             hours += artifact.manifest.seconds * devices(artifact.manifest.created_by) / 3600
         costs[run] = RunCost(flops, hours, tuple(reused))

@@ -189,7 +189,7 @@ def _log_stage(shown: LoggedStep) -> int:
     """Log a trained stage: its curves, unless they were sent during training, and its checkpoint as a model."""
     sent, metadata = 0, shown.artifact.metadata
     if shown.child not in shown.tracker.complete:
-        records = read_series(shown.artifact.part("metrics.parquet"))
+        records = read_series(shown.artifact.path_of("metrics.parquet"))
         sent = send_records(shown.tracker, shown.runs, records, Thinning(metadata["steps"], metadata["end"]))
     costs = {metrics.cost(name): amount for name, amount in metadata.get("cost_so_far", {}).items()}
     stage = {metrics.stage_cost(name): amount for name, amount in metadata.get("cost", {}).items()}

@@ -92,11 +92,11 @@ def test_parts_and_names(tmp_path: Path) -> None:
     store = Store(tmp_path)
     build(store, design())
     artifact = store.load(design().label)
-    assert artifact.part("documents") == artifact.path / "documents"
-    assert artifact.part("documents/a.txt").read_text() == "hello"
+    assert artifact.path_of("documents") == artifact.path / "documents"
+    assert artifact.path_of("documents/a.txt").read_text() == "hello"
     assert artifact.uri == artifact.path.as_uri()
     with pytest.raises(ValueError, match=r"has no 'model'; it has documents"):
-        artifact.part("model")
+        artifact.path_of("model")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_one_broken_manifest_hides_nothing_else_and_its_artifact_is_made_again(
     build(store, design(n=1), "again")
     found = store.find(design(n=1))
     assert found is not None
-    assert found.part("documents/a.txt").read_text() == "again"
+    assert found.path_of("documents/a.txt").read_text() == "again"
     assert len(list((tmp_path / ".damaged").iterdir())) == 1
 
 
@@ -213,7 +213,7 @@ def test_a_file_is_read_once_a_boot_and_again_after_a_write_or_a_boot(
 
     monkeypatch.setattr(herd.storage.artifact, "digest_file", digest)
     for _ in range(3):
-        assert store.load(design().label).part("documents/a.txt") == path
+        assert store.load(design().label).path_of("documents/a.txt") == path
     assert read == ["a.txt"]
     os.utime(path, (1e9, 1e9 + 1))
     assert store.find(design(), print) is not None

@@ -64,8 +64,8 @@ def test_a_part_is_brought_alone_and_the_rest_later(root: Root, proxy: FaultProx
     build(root, design())
     found = open_store(elsewhere(root)).load(design().label)
     proxy.use()
-    assert found.part("documents") == found.folder / "documents"
-    assert (found.part("documents/a.txt")).read_text() == "hello"
+    assert found.path_of("documents") == found.folder / "documents"
+    assert (found.path_of("documents/a.txt")).read_text() == "hello"
     assert [line.split("?")[0].rsplit("/", 1)[1] for line in proxy.log] == ["a.txt", "a.txt"]
     assert not (found.folder / "large.bin").exists()
     assert not (found.folder / MANIFEST).exists(), "not whole yet"
@@ -73,7 +73,7 @@ def test_a_part_is_brought_alone_and_the_rest_later(root: Root, proxy: FaultProx
     found.verify()
     assert not [line for line in proxy.log if "a.txt" in line], "brought once"
     with pytest.raises(ValueError, match=r"has no 'model'; it has documents, large\.bin"):
-        found.part("model")
+        found.path_of("model")
 
 
 def test_pages_of_large_files_can_be_verified_alone(root: Root) -> None:
@@ -88,7 +88,7 @@ def test_pages_of_large_files_can_be_verified_alone(root: Root) -> None:
 def test_a_copy_of_another_attempt_is_not_mixed_with_ours(root: Root) -> None:
     there = elsewhere(root)
     build(root, design(), "first")
-    open_store(there).load(design().label).part("documents")
+    open_store(there).load(design().label).path_of("documents")
     open_store(root).delete(design().label)
     assert open_store(there).find(design()) is None
     assert list_objects(root.join("curated")) == {}
@@ -136,7 +136,7 @@ def test_a_copy_that_changed_here_is_brought_again(root: Root, name: str) -> Non
     path.write_bytes(data)
     found = open_store(root).find(design(), print)
     assert found is not None
-    assert found.part(name).read_bytes() == (LARGE if name == "large.bin" else b"hello")
+    assert found.path_of(name).read_bytes() == (LARGE if name == "large.bin" else b"hello")
     assert found.path == made.folder
     found.verify()
 

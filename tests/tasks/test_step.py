@@ -230,10 +230,10 @@ def test_a_child_run_is_closed_with_the_truth(root: Root, tracker: MLflowTracker
 
 def test_a_damaged_artifact_is_named_set_aside_and_made_again_by_its_step(root: Root, tracker: MLflowTracker) -> None:
     first, second = context(root, tracker), context(root, tracker)
-    path = ensure_artifact(first, "thing", design(), writes).part("a.txt")
+    path = ensure_artifact(first, "thing", design(), writes).path_of("a.txt")
     path.write_text("b")
     made = ensure_artifact(second, "thing", design(), writes)
-    assert made.part("a.txt").read_text() == "a"
+    assert made.path_of("a.txt").read_text() == "a"
     assert second.record.steps["thing"].outcome == "created"
     assert second.record.steps["thing"].why == "the one there was damaged"
     assert heard(second)[0] == f"[yellow]set aside: artifact {design().label}: a.txt changed since it was committed[/]"

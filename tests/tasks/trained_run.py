@@ -45,7 +45,7 @@ class TrainedRun:
     @property
     def model(self) -> Path:
         """The folder of the last stage's model."""
-        return self.checkpoint.part("model")
+        return self.checkpoint.path_of("model")
 
     def _stage(self, span: StageSpan, tokens: Artifact) -> Artifact:
         design = ArtifactSpec("checkpoint", f"tiny-{span.name}", 1, {"stage": span.name}, {"tokens": tokens.key})

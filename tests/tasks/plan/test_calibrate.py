@@ -80,9 +80,9 @@ def test_a_damaged_one_gives_way_to_an_older_one(tmp_path: Path, found: Calibrat
     root = Root.parse(tmp_path)
     store_calibration(root, on(found, "a card", 1.0), 1.0, "abc")
     last = store_calibration(root, on(found, "a card", 2.0), 1.0, "abc")
-    text = last.part(FILE).read_text()
-    last.part(FILE).chmod(0o644)
-    last.part(FILE).write_text(text.replace('"half": 2.0', '"half": 9.0'))
+    text = last.path_of(FILE).read_text()
+    last.path_of(FILE).chmod(0o644)
+    last.path_of(FILE).write_text(text.replace('"half": 2.0', '"half": 9.0'))
     curves = load_calibration(root, "a card")
     assert curves is not None
     assert curves.gemm.half == 1.0
@@ -142,7 +142,7 @@ def test_names_of_devices_become_names_of_artifacts() -> None:
 
 def test_what_is_stored_is_json_that_others_read(tmp_path: Path, found: Calibration) -> None:
     artifact = store_calibration(Root.parse(tmp_path), found, 1.0, "abc")
-    data = json.loads(artifact.part(FILE).read_text())
+    data = json.loads(artifact.path_of(FILE).read_text())
     assert data["curves"]["gemm"]["half"] == found.curves.gemm.half
     assert len(data["points"]) == len(found.points)
 

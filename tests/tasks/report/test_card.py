@@ -43,7 +43,7 @@ def test_the_card_counts_what_was_trained_on(run: TrainedRun, tmp_path: Path) ->
 
 def test_an_earlier_stage_is_described_up_to_its_end(run: TrainedRun, tmp_path: Path) -> None:
     main = run.store.load(run.record.steps["main"].artifact)
-    card = make_card(run.root, str(main.part("model")), main.part("model"), tmp_path, "hf", "bf16", "")
+    card = make_card(run.root, str(main.path_of("model")), main.path_of("model"), tmp_path, "hf", "bf16", "")
     assert card.training is not None
     assert (card.training.tokens, [line.name for line in card.training.stages]) == (12 * 256, ["main"])
     assert card.training.scores == {}

@@ -162,10 +162,10 @@ def test_objects_and_copies_are_read_too(bucket: str, tmp_path: Path) -> None:
     record = begun(root, tiny())
     lost = commit(root, "evaluation", "tiny-main")
     artifact = open_store(root).load(record.steps["tokenize"].artifact)
-    copy = artifact.part("data.txt")
+    copy = artifact.path_of("data.txt")
     copy.write_bytes(b"tokens tinY")
     assert verify(root).damaged == []
-    assert artifact.part("data.txt").read_bytes() == b"tokens tiny"
+    assert artifact.path_of("data.txt").read_bytes() == b"tokens tiny"
     data = get_bytes(f"{artifact.uri}/data.txt")
     put_bytes(f"{artifact.uri}/data.txt", data[:-1] + b"Y")
     put_bytes(root.join(f"{lost.label}.json"), b"{")

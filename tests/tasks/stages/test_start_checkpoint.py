@@ -116,7 +116,7 @@ def test_the_run_s_lineage_names_it(trained: Trained, went_on: tuple[Context, Ar
     assert again.manifest.inputs["parent"] == main.key
     parts = context.store, context.recipe, context.record
     assert not run_work_dir_name(*parts, Schedule(context.recipe).trained[0]).endswith("unknown")
-    card = make_card(room.root, "on-1", again.part("model"), tmp_path, "hf", "bf16", "")
+    card = make_card(room.root, "on-1", again.path_of("model"), tmp_path, "hf", "bf16", "")
     assert card.digests["started from"] == "tiny-1/main"
     assert card.digests["started from, as an artifact"] == main.label
     assert card.training is not None
@@ -193,7 +193,7 @@ def test_another_tokenizer_is_refused(trained: Trained, tmp_path: Path) -> None:
     used = going_on("tiny-1/main", tokenizer={"use": str(tmp_path / "other" / "tokenizer.model")})
     (fault,) = room.faults(used)
     assert fault.startswith(f"tokenizer.use: gives a tokenizer with digest {other.digest[:12]}, but {main.label}")
-    remedy = str(main.part("model/tokenizer.model"))
+    remedy = str(main.path_of("model/tokenizer.model"))
     assert f"write tokenizer: {{use: {remedy}}}" in fault
     assert room.faults(going_on("tiny-1/main", tokenizer={"use": remedy})) == []
     with room.store.staging() as folder:
