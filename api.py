@@ -138,11 +138,11 @@ def run(
     from herd.flows.local_server import quiet_prefect, start_temporary_server
     from herd.flows.recipe_form import PipelineParameters
     from herd.tasks.cluster import Cluster, load_cluster
-    from herd.tasks.operate.preflight import check_place
+    from herd.tasks.operate.preflight import check_run
 
     place = cluster if isinstance(cluster, Cluster) else load_cluster(Path(cluster)) if cluster else Cluster()
     loaded, base = _recipe(recipe), _root(root)
-    check_place(loaded, place, base)  # finds wrong input before Prefect starts
+    check_run(loaded, place, base)  # finds wrong input before Prefect starts
     fix_import_path()
     move_logins()
     quiet_prefect()

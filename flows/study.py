@@ -48,7 +48,7 @@ from herd.tasks.cluster import Cluster
 from herd.tasks.console import Console, FileConsole, TerminalConsole, console_as, current_console
 from herd.tasks.errors import StudyIncomplete
 from herd.tasks.format import format_duration
-from herd.tasks.operate.preflight import check_place
+from herd.tasks.operate.preflight import check_run
 from herd.tasks.runs.provenance import code_version
 from herd.tasks.runs.records import Runs, State, StudyPart, now
 from herd.tasks.study.plan import check_hours, plan_lines, plan_study, plan_table
@@ -149,7 +149,7 @@ def open_study(config: StudyParameters, expanded: ExpandedStudy) -> Iterator[Stu
     root, console, runs = config.root_at, current_console(), config.chosen(expanded)
     check_study(expanded, runs)
     for run in runs:
-        check_place(run.recipe, config.cluster, root)
+        check_run(run.recipe, config.cluster, root)
     plan = plan_study(root, expanded, config.cluster, chosen=runs)
     check_hours(plan)
     studies, name = Studies(root), expanded.study.name

@@ -25,7 +25,7 @@ Series = Sequence[tuple[float, float]]
 """(position in tokens, value)"""
 Figure = tuple[str, str, str]
 """Title, explanation, and SVG text or a chart."""
-TEMPLATES = Path(__file__).parents[1] / "templates"
+TEMPLATES = Path(__file__).parent / "templates"
 COLOURS = {"general": "#3b6fb6", "math": "#d1603d", "code": "#3f9b6c", "multilingual": "#8a63b8"}
 GROUPS = {**COLOURS, CONVERSATIONS: "#6b6b6b"}
 """Colors of the domains, and of conversations."""

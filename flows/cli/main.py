@@ -383,7 +383,7 @@ def _run(cluster_file: Path | None, processes: int, threads: int, json_: bool, *
     from herd.flows.recipe_form import PipelineParameters, chosen_recipe
     from herd.tasks.cluster import load_cluster, make_cluster
     from herd.tasks.console import TerminalConsole, console_as, working
-    from herd.tasks.operate.preflight import check_place
+    from herd.tasks.operate.preflight import check_run
     from herd.tasks.pipeline_steps import check_step
     from herd.tasks.runs.records import Runs, now
 
@@ -405,7 +405,7 @@ def _run(cluster_file: Path | None, processes: int, threads: int, json_: bool, *
         else:
             cluster = load_cluster(cluster_file, **changes)
         config = config.model_copy(update={"cluster": cluster})
-        check_place(recipe, cluster, root)
+        check_run(recipe, cluster, root)
         console = TerminalConsole(shown := problems if json_ else out)
         shown.print("[dim]starting Prefect[/]")
         quiet_prefect()

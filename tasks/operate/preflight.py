@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
 from pathlib import Path
@@ -66,7 +68,7 @@ def preflight(recipe: Recipe, cluster: Cluster, root: Root, until: str = "") -> 
 
     Raises RecipeError, one line per fault.
     """
-    left_out = check_place(recipe, cluster, root, thorough=True)
+    left_out = check_run(recipe, cluster, root, thorough=True)
     faults, domains = _sources(recipe)
     conversations: list[ConversationSurvey] = []
     tokenizer = known_tokenizer(root, recipe)
@@ -103,41 +105,73 @@ def _sources(recipe: Recipe) -> tuple[list[str], list[DomainSurvey]]:
     return faults, domains
 
 
-def check_place(recipe: Recipe, cluster: Cluster, root: Root, thorough: bool = False) -> list[str]:
+@dataclass(frozen=True)
+class CheckedRun:
+    """What the checks look at."""
+
+    recipe: Recipe
+    cluster: Cluster
+    root: Root
+    thorough: bool
+    """Whether all rows of evaluation data are checked, remote ones too, and not the first local rows only."""
+    left_out: list[str] = field(default_factory=list)
+    """A line for each evaluation task without data; filled by its check."""
+
+
+class Check(NamedTuple):
+    """Finds one kind of fault. A check whose feature a run does not use is not called, so it imports nothing."""
+
+    used: Callable[[CheckedRun], object]
+    faults: Callable[[CheckedRun], list[str]]
+
+
+def check_run(recipe: Recipe, cluster: Cluster, root: Root, thorough: bool = False) -> list[str]:
     """Return a line for each evaluation task without data. From here on fetched copies of remote files are read.
 
-    Raises RecipeError for faults that show without reading the sources: root, batches, named files. Of evaluation data
-    the first local rows are checked; with `thorough` all rows, also remote ones: a row without gold must not be found
-    after days of training.
+    Raises RecipeError for faults that show without reading the sources. With `thorough` all rows of evaluation data are
+    read: a row without gold must not be found after days of training.
     """
     use_fetched(root)
-    faults = placeholders(recipe)
-    if sys.platform != "linux":  # whose signals and page locks the trainer needs
-        system = SYSTEMS.get(sys.platform, sys.platform)
-        linux = f"machine: it runs {system}, and a run needs Linux; use a container, a virtual machine or WSL 2"
-        faults = [linux, *faults]
-    if faults:
-        raise RecipeError("\n".join(faults))
-    unfit = layout_faults(recipe, cluster, embedding_rows(root, recipe)) or _device_faults(recipe, cluster)
-    faults = [*_root_faults(root), *unfit, *tracking_faults(recipe.tracking)]
-    if not faults and cluster.launcher == "local" and (excluded := excluded_here(Hosts(root).excluded())):
-        faults.append(excluded)
-    local = with_local_models(root, recipe)
-    tokenizer, left_out = local.tokenizer.use, list[str]()
-    if tokenizer and not Path(tokenizer).is_file():
-        faults.append(f"tokenizer.use: {tokenizer!r} is not a file; give a tiktoken tokenizer.model, or train one")
+    run = CheckedRun(recipe, cluster, root, thorough)
+    for checks in CHECKS:
+        if faults := [fault for check in checks if check.used(run) for fault in check.faults(run)]:
+            raise RecipeError("\n".join(faults))
+    return run.left_out
+
+
+def _machine_faults(run: CheckedRun) -> list[str]:
+    system = SYSTEMS.get(sys.platform, sys.platform)  # the trainer needs the signals and page locks of Linux
+    return [f"machine: it runs {system}, and a run needs Linux; use a container, a virtual machine or WSL 2"]
+
+
+def _fit_faults(run: CheckedRun) -> list[str]:
+    rows = embedding_rows(run.root, run.recipe)
+    return layout_faults(run.recipe, run.cluster, rows) or _device_faults(run.recipe, run.cluster)
+
+
+def _host_faults(run: CheckedRun) -> list[str]:
+    excluded = excluded_here(Hosts(run.root).excluded())
+    return [excluded] if excluded else []
+
+
+def _tokenizer_faults(run: CheckedRun) -> list[str]:
+    tokenizer = with_local_models(run.root, run.recipe).tokenizer.use
+    if tokenizer is None or Path(tokenizer).is_file():
+        return []
+    return [f"tokenizer.use: {tokenizer!r} is not a file; give a tiktoken tokenizer.model, or train one"]
+
+
+def _evaluation_faults(run: CheckedRun) -> list[str]:
     try:
-        left_out = check_evaluation(recipe, rows=None) if thorough else survey_evaluation(recipe)
+        run.left_out.extend(check_evaluation(run.recipe, rows=None) if run.thorough else survey_evaluation(run.recipe))
     except ValueError as error:
-        faults += str(error).splitlines()
-    if faults := [*faults, *_start_faults(local, root)]:
-        raise RecipeError("\n".join(faults))
-    return left_out
+        return str(error).splitlines()
+    return []
 
 
-def _root_faults(root: Root) -> list[str]:
+def _root_faults(run: CheckedRun) -> list[str]:
     """Return why the root or its working folder cannot be written."""
-    faults = []
+    root, faults = run.root, []
     try:
         sign("trial", "")
     except ValueError as error:
@@ -230,10 +264,10 @@ def _curation_faults(curate: Curate) -> list[str]:
     return faults
 
 
-def _start_faults(recipe: Recipe, root: Root) -> list[str]:
+def _start_faults(run: CheckedRun) -> list[str]:
     """Return what is wrong with `init_from`: a checkpoint, or weights on this machine."""
-    if recipe.init_from is None:
-        return []
+    recipe, root = with_local_models(run.root, run.recipe), run.root
+    assert recipe.init_from is not None
     if recipe.init_from.format == "checkpoint":
         return init_from_faults(open_store(root), Runs(root), recipe)
     if not is_local(recipe.init_from.path):
@@ -248,3 +282,21 @@ def _start_faults(recipe: Recipe, root: Root) -> list[str]:
             text if text.startswith("init_from.") else f"init_from.path: {text}" for text in str(error).splitlines()
         ]
     return []
+
+
+CHECKS: tuple[tuple[Check, ...], ...] = (
+    (
+        Check(lambda run: sys.platform != "linux", _machine_faults),
+        Check(lambda run: True, lambda run: placeholders(run.recipe)),
+    ),
+    (
+        Check(lambda run: True, _root_faults),
+        Check(lambda run: True, _fit_faults),
+        Check(lambda run: True, lambda run: tracking_faults(run.recipe.tracking)),
+        Check(lambda run: run.cluster.launcher == "local", _host_faults),
+        Check(lambda run: run.recipe.tokenizer.use, _tokenizer_faults),
+        Check(lambda run: True, _evaluation_faults),
+        Check(lambda run: run.recipe.init_from, _start_faults),
+    ),
+)
+"""All checks; those of the second group need a machine and a recipe that pass the first."""

@@ -43,7 +43,7 @@ from herd.tasks.format import FittedTable, format_bytes, format_duration
 from herd.tasks.html import render
 from herd.tasks.launch.devices import device_memory, place_evaluation
 from herd.tasks.models.start import embedding_rows, known_tokenizer
-from herd.tasks.operate.preflight import check_place
+from herd.tasks.operate.preflight import check_run
 from herd.tasks.plan.cluster import storage_use
 from herd.tasks.plan.recipe import (
     SURELY,
@@ -245,7 +245,7 @@ class ScaledRun:
             passes = 2 * layout.pp  # several micro-batches where there are enough sequences
             stages[span.name] = StageCluster(processes=processes, layout=layout, micro_batch=max(1, per_rank // passes))
         evaluate = EvaluationCluster()
-        with suppress(ValueError):  # `check_place` reports it
+        with suppress(ValueError):  # `check_run` reports it
             layout, processes = scaled_layout(*place_evaluation(self.original, cluster), self.processes)
             evaluate = EvaluationCluster(processes=processes, layout=layout)
         first = next(iter(stages.values()))
@@ -357,7 +357,7 @@ def _layout(layout: Layout, processes: int) -> str:
 def full_size_findings(recipe: Recipe, cluster: Cluster, root: Root) -> Iterator[RehearsalFinding]:
     """Yield what is wrong with the recipe at full size on `cluster`, by its own checks and by arithmetic."""
     try:
-        check_place(recipe, cluster, root, thorough=True)
+        check_run(recipe, cluster, root, thorough=True)
     except ValueError as error:
         yield from map(RehearsalFinding, str(error).splitlines())
     try:
@@ -405,7 +405,7 @@ def gate_findings(recipe: Recipe) -> Iterator[RehearsalFinding]:
     final = with_suite(recipe, stage_suite_name(recipe, "champion"))
     try:
         scores = possible_scores(final)
-    except ValueError:  # `check_place` reports it
+    except ValueError:  # `check_run` reports it
         return
     built_in, limit = {ARITHMETIC, CONTINUATION}, recipe.evaluate.limit
     for pattern, metrics in assign_rules(recipe.promote.when, scores).items():
@@ -498,7 +498,7 @@ def unproven(scaled: ScaledRun) -> list[str]:
 def built_layouts(scaled: ScaledRun, root: Root) -> str:
     """Build the last rank of each layout at full size, on the meta device; return what it holds.
 
-    A layout that cannot be built is left out: `check_place` reports it.
+    A layout that cannot be built is left out: `check_run` reports it.
     """
     from herd.llama3.parallel.check_layout import check_layout  # imports torch
 

@@ -33,7 +33,7 @@ from herd.llama3.studies.checks import check_study
 from herd.llama3.studies.expand import load_study
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster, load_cluster
-from herd.tasks.operate.preflight import check_place
+from herd.tasks.operate.preflight import check_run
 from tests.dist import Forked
 
 STUDIES = Path("recipes/experiments")
@@ -198,7 +198,7 @@ def check_layout(recipe: Recipe, cluster: Cluster) -> None:
         tokenizer = TokenizerConfig(train=TrainTokenizer(vocab=4096))
         recipe = recipe.model_copy(update={"init_from": None, "tokenizer": tokenizer})
     with TemporaryDirectory() as folder:
-        check_place(recipe, cluster, Root.parse(folder))
+        check_run(recipe, cluster, Root.parse(folder))
 
 
 def load_cluster_of(page: Path, name: Path) -> Cluster:

@@ -18,7 +18,7 @@ from herd.tasks.errors import TrainingFailed
 from herd.tasks.launch import hosts as ledger
 from herd.tasks.launch.hosts import FOLDER, Hosts, accused
 from herd.tasks.launch.local import Agents, LocalLauncher
-from herd.tasks.operate.preflight import check_place
+from herd.tasks.operate.preflight import check_run
 from tests.tasks.standing_root import tiny
 
 XID = "GPU 3: Xid 79, the GPU fell off the bus"
@@ -106,13 +106,13 @@ def test_an_excluded_machine_starts_nothing(tmp_path: Path, monkeypatch: pytest.
     hosts = Hosts(Root.parse(tmp_path))
     hosts.record("desk", "fault", XID)
     with pytest.raises(RecipeError, match=rf"^host desk is excluded: {XID}; repair it and write herd hosts --clear"):
-        check_place(tiny(), Cluster(), hosts.root)
+        check_run(tiny(), Cluster(), hosts.root)
     with Agents(tmp_path / "agent.log") as agents:
         launcher = LocalLauncher(Cluster(), agents, excluded=hosts.excluded)
         with pytest.raises(TrainingFailed, match=r"^host desk is excluded"):
             launcher.start(tmp_path / "job.json", 1, tmp_path / "logs")
     hosts.decide("desk", "cleared")
-    check_place(tiny(), Cluster(), hosts.root)
+    check_run(tiny(), Cluster(), hosts.root)
 
 
 def test_the_command_lists_excludes_and_clears(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from herd.llama3.recipe.schema import Recipe
 from herd.llama3.tokens.tokenizer import Tokenizer
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
-from herd.tasks.operate.preflight import check_place, layout_faults, preflight
+from herd.tasks.operate.preflight import check_run, layout_faults, preflight
 from herd.tasks.plan.recipe import (
     conversation_shortage,
     data_shortage,
@@ -71,7 +71,7 @@ def test_a_placeholder_is_warned_of_in_a_plan_and_refused_in_a_run(
     recipe = load_recipe(Path(f"recipes/{name}.yaml"), words)
     warned = [line for line in make_plan(recipe, []).warnings if "is a placeholder" in line]
     with pytest.raises(RecipeError) as refused:
-        check_place(recipe, Cluster(), Root.parse(tmp_path))
+        check_run(recipe, Cluster(), Root.parse(tmp_path))
     assert str(refused.value).splitlines() == warned
     told = {words.removesuffix(REMEDY): names.split(", ") for names, words in (line.split(": ") for line in warned)}
     assert told.keys() == fields.keys()
@@ -158,7 +158,7 @@ def test_too_many_passes_over_conversations_are_told_before_work() -> None:
 )
 def test_what_cannot_work_here_is_refused(tmp_path: Path, overrides: list[str], processes: int, fault: str) -> None:
     with pytest.raises(RecipeError, match=fault):
-        check_place(load_recipe(QUICKSTART, overrides), Cluster(processes=processes), Root.parse(tmp_path))
+        check_run(load_recipe(QUICKSTART, overrides), Cluster(processes=processes), Root.parse(tmp_path))
 
 
 NODES = {"launcher": "slurm", "processes": 8, "slurm": {"processes_per_node": 4}}
@@ -190,13 +190,13 @@ def test_a_layout_is_checked_against_the_tokenizer_that_conversations_need(tmp_p
     overrides = [f"stages=[{chat}]", "conversations=[{uri: problems, limit: 9}]", "evaluate.after=[]"]
     recipe = load_recipe(QUICKSTART, [*overrides, f"tokenizer={{use: {tmp_path}/tokenizer.model}}"])
     with pytest.raises(RecipeError, match=r"cluster.layout.tp: 2 does not divide embedding rows 513; use one of 1"):
-        check_place(recipe, Cluster(processes=2, layout=Layout(tp=2)), Root.parse(tmp_path))
+        check_run(recipe, Cluster(processes=2, layout=Layout(tp=2)), Root.parse(tmp_path))
 
 
 def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "root").write_text("")
     with pytest.raises(RecipeError, match=r"root: .* cannot be written \(File exists\); choose another with --root"):
-        check_place(load_recipe(QUICKSTART), Cluster(), Root.parse(tmp_path / "root"))
+        check_run(load_recipe(QUICKSTART), Cluster(), Root.parse(tmp_path / "root"))
 
 
 def test_evaluation_data_is_looked_at_in_full_once_and_wherever_it_lies(
@@ -204,13 +204,13 @@ def test_evaluation_data_is_looked_at_in_full_once_and_wherever_it_lies(
 ) -> None:
     root, words = Root.parse(tmp_path / "root"), ["evaluate.suite=core", "evaluate.data=memory://none"]
     remote = load_recipe(QUICKSTART, words)
-    assert check_place(remote, Cluster(), root) == []
+    assert check_run(remote, Cluster(), root) == []
     with pytest.raises(RecipeError, match=r"hellaswag: memory://none/.* is not a file; put it there"):
         preflight(remote, Cluster(), root)
     looks: list[int | None] = []
     look = suite.check_rows
     monkeypatch.setattr(suite, "check_rows", lambda file, at, rows: (looks.append(rows), look(file, at, rows)))
-    left_out = check_place(
+    left_out = check_run(
         load_recipe(QUICKSTART, [*words, "evaluate.on_missing_data=skip"]), Cluster(), root, thorough=True
     )
     assert len(left_out) == 20

@@ -18,7 +18,7 @@ from herd.tasks.cluster import Cluster
 from herd.tasks.console import TerminalConsole
 from herd.tasks.models.card import make_card
 from herd.tasks.models.start import init_from_faults
-from herd.tasks.operate.preflight import check_place
+from herd.tasks.operate.preflight import check_run
 from herd.tasks.pipeline_steps import next_step, step_names
 from herd.tasks.plan.recipe import make_plan, stage_rows, summary_lines
 from herd.tasks.runs.progress import run_work_dir_name
@@ -128,7 +128,7 @@ def test_the_run_s_lineage_names_it(trained: Trained, went_on: tuple[Context, Ar
 def test_a_label_names_it_as_well(trained: Trained) -> None:
     room, main, _ = trained
     assert room.faults(going_on(main.label)) == []
-    check_place(going_on(main.label), Cluster(threads=1), room.root)
+    check_run(going_on(main.label), Cluster(threads=1), room.root)
     assert init_weights.fn(room.begin(going_on(main.label)), room.tokenizer).key == main.key
 
 
@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_refused_before_work(
     plain["model"] |= changes.get("model", {})
     plain["stages"][-1]["for"] = f"{12 * STEP} tokens"
     with pytest.raises(RecipeError, match=fault):
-        check_place(parse_recipe(plain, "on.yaml"), Cluster(threads=1), room.root)
+        check_run(parse_recipe(plain, "on.yaml"), Cluster(threads=1), room.root)
 
 
 def test_the_stage_that_ends_there_is_named(trained: Trained) -> None:

@@ -10,7 +10,7 @@ from herd.llama3.recipe.load import RecipeError, load_recipe
 from herd.llama3.recipe.sections import Tracking
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
-from herd.tasks.operate.preflight import check_place
+from herd.tasks.operate.preflight import check_run
 from herd.tasks.tracking.mlflow import mlflow_of, open_tracker
 from herd.tasks.tracking.tracker import MetricPoint, Tracker
 
@@ -119,7 +119,7 @@ def test_a_missing_package_is_an_error_before_any_work(tmp_path: Path, monkeypat
     monkeypatch.setattr("herd.tasks.tracking.mlflow.find_spec", lambda name: None)
     recipe = load_recipe(TINY, ["tracking.tensorboard=true"])
     with pytest.raises(RecipeError) as refused:
-        check_place(recipe, Cluster(), Root.parse(tmp_path))
+        check_run(recipe, Cluster(), Root.parse(tmp_path))
     assert MISSING in str(refused.value).splitlines()
     with pytest.raises(ValueError, match="pip install"):
         open_tracker(Root.parse(tmp_path), "tiny", recipe.tracking)
