@@ -16,6 +16,7 @@ from herd.llama3.parallel.layout import Layout
 from herd.llama3.tokens.tokenizer import train_tokenizer
 from herd.storage.artifact import Artifact
 from herd.storage.processes import free_port
+from herd.tasks.models import export
 from herd.tasks.promotion.log import PROMOTED, REJECTED, Log, Promotion, PromotionLog
 from herd.tasks.runs.records import PENDING_APPROVAL
 from herd.tasks.stages import gate, promote
@@ -45,7 +46,7 @@ def outside_of_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     use(monkeypatch, f"http://127.0.0.1:{free_port()}")
     monkeypatch.setattr(gate, "evaluate_model", evaluate_model.fn)
-    monkeypatch.setattr(gate, "smoke_test", lambda folder: None)
+    monkeypatch.setattr(export, "smoke_test", lambda folder: None)
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ def test_examples_that_were_trained_on_are_refused(
 def test_a_model_that_cannot_be_served_is_refused_with_what_it_said(
     room: PromotionRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate, "smoke_test", lambda folder: "serving: no")
+    monkeypatch.setattr(export, "smoke_test", lambda folder: "serving: no")
     checkpoint = room.checkpoint()
     evaluation = room.evaluation(checkpoint)
     found = {check.metric: check for check in vet(room.context, checkpoint, evaluation, room.curated)}

@@ -36,7 +36,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "pyproject.toml").touch()
     for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "one"]):
         subprocess.run(["git", "-C", str(folder), *words], check=True)
-    monkeypatch.setattr(provenance, "IMPORT_FOLDER", folder)
+    monkeypatch.setattr(provenance, "PACKAGE_FOLDER", folder)
     for function in (code_changes, code_version):
         function.cache_clear()
         monkeypatch.setattr(provenance, function.__name__, function.__wrapped__)
@@ -69,9 +69,9 @@ def test_a_large_diff_is_cut_and_says_so(checkout: Path, monkeypatch: pytest.Mon
 def test_an_installed_herd_does_not_take_another_repository_for_its_own(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site = checkout / "venv" / "site-packages"
+    site = checkout / "venv" / "site-packages" / "herd"
     site.mkdir(parents=True)
-    monkeypatch.setattr(provenance, "IMPORT_FOLDER", site)
+    monkeypatch.setattr(provenance, "PACKAGE_FOLDER", site)
     assert (provenance.code_version(), provenance.code_changes()) == (f"v{__version__}", "")
 
 
