@@ -118,7 +118,7 @@ class CheckedRun:
     """A line for each evaluation task without data; filled by its check."""
 
 
-class Check(NamedTuple):
+class PreflightCheck(NamedTuple):
     """Finds one kind of fault. A check whose feature a run does not use is not called, so it imports nothing."""
 
     used: Callable[[CheckedRun], object]
@@ -284,19 +284,19 @@ def _start_faults(run: CheckedRun) -> list[str]:
     return []
 
 
-CHECKS: tuple[tuple[Check, ...], ...] = (
+CHECKS: tuple[tuple[PreflightCheck, ...], ...] = (
     (
-        Check(lambda run: sys.platform != "linux", _machine_faults),
-        Check(lambda run: True, lambda run: placeholders(run.recipe)),
+        PreflightCheck(lambda run: sys.platform != "linux", _machine_faults),
+        PreflightCheck(lambda run: True, lambda run: placeholders(run.recipe)),
     ),
     (
-        Check(lambda run: True, _root_faults),
-        Check(lambda run: True, _fit_faults),
-        Check(lambda run: True, lambda run: tracking_faults(run.recipe.tracking)),
-        Check(lambda run: run.cluster.launcher == "local", _host_faults),
-        Check(lambda run: run.recipe.tokenizer.use, _tokenizer_faults),
-        Check(lambda run: True, _evaluation_faults),
-        Check(lambda run: run.recipe.init_from, _start_faults),
+        PreflightCheck(lambda run: True, _root_faults),
+        PreflightCheck(lambda run: True, _fit_faults),
+        PreflightCheck(lambda run: True, lambda run: tracking_faults(run.recipe.tracking)),
+        PreflightCheck(lambda run: run.cluster.launcher == "local", _host_faults),
+        PreflightCheck(lambda run: run.recipe.tokenizer.use, _tokenizer_faults),
+        PreflightCheck(lambda run: True, _evaluation_faults),
+        PreflightCheck(lambda run: run.recipe.init_from, _start_faults),
     ),
 )
 """All checks; those of the second group need a machine and a recipe that pass the first."""
