@@ -30,7 +30,6 @@ NO_KINDS = {
     "leases",
     "work",
     "in-progress",
-    "comparisons",
     "logs",
     "fetched",
     "mlflow-artifacts",

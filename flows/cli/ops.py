@@ -234,27 +234,25 @@ def watch(
 def compare(
     runs: Annotated[list[str], typer.Argument(help="Two or more runs.")],
     root: RootOption = DEFAULT_ROOT,
-    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+    browser: Annotated[bool, typer.Option(help="Open MLflow's charts in a browser.")] = True,
     json_: JsonOption = False,
 ) -> None:
-    """Show the differences of runs in recipe and result, and write a page with curves over tokens."""
+    """Show the differences of runs in recipe and result, and open MLflow's charts of them over tokens."""
     with mistakes():
         with at_work("comparison"):
-            from herd.tasks.report.compare import (  # matplotlib and MLflow
-                compare_runs,
-                comparison_tables,
-                comparison_url,
-            )
+            from herd.tasks.report.compare import compare_runs, comparison_tables, comparison_url  # imports MLflow
 
             result = compare_runs(Root.parse(root), runs)
-            url = comparison_url(Root.parse(root), result)
-        if not json_:
-            for table in comparison_tables(result):
-                out.print(table)
-            if result.line:
-                out.print(f"made with: {escape(result.line)}")
+            url = comparison_url(result)
         if json_:  # for a program, which opens no browser
             print_json({**result.as_dict(), "page": url})
+            return
+        for table in comparison_tables(result):
+            out.print(table)
+        if result.summary:
+            out.print(f"made with: {escape(result.summary)}")
+        if url is None:
+            out.print("[dim]curves: no MLflow server with these runs answers; start one with herd up[/]")
             return
         out.print(f"page: {url}")
         if browser:

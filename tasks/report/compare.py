@@ -1,7 +1,6 @@
-"""Runs side by side: recipe fields that differ, results, and curves.
+"""Runs side by side: recipe fields and provenance that differ, results, and the address of MLflow's charts of them.
 
-Tables and an HTML page are made from records and artifacts and need no server. If an MLflow server answers, its chart
-page is prepared instead.
+The tables are made from records and artifacts and need no server.
 """
 
 from __future__ import annotations
@@ -11,11 +10,12 @@ import hashlib
 import json
 import urllib.request
 import zlib
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 from rich.table import Table
@@ -25,54 +25,28 @@ from herd.llama3.evaluate.scores import LANGUAGE
 from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.recipe.load import resolved
 from herd.llama3.train import metrics
-from herd.llama3.train.journal import Series, read_series
-from herd.storage.artifact import flatten
-from herd.storage.filesystem import write_atomic
+from herd.llama3.train.journal import read_series
+from herd.storage.artifact import Store, flatten
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
-from herd.tasks.figures import as_svg, styled, subplots
-from herd.tasks.html import Curve, chart, render
 from herd.tasks.runs.provenance import differences_line, provenance_facts
 from herd.tasks.runs.records import RunRecord, Runs
 from herd.tasks.tracking.mlflow_store import call_server, server_uri
 from herd.tasks.tracking.steps import scores_of
 
-POINTS = 500
-"""Of a curve on the page, which is 650 pixels wide; more would be drawn over each other."""
-PALETTE = ("#3b6fb6", "#d1603d", "#3f9b6c", "#8a63b8", "#b8860b", "#c2477f", "#2f9aa8", "#6b7280")
-FIGURES = {
-    "Loss": ("Training loss, nats per token, against tokens seen.", {metrics.LOSS: "nats per token"}),
-    "Loss by domain": (
-        "The same for the tokens of each domain.",
-        {metrics.domain_loss(domain): f"{domain}, nats per token" for domain in DOMAINS},
-    ),
-    "Schedule": (
-        "Learning rate, and tokens of a step and tokens seen at once, as trained.",
-        {metrics.LEARNING_RATE: "learning rate", metrics.BATCH_TOKENS: "batch, tokens", metrics.SEQ_LEN: "sequence, tokens"},  # noqa: E501
-    ),
-    "Throughput": (
-        "Tokens per second, and the share of the time that went into steps that count.",
-        {metrics.TOKENS_PER_S: "tokens/s", metrics.GOODPUT: "goodput"},
-    ),
-}  # fmt: skip
-"""Title -> note, and the metrics with the names of their axes."""
-SHOWN = ("train/loss", "throughput/tokens_per_s", "time/goodput")
-"""Series in the table of results, as the mean of their last tenth: one batch depends on the domains it drew."""
-FOLDER = "comparisons"
-LOCAL_SERVER = "http://127.0.0.1:5000"
-Rows = list[tuple[str, list[str]]]
-"""Names, each with its value in each run."""
-THINNED = """
-WITH points AS (SELECT key, position, value FROM read_parquet($tables) WHERE list_contains($keys, key)),
-spans AS (SELECT key, count(*) AS total, max(position) AS high FROM points GROUP BY key),
-steps AS (
-    SELECT max(position) FROM points WHERE key = (SELECT arg_max(key, total) FROM spans)
-    GROUP BY position * $points // (SELECT max(high) FROM spans)
-)
-SELECT key, position, value FROM points JOIN spans USING (key)
-WHERE total <= $points OR position = high OR position IN (FROM steps) ORDER BY key, position
+AVERAGED = (metrics.LOSS, metrics.TOKENS_PER_S, metrics.GOODPUT)
+"""Series in the results, as the mean of their last tenth: one batch depends on the domains it drew."""
+LAST_TENTH = """
+SELECT key, position, value FROM (
+    SELECT key, position, value, count(*) OVER (PARTITION BY key) AS steps,
+        row_number() OVER (PARTITION BY key ORDER BY position DESC) AS age
+    FROM read_parquet($tables) WHERE list_contains($keys, key)
+) WHERE age <= greatest(1, least(steps // 2, greatest(16, steps // 10)))
 """
-"""At most `points` of each series, evenly over the tokens, and always its last one."""
+"""The last points of each series, as many as `metrics.window` says."""
+LOCAL_SERVER = "http://127.0.0.1:5000"
+Values = dict[str, list[str]]
+"""A value for each run, by name."""
 
 
 @dataclass(frozen=True)
@@ -80,165 +54,102 @@ class ComparedRun:
     """One run of a comparison."""
 
     record: RunRecord
-    series: dict[str, Series]
-    scores: dict[str, float]
+    recipe: dict[str, str]
+    """Fields by path."""
+    made_with: dict[str, str]
+    """Code, software, devices, layout and cluster."""
     results: dict[str, float]
-    """Tokens trained on, means of the last tenth of SHOWN, and the scores."""
+    """Tokens trained on, means of AVERAGED, scores, costs."""
+
+    @classmethod
+    def read(cls, runs: Runs, store: Store, name: str) -> ComparedRun:
+        """Read the run `name`. Raises ValueError if it does not exist or one of its artifacts was deleted."""
+        record = runs.find(name)
+        artifacts = [store.load(step.artifact) for name, step in record.steps.items() if name != "evaluate-champion"]
+        stages = [artifact for artifact in artifacts if artifact.manifest.kind == "checkpoint"]
+        results: dict[str, float] = {"tokens": max((int(stage.metadata["end"]) for stage in stages), default=0)}
+        tails = read_series([stage.path_of("metrics.parquet") for stage in stages], LAST_TENTH, keys=[*AVERAGED])
+        results |= {key: fmean(value for _, value in tail) for key, tail in tails.items()}
+        for artifact in artifacts:
+            if artifact.manifest.kind in ("evaluation", "gate"):
+                results |= scores_of(artifact)
+        results |= {f"cost/{name}": amount for name, amount in record.cost.items()}
+        plain = resolved(runs.recipe(record.name))
+        fields = flatten({**plain, "stages": {stage["name"]: stage for stage in plain["stages"]}})
+        recipe = {
+            path: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for path, value in fields.items()
+            if value is not None
+        }
+        environments = [stage.metadata.get("environment", {}) for stage in stages]
+        made_with = provenance_facts(record.code, record.provenance, environments)
+        return cls(record, recipe, made_with, results)
 
 
-class Comparison(NamedTuple):
+@dataclass(frozen=True)
+class Comparison:
     """Runs side by side."""
 
-    names: list[str]
     runs: list[ComparedRun]
-    differences: Rows
+    recipe: Values
     """Recipe fields that differ."""
-    results: Rows
-    """Headline results."""
-    languages: Rows
-    """Bits per byte of one language each, of few documents; `results` leaves them out."""
-    made_with: Rows
+    made_with: Values
     """Code, software, devices, layout and cluster that differ."""
-    line: str
-    """The same in a line; empty if nothing differs."""
+    summary: str
+    """`made_with` in a line; empty if nothing differs."""
+
+    def results(self) -> Values:
+        """Return verdict, tokens and results as text, without the scores of single languages: of few documents."""
+        keys = sorted({key for run in self.runs for key in run.results if LANGUAGE not in key} - {"tokens"})
+        return {
+            "verdict": [run.record.verdict or run.record.state for run in self.runs],
+            "tokens": [f"{run.results['tokens']:,}" for run in self.runs],
+            **{key: [number(run.results[key]) if key in run.results else "" for run in self.runs] for key in keys},
+        }
 
     def as_dict(self) -> dict[str, Any]:
         """Return what differs, a text for each run in the order of `runs`, and the results of each run as numbers."""
-        results = [
-            {"state": run.record.state, "verdict": run.record.verdict or None, **run.results} for run in self.runs
-        ]
         return {
-            "runs": self.names,
-            "recipe": dict(self.differences),
-            "made_with": dict(self.made_with),
-            "results": results,
+            "runs": [run.record.name for run in self.runs],
+            "recipe": self.recipe,
+            "made_with": self.made_with,
+            "results": [
+                {"state": run.record.state, "verdict": run.record.verdict or None, **run.results} for run in self.runs
+            ],
         }
 
 
-def compare_runs(root: Root, names: list[str]) -> Comparison:
+def compare_runs(root: Root, names: Sequence[str]) -> Comparison:
     """Return the comparison of runs. Raises ValueError for fewer than two runs or an unknown one."""
     if len(names) < 2:
         raise ValueError(f"compare: {len(names)} run given; name at least two")
     runs, store = Runs(root), open_store(root)
-    compared, recipes, positions, last, facts = [], [], [], [], []
-    for record in [runs.find(name) for name in names]:
-        artifacts = [store.load(step.artifact) for name, step in record.steps.items() if name != "evaluate-champion"]
-        stages = [artifact for artifact in artifacts if artifact.manifest.kind == "checkpoint"]
-        scores: dict[str, float] = {}
-        for artifact in artifacts:
-            if artifact.manifest.kind in ("evaluation", "gate"):
-                scores |= scores_of(artifact)
-        tables = [stage.path_of("metrics.parquet") for stage in stages]
-        keys = [key for _, shown in FIGURES.values() for key in shown]
-        series = read_series(tables, THINNED, keys=keys, points=POINTS)
-        plain = resolved(runs.recipe(record.name))
-        recipes.append(flatten({**plain, "stages": {stage["name"]: stage for stage in plain["stages"]}}))
-        positions.append(max((int(stage.metadata["end"]) for stage in stages), default=0))
-        environments = [stage.metadata.get("environment", {}) for stage in stages]
-        facts.append(provenance_facts(record.code, record.provenance, environments))
-        tails = {key: series[key][-metrics.window(len(series[key])) :] for key in SHOWN if series.get(key)}
-        costs = {f"cost/{name}": amount for name, amount in record.cost.items()}
-        last.append({**{key: fmean(value for _, value in tail) for key, tail in tails.items()}, **scores, **costs})
-        compared.append(ComparedRun(record, series, scores, {"tokens": positions[-1], **last[-1]}))
+    compared = [ComparedRun.read(runs, store, name) for name in names]
+    recipe = _side_by_side([run.recipe for run in compared])
+    made_with = _side_by_side([run.made_with for run in compared])
+    return Comparison(compared, dict(sorted(recipe.items())), made_with, differences_line(made_with))
 
-    def text(value: object) -> str:
-        return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
-    fields = sorted({key for recipe in recipes for key in recipe})
-    differences = [(key, [text(recipe.get(key)) for recipe in recipes]) for key in fields]
-    results = [
-        ("verdict", [run.record.verdict or run.record.state for run in compared]),
-        ("tokens", [f"{position:,}" for position in positions]),
-    ]
-    for key in sorted({key for values in last for key in values}):
-        results.append((key, [number(values[key]) if key in values else "" for values in last]))
-    languages = [row for row in results if LANGUAGE in row[0]]
-    results = [row for row in results if LANGUAGE not in row[0]]
-    named = dict.fromkeys(key for each in facts for key in each)
-    made_with = {key: [each.get(key, "") for each in facts] for key in named}
-    unequal = [row for row in made_with.items() if len(set(row[1])) > 1]
-    line = differences_line(made_with)
-    differences = [row for row in differences if len(set(row[1])) > 1]
-    return Comparison(names, compared, differences, results, languages, unequal, line)
+def _side_by_side(runs: Sequence[Mapping[str, str]]) -> Values:
+    """Return the values that differ between runs; empty where a run has none."""
+    values = {key: [run.get(key, "") for run in runs] for run in runs for key in run}
+    return {key: texts for key, texts in values.items() if len(set(texts)) > 1}
 
 
 def comparison_tables(compared: Comparison) -> list[Table]:
     """Return three tables, a column per run: recipe fields that differ, with what else they were made, the results."""
     tables = []
-    shown = (("recipe", compared.differences), ("made with", compared.made_with), ("result", compared.results))
-    for title, rows in shown:
+    names = [run.record.name for run in compared.runs]
+    shown = (("recipe", compared.recipe), ("made with", compared.made_with), ("result", compared.results()))
+    for title, values in shown:
         table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column(title)
-        for name in compared.names:
+        for name in names:
             table.add_column(name, justify="right")
-        for key, values in rows or [("(no difference)", [""] * len(compared.names))]:
-            table.add_row(key, *values)
+        for key, texts in (values or {"(no difference)": [""] * len(names)}).items():
+            table.add_row(key, *texts)
         tables.append(table)
     return tables
-
-
-def comparison_url(root: Root, compared: Comparison) -> str:
-    """Write the comparison as one self-contained HTML file; return its address, or MLflow's if a server answers."""
-    page = root.file(FOLDER, "-".join(compared.names)[:200] + ".html")
-    text = _html(compared)
-    write_atomic(page, text)
-    if not root.is_local:
-        root.write(text, FOLDER, page.name)
-    return _mlflow_url([run.record for run in compared.runs]) or page.as_uri()
-
-
-def _html(compared: Comparison) -> str:
-    figures = []
-    for title, (note, keys) in FIGURES.items():
-        if any(run.series.get(key) for run in compared.runs for key in keys):
-            figures.append((title, note, _curves(compared.runs, keys)))
-    if scores := sorted({key for run in compared.runs for key in run.scores if LANGUAGE not in key}):
-        figures.append(("Evaluations", "The last score of each kind.", _bars(compared.runs, scores)))
-    tables = [
-        ("Results", "Loss, tokens/s and goodput: mean of the last tenth of the steps.", compared.results),
-        ("Recipe fields that differ", "", compared.differences),
-        ("Code, software, devices and cluster that differ", "", compared.made_with),
-    ]
-    return render(
-        "comparison.html",
-        names=compared.names,
-        line=compared.line,
-        tables=tables,
-        languages=compared.languages,
-        figures=figures,
-    )
-
-
-def _curves(runs: list[ComparedRun], axes: dict[str, str]) -> str:
-    """Return one chart for each metric, one line for each run; `axes` are the names of its axis."""
-    charts = []
-    for key, axis in axes.items():
-        curves = [
-            Curve(run.record.name, run.series.get(key, []), PALETTE[index % len(PALETTE)])
-            for index, run in enumerate(runs)
-        ]
-        if any(curve.points for curve in curves):
-            charts.append(chart(axis, curves))
-    return f'<div class="charts">{"".join(charts)}</div>'
-
-
-@styled
-def _bars(runs: list[ComparedRun], keys: list[str]) -> str:
-    """Draw one small panel for each score, because their units differ."""
-    columns = min(4, len(keys))
-    rows = -(-len(keys) // columns)
-    figure, axes = subplots(rows, columns, figsize=(9, 2.2 * rows), squeeze=False)
-    for axis, key in zip(axes.flat, keys, strict=False):
-        for index, run in enumerate(runs):
-            if (value := run.scores.get(key)) is not None:
-                axis.bar(index, value, color=PALETTE[index % len(PALETTE)])
-                axis.text(index, value, number(value), ha="center", va="bottom", fontsize=8)
-        axis.set_title(key.removeprefix("eval/"), fontsize=9)
-        axis.set_xticks(range(len(runs)), [run.record.name for run in runs], fontsize=8)
-        axis.grid(axis="x", visible=False)
-    for axis in axes.flat[len(keys) :]:
-        axis.set_visible(False)
-    return as_svg(figure)
 
 
 # A prepared view of MLflow's chart page. MLflow keeps what its "Share" button shares in a tag of the experiment,
@@ -247,28 +158,33 @@ def _bars(runs: list[ComparedRun], keys: list[str]) -> str:
 # charts. A tag takes 20,000 bytes; five runs need about 3,000.
 
 TAG = "mlflow.sharedViewState."
-LINES = {title: list(keys) for title, (_, keys) in FIGURES.items()}
-LINES["Throughput"] = [metrics.TOKENS_PER_S, metrics.MFU, metrics.GOODPUT]
+LINES = {
+    "Loss": (metrics.LOSS,),
+    "Loss by domain": tuple(metrics.domain_loss(domain) for domain in DOMAINS),
+    "Schedule": (metrics.LEARNING_RATE, metrics.BATCH_TOKENS, metrics.SEQ_LEN),
+    "Throughput": (metrics.TOKENS_PER_S, metrics.MFU, metrics.GOODPUT),
+}
 """Section -> its charts over tokens."""
 EVALUATIONS, DIFFERENCES = "Evaluations", "What differs"
 COLUMNS = {"Loss": 1, "Loss by domain": 2, "Throughput": 2, DIFFERENCES: 1}
 """Charts side by side; elsewhere three."""
 
 
-def _mlflow_url(records: list[RunRecord]) -> str:
-    """Return the address of MLflow's prepared charts of the runs, or "" if no MLflow server answers.
+def comparison_url(compared: Comparison) -> str | None:
+    """Prepare MLflow's charts of the runs and return their address; None if no MLflow server has all of the runs.
 
     Runs of one family get charts over tokens, those of several MLflow's plain comparison.
     """
+    records = [run.record for run in compared.runs]
     server = server_uri() or LOCAL_SERVER
     if not all(record.mlflow_experiment for record in records):
-        return ""
+        return None
     run_ids, experiments = [record.mlflow_run for record in records], {record.mlflow_experiment for record in records}
     try:
         urllib.request.urlopen(f"{server}/health", timeout=2).close()
         known = [call_server(server, f"runs/get?run_id={run_id}")["run"]["data"] for run_id in run_ids]
     except (OSError, ValueError, KeyError):  # no MLflow, or one that does not have these runs
-        return ""
+        return None
     if len(experiments) == 1:
         keys = {metric["key"] for data in known for metric in data.get("metrics", [])}
         created = round(max(datetime.fromisoformat(record.started).timestamp() for record in records) * 1000)

@@ -279,9 +279,9 @@ def test_mlflow_draws_the_prepared_comparison(
     server = f"http://127.0.0.1:{up.ports[1]}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
     root = Root.parse(up.herd.root)
-    url = herd.tasks.report.compare.comparison_url(
-        root, herd.tasks.report.compare.compare_runs(root, ["tiny-1", "tiny-2"])
-    )
+    compared = herd.tasks.report.compare.compare_runs(root, ["tiny-1", "tiny-2"])
+    url = herd.tasks.report.compare.comparison_url(compared)
+    assert url is not None
     assert url.startswith(f"{server}/#/experiments/")
     pages.page.goto(url)
     pages.wait_for("Loss by domain", 60)

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import sync_playwright
 
-from herd.tasks.html import COLOURS, POINTS, Curve, chart, render, themed
+from herd.llama3.studies.results import StudyVerdict
+from herd.tasks.html import COLOURS, POINTS, Curve, Figure, chart, themed
+from herd.tasks.study.page import Analysis, PageTable, study_page
+from tests.tasks.study_samples import study_record
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 EVIL = "</script><b>x</b>"
@@ -31,11 +34,14 @@ def data_of(html: str) -> dict[str, Any]:
 
 def page(names: list[str], rows: int = 40) -> str:
     """Return a page with a chart, a long table and a word that is explained."""
-    table = [("train/loss" if row else "loss", [f"{row * 1000:,}" for _ in names]) for row in range(rows)]
+    table = [["train/loss" if row else "loss", *(f"{row * 1000:,}" for _ in names)] for row in range(rows)]
     charts = chart("nats", [Curve(names[0], FALLING, COLOURS["math"]), Curve("each", FALLING[::2], "#b8860b")], STAGES)
     figures = [("Loss", "It should fall.", charts), ("Bars", "None.", SVG)]
-    tables = [("Results", "", table), ("Same", "", [])]
-    return render("comparison.html", names=names, tables=tables, languages=[], figures=figures, line="")
+    return study(figures, PageTable("Results", "", ["", *names], table), PageTable("Same", "", ["", *names], []))
+
+
+def study(figures: list[Figure], *tables: PageTable) -> str:
+    return study_page(study_record(), Analysis(StudyVerdict(headline=[]), [*tables], figures), [])
 
 
 def test_a_chart_has_every_value_or_a_thinned_series_with_its_last() -> None:
@@ -61,25 +67,23 @@ def test_the_frame_lists_headings_explains_words_and_escapes_names() -> None:
     text = page([EVIL, "tiny-2"])
     assert "<b>x</b>" not in text
     contents = re.findall(r'<a href="#([^"]*)">', text)
-    assert contents == ["results", "same", "loss", "bars", "words"]
+    assert contents == ["change", "loss", "bars", "results", "same", "variants", "cost", "again", "words"]
     assert all(f'id="{anchor}"' in text for anchor in contents)
     assert text.count("<dt>loss</dt>") == 1
     assert text.count("uPlot=function") == 1
-    plain = render("comparison.html", names=["tiny-1"], tables=[], languages=[], figures=[], line="")
-    assert "uPlot=function" not in plain, "50 kB that nothing on the page needs"
+    assert "uPlot=function" not in study([]), "50 kB that nothing on the page needs"
 
 
 def test_metric_keys_and_tasks_are_explained() -> None:
-    rows = [(key, ["1"]) for key in ("eval/bpb/code", "eval/bpb_macro", "eval/core", "eval/gold_nll/x", "train/loss")]
-    rows += [
-        (key, ["1"]) for key in ("eval/arithmetic", "eval/continuation", "time/goodput", "throughput/tokens_per_s")
-    ]
-    text = render("comparison.html", names=["a"], tables=[("Results", "", rows)], languages=[], figures=[], line="")
+    keys = ["eval/bpb/code", "eval/bpb_macro", "eval/core", "eval/gold_nll/x", "train/loss", "eval/arithmetic"]
+    keys += ["eval/continuation", "time/goodput", "throughput/tokens_per_s"]
+    text = study([], PageTable("Results", "", ["", "a"], [[key, "1"] for key in keys]))
     words = re.findall("<dt>([^<]*)</dt>", text)
     assert words == [
-        "arithmetic", "bits per byte", "bpb_macro", "continuation", "core", "gold_nll", "goodput", "loss", "tokens/s",
+        "arithmetic", "bits per byte", "bpb_macro", "continuation", "core", "device-hours", "FLOPs", "gold_nll",
+        "goodput", "loss", "tokens", "tokens/s",
     ]  # fmt: skip
-    assert re.search(r'<td title="[^"]*guessing gives 0.25\.">eval/arithmetic', text)
+    assert re.search(r'<td title="[^"]*guessing gives 0.25\."[^>]*>eval/arithmetic', text)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: the page is not looked at")

@@ -35,6 +35,6 @@ def test_scores_without_a_grid_have_no_figure() -> None:
 
 
 def test_reports_leave_the_figures_of_a_notebook_alone() -> None:
-    modules = "herd.tasks.report.compare, herd.tasks.figures, herd.tasks.plan.page, herd.tasks.study.plots"
+    modules = "herd.tasks.figures, herd.tasks.plan.page, herd.tasks.study.plots"
     check = f"import sys, {modules}; sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

@@ -272,7 +272,7 @@ def test_page_caches_in_use_stay_and_only_what_was_brought_of_artifacts_is_liste
         shard = caches[artifact.label] / artifact.manifest.attempt / "shard.bin"
         write_atomic(shard, b"x")
         os.truncate(shard, 2**30)
-    others = [root.file(*names) for names in (("comparisons", "a-b.html"), ("work", "main-1a2b3c4d", "manifest.json"))]
+    others = [root.file(*names) for names in (("logs", "flow.log"), ("work", "main-1a2b3c4d", "manifest.json"))]
     for path in others:
         write_atomic(path, "x")
     plan = planned(root)
