@@ -31,20 +31,17 @@ from herd.llama3.studies.verdicts import (
     no_law_verdict,
 )
 from herd.storage.artifact import Artifact, Store
+from herd.tasks.html import Figure
 from herd.tasks.report import plots
 from herd.tasks.runs.records import RunRecord
-from herd.tasks.study.page import Analysis, Figure, ViewTable
+from herd.tasks.study.page import Analysis, ResultTable
 from herd.tasks.study.plan import training_flops
 from herd.tasks.study.plots import (
-    LEFT_OUT,
     PANELS,
     PARABOLAS,
-    SPLIT,
     against_shares,
     isoflop,
     ladder_figures,
-    left_out,
-    split,
 )
 
 COLUMNS = (
@@ -129,21 +126,6 @@ def last_artifacts(store: Store, record: RunRecord, recipe: Recipe) -> tuple[Art
     return store.load(record.steps[span.name].artifact), store.load(record.steps[f"evaluate-{stage}"].artifact)
 
 
-def shared(expanded: ExpandedStudy, store: Store, answers: Mapping[str, RunRecord]) -> list[tuple[str, str, str, int]]:
-    """Return the artifacts of the runs, as (step, artifact, run that made it, number of runs that use it)."""
-    uses: dict[tuple[str, str], set[str]] = {}
-    for record in {record.name: record for record in answers.values()}.values():
-        for step, result in record.steps.items():
-            uses.setdefault((step, result.artifact), set()).add(record.name)
-    rows = []
-    for (step, label), runs in uses.items():
-        created_by = ""
-        with suppress(ValueError):  # deleted by retention
-            created_by = store.load(label).manifest.created_by
-        rows.append((step, label, created_by, len(runs)))
-    return rows
-
-
 def other_data(store: Store, answers: Mapping[str, RunRecord], variants: Sequence[VariantRun]) -> list[str]:
     """Return a line for each variant whose token shards differ from the first variant's although its recipe does not.
 
@@ -198,10 +180,10 @@ def mix_analysis(expanded: ExpandedStudy, found: Sequence[RunResult]) -> Analysi
     best = propose(mixture, base, bounds)
     variants = [name for name in dict.fromkeys(run.variant.name for run in expanded.runs) if name in finished - {BASE}]
     verdict = mix_verdict(mixture, best, found, BASE, variants, search.of)
-    return Analysis(verdict, _mix_tables(mixture, best), _mix_figures(mixture, best))
+    return Analysis(verdict, _mix_tables(mixture, best), _mix_figures(mixture))
 
 
-def _mix_tables(mixture: Mixture, best: Proposal) -> list[ViewTable]:
+def _mix_tables(mixture: Mixture, best: Proposal) -> list[ResultTable]:
     """Return the variants with their shares and losses, lowest weighted bits first, and the best blend."""
     front = pareto(mixture)
     mixes = []
@@ -227,12 +209,12 @@ def _mix_tables(mixture: Mixture, best: Proposal) -> list[ViewTable]:
         "of the domain's share; below 0 more of it helps."
     )
     return [
-        ViewTable("Mixes", note, columns, mixes),
-        ViewTable("Best blend", blend_note, ["domain", "weight", "share", "95 %", "slope"], blend),
+        ResultTable("Mixes", note, columns, mixes),
+        ResultTable("Best blend", blend_note, ["domain", "weight", "share", "95 %", "slope"], blend),
     ]
 
 
-def _mix_figures(mixture: Mixture, best: Proposal) -> list[Figure]:
+def _mix_figures(mixture: Mixture) -> list[Figure]:
     shares, losses = (
         {
             variant: dict(zip(mixture.domains, row.tolist(), strict=True))
@@ -240,12 +222,7 @@ def _mix_figures(mixture: Mixture, best: Proposal) -> list[Figure]:
         }
         for table in (mixture.shares, mixture.losses)
     )
-    pairs = [(float(a), float(b)) for a, b in zip(mixture.predicted, mixture.totals, strict=True)]
-    return [
-        ("Shares", SPLIT, split(shares[BASE], best.shares)),
-        ("Bits per byte by share", PANELS, against_shares(shares, losses, BASE)),
-        ("Variants that the fit has not seen", LEFT_OUT, left_out({"all domains, weighted": pairs})),
-    ]
+    return [("Bits per byte by share", PANELS, against_shares(shares, losses, BASE))]
 
 
 # Ladder
@@ -282,7 +259,7 @@ def _ladder_analysis(expanded: ExpandedStudy, ladder: Ladder, found: Sequence[Ru
     return Analysis(verdict.model_copy(update={"change": change}), tables, figures)
 
 
-def _budget_table(fitted: IsoflopFit) -> ViewTable:
+def _budget_table(fitted: IsoflopFit) -> ResultTable:
     rows = []
     for parabola in fitted.parabolas:
         best = parabola.tokens
@@ -294,7 +271,7 @@ def _budget_table(fitted: IsoflopFit) -> ViewTable:
         runs = str(len(parabola.trials))
         rows.append([f"{parabola.budget:.3g}", runs, tokens(best.value), interval, f"{parabola.loss:.4f}", enters])
     note = "The minimum of each budget's parabola; a minimum at the edge of its grid does not enter the law."
-    return ViewTable("Budgets", note, ["budget", "runs", "best tokens", "95 %", "loss", "enters the law"], rows)
+    return ResultTable("Budgets", note, ["budget", "runs", "best tokens", "95 %", "loss", "enters the law"], rows)
 
 
 def _recipe_changes(expanded: ExpandedStudy, ladder: Ladder, fitted: IsoflopFit, flops: float) -> list[str]:
@@ -350,7 +327,7 @@ def _task_points(found: Sequence[RunResult], key: str, straight: Collection[str]
     return TaskPoints(points, chance, straight) if points else None
 
 
-def backtest_table(name: str, test: Backtest) -> ViewTable:
+def backtest_table(name: str, test: Backtest) -> ResultTable:
     """Return the back-test of the benchmark `name`, a row for each run and each fit without it."""
 
     def interval(value: Interval) -> str:
@@ -375,4 +352,4 @@ def backtest_table(name: str, test: Backtest) -> ViewTable:
         f"accuracies, {test.nll_in_interval:.0%} of nats; the interval of the accuracy includes the sampling noise of "
         f"the questions. No further levels left out: {test.stopped}."
     )
-    return ViewTable(f"Back-test: {name}", note, COLUMNS, rows, outside)
+    return ResultTable(f"Back-test: {name}", note, COLUMNS, rows, outside)

@@ -1,13 +1,13 @@
-"""The page of a study, as self-contained HTML and as markdown, from plain data.
+"""The page of a study as self-contained HTML, and its verdict as markdown for Prefect and MLflow.
 
-It shows the verdict, figures, tables, shared artifacts, cost, and the command that repeats the study. With many runs
-the table of runs is folded behind the means of the variants.
+The page shows verdict, figures, the tables of the analysis and a table of the variants. The runs are children of the
+study's run in MLflow, which has their curves and all their scores.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from statistics import fmean, stdev
@@ -15,31 +15,23 @@ from statistics import fmean, stdev
 from herd.llama3.recipe.units import tokens
 from herd.llama3.studies.results import HELPS, HURTS, Finding, StudyVerdict
 from herd.tasks.format import format_duration
-from herd.tasks.html import render
+from herd.tasks.html import Figure, render
 from herd.tasks.study.plots import FOREST, forest
+from herd.tasks.study.records import StudyRecord
 
-Line = tuple[str, str]
-"""`-`, `+` or a blank, and the text."""
 INDENT = "  "
 SCORES = 6
-"""Score columns of a table; the rest is in MLflow."""
-RUNS = 12
-"""With more runs, their table is folded."""
+"""Score columns of the table of variants."""
 TONES = {HELPS: "good", HURTS: "bad"}
-FIRST = "eval/bpb"
 NUMBER = re.compile(r"[-+<~]?[\d.]|nan|inf|unknown")
-Figure = tuple[str, str, str]
-"""Title, explanation, SVG text."""
 
 
 @dataclass(frozen=True)
-class VariantRow:
+class FinishedRun:
     """One run of the study."""
 
     variant: str
-    repeat: int
     run: str
-    state: str
     tokens: int
     """Trained on, from the start."""
     flops: float
@@ -52,12 +44,10 @@ class VariantRow:
     """Of the same stages."""
     scores: dict[str, float]
     """By key, `eval/bpb/math`."""
-    reused: str
-    """Its stages that are booked to another run, or existed before the study."""
 
 
 @dataclass(frozen=True)
-class ViewTable:
+class ResultTable:
     """A table of text; its first column names the rows."""
 
     title: str
@@ -78,57 +68,50 @@ class Analysis:
     """The result of an analysis: verdict, tables and figures for the page."""
 
     verdict: StudyVerdict
-    tables: list[ViewTable] = field(default_factory=list)
+    tables: list[ResultTable] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class StudyView:
-    """All data of the page."""
+def study_page(
+    record: StudyRecord, analysis: Analysis, runs: Sequence[FinishedRun], before: Mapping[str, str] | None = None
+) -> str:
+    """Return the page as HTML text without external resources.
 
-    name: str
-    digest: str
-    question: str
-    state: str
-    started: str
-    """ISO 8601, as `ended`."""
-    ended: str
-    machine: str
-    command: str
-    verdict: StudyVerdict
-    plan: Sequence[Sequence[str]]
-    """Headers, then a row for each planned run."""
-    variants: Sequence[VariantRow]
-    tables: Sequence[ViewTable]
-    """Of the analysis."""
-    figures: Sequence[Figure]
-    """Of the analysis; `study_figures` adds the forest plot of the findings."""
-    cost: Sequence[tuple[str, str]]
-    lineage: Sequence[tuple[str, str, str, int]]
-    """Step, artifact, run that made it, number of runs that use it."""
-    before: Mapping[str, str] = field(default_factory=dict)
-    """Present values of the fields that the verdict changes, by path."""
+    `before` has the present values, by path, of the fields that the verdict changes.
+    """
+    verdict = analysis.verdict
+    findings = [("Findings", FOREST, forest(verdict.findings))] if verdict.findings else []
+    return render(
+        "study.html",
+        {"when": lambda text: text[:16].replace("T", " ")},
+        record=record,
+        verdict=verdict,
+        change=change_lines(verdict.change, before or {}),
+        cost=_cost(record, runs),
+        figures=[*findings, *analysis.figures],
+        tables=[*_findings_tables(verdict.findings), *analysis.tables, _variants_table(runs)],
+    )
 
 
-def study_html(view: StudyView) -> str:
-    """Return the page as HTML text without external resources."""
-    return _render("study.html", view)
+def verdict_markdown(name: str, question: str, verdict: StudyVerdict, before: Mapping[str, str] | None = None) -> str:
+    """Return the verdict as markdown: headline, weak points, proposed change and findings."""
+    change = [f"{sign} {line}" for sign, line in change_lines(verdict.change, before or {})]
+    proposed = ["```diff", *change, "```", "", f"`herd study apply {name}` writes the changed recipe."]
+    lines = [
+        *(f"# {name}", "", question, "", *(f"- **{line}**" for line in verdict.headline), ""),
+        *(("What weakens this:", "", *(f"- {flag}" for flag in verdict.flags), "") if verdict.flags else ()),
+        *(proposed if change else ["Proposed change: none, the recipe stays as it is."]),
+    ]
+    for table in _findings_tables(verdict.findings):
+        lines += ["", table.note, "", markdown_table(table.columns, table.rows)]
+    return "\n".join(lines)
 
 
-def study_markdown(view: StudyView, pictures: str = "") -> str:
-    """Return the page as markdown, with the figures in the folder `pictures`; without figures if it is empty."""
-    return _render("study.md", view, pictures)
-
-
-def study_figures(view: StudyView) -> list[Figure]:
-    """Return the figures in the page's order."""
-    own = [("Findings", FOREST, forest(view.verdict.findings))] if view.verdict.findings else []
-    return [*own, *view.figures]
-
-
-def picture_name(title: str) -> str:
-    """Return the file name of a figure: `loss-by-budget.svg`."""
-    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") + ".svg"
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as markdown."""
+    lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (columns, *rows)]
+    head, *body = (f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n".join([head, f"|{'---|' * len(columns)}", *body])
 
 
 def short(score: str) -> str:
@@ -136,9 +119,12 @@ def short(score: str) -> str:
     return score.removeprefix("eval/").replace("/", " ")
 
 
-def change_lines(change: Sequence[str], before: Mapping[str, str]) -> list[Line]:
-    """Return overrides (`mix.base.math=30%`) as a diff of YAML; `before` has the known former values by path."""
-    lines: list[Line] = []
+def change_lines(change: Sequence[str], before: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return overrides (`mix.base.math=30%`) as a diff of YAML, lines of a sign (`-`, `+` or a blank) and a text.
+
+    `before` has the known former values by path.
+    """
+    lines: list[tuple[str, str]] = []
     above: list[str] = []
     for override in change:
         path, _, value = override.partition("=")
@@ -154,43 +140,26 @@ def change_lines(change: Sequence[str], before: Mapping[str, str]) -> list[Line]
     return lines
 
 
-def _render(name: str, view: StudyView, pictures: str = "") -> str:
-    page = name.endswith(".html")
-    filters: dict[str, Callable[[str], str]] = {
-        "cell": lambda text: text.replace("|", "\\|").replace("\n", " "),  # of a markdown table
-        "picture": picture_name,
-        "when": lambda text: text[:16].replace("T", " "),
-    }
-    facts = [
-        ("state", view.state),
-        ("variants", str(len({row.variant for row in view.variants}))),
-        ("runs", str(len(view.variants))),
-        ("training operations", f"{sum(row.trained for row in view.variants):.3g}"),
-        ("device-hours", f"{sum(row.device_hours for row in view.variants):.3g}"),
+def _cost(record: StudyRecord, runs: Sequence[FinishedRun]) -> list[tuple[str, str, str]]:
+    """Return name, value and explanation of what the study took."""
+    variants = len({run.variant for run in runs})
+    cost = [
+        ("runs", str(len(runs)), f"of {variants} variants"),
+        ("training operations", f"{sum(run.trained for run in runs):.3g}", "shared stages counted once"),
+        ("device-hours", f"{sum(run.device_hours for run in runs):.3g}", "of training"),
+        ("time of the runs", format_duration(sum(run.seconds for run in runs)), "from start to end, added up"),
     ]
-    if view.started and view.ended:
-        ends = [datetime.fromisoformat(text) for text in (view.started, view.ended)]
-        facts.append(("took", format_duration((ends[1] - ends[0]).total_seconds())))
-    variants = _variant_tables(view.variants)
-    return render(
-        name,
-        filters,
-        view=view,
-        facts=facts,
-        change=change_lines(view.verdict.change, view.before),
-        tables=[*_finding_tables(view.verdict.findings), *view.tables, *variants],
-        runs=_run_table(view.variants),
-        folded=bool(variants) and len(view.variants) > RUNS,
-        shared=_lineage_table(view, shared=True),
-        single=_lineage_table(view, shared=False),
-        plan=ViewTable("Plan", "", view.plan[0], view.plan[1:]) if view.plan else None,
-        figures=study_figures(view) if page or pictures else [],
-        pictures=pictures,
-    )
+    if record.started and record.ended:
+        ends = [datetime.fromisoformat(time) for time in (record.started, record.ended)]
+        cost.append(("took", format_duration((ends[1] - ends[0]).total_seconds()), record.state))
+    if record.variant_seconds and (overhead := record.seconds - record.variant_seconds) > 0:
+        share = f"{overhead / record.variant_seconds:.1%} of the time of its variants"
+        cost.append(("overhead", format_duration(overhead), share))
+    return cost
 
 
-def _finding_tables(findings: Sequence[Finding]) -> list[ViewTable]:
-    """Return the findings as a table of variants by scores."""
+def _findings_tables(findings: Sequence[Finding]) -> list[ResultTable]:
+    """Return the findings as a table of variants by scores, if there are any."""
     if not findings:
         return []
     variants = list(dict.fromkeys(finding.variant for finding in findings))
@@ -208,65 +177,34 @@ def _finding_tables(findings: Sequence[Finding]) -> list[ViewTable]:
         rows.append([variant, str(max(finding.repeats for finding in findings if finding.variant == variant)), *cells])
     columns = ["variant", "repeats", *(f"{short(score).removeprefix('bpb ')}, {unit}" for score, unit in scores)]
     note = (
-        "Gain over the control with its 95 % interval; above 0 the variant is better on every score. Colored: "
-        "significant after correction for all variants and scores."
+        "Gain over the control with its 95 % interval; above 0 the variant is better on every score. Colored on the "
+        "page: significant after correction for all variants and scores."
     )
-    return [ViewTable("Findings", note, columns, rows, tones)]
+    return [ResultTable("Findings in numbers", note, columns, rows, tones)]
 
 
-def _score_keys(variants: Sequence[VariantRow]) -> list[str]:
-    """Return the scores that have a column: bits per byte first, without likelihoods of gold answers."""
-    keys = {key for row in variants for key in row.scores if "gold_nll" not in key}
-    return sorted(keys, key=lambda key: (not key.startswith(FIRST), key.count("/"), key))[:SCORES]
-
-
-def _run_table(variants: Sequence[VariantRow]) -> ViewTable:
-    keys = _score_keys(variants)
-    columns = ["variant", "repeat", "run", "state", "tokens", "FLOPs", "time", "device-hours"]
-    rows = [
-        [
-            *(row.variant, str(row.repeat), row.run, row.state, tokens(row.tokens), f"{row.flops:.3g}"),
-            *(format_duration(row.seconds), f"{row.device_hours:.3g}"),
-            *(f"{row.scores[key]:.4g}" if key in row.scores else "" for key in keys),
-            row.reused,
-        ]
-        for row in variants
-    ]
-    note = (
-        "Scores of the final model of each run, and FLOPs of its whole training. Device-hours are those of the stages "
-        "that it trained; reused stages existed before it."
-    )
-    return ViewTable("Runs", note, [*columns, *map(short, keys), "reused"], rows)
-
-
-def _variant_tables(variants: Sequence[VariantRow]) -> list[ViewTable]:
-    """Return the means of the variants if some have several runs."""
-    groups: dict[str, list[VariantRow]] = {}
-    for row in variants:
-        groups.setdefault(row.variant, []).append(row)
-    if all(len(group) == 1 for group in groups.values()):
-        return []
-    keys, rows = _score_keys(variants), []
-    for variant, group in groups.items():
-        hours = sum(row.device_hours for row in group)
-        cells = [variant, str(len(group)), tokens(group[0].tokens), f"{hours:.3g}"]
-        for key in keys:
-            values = [row.scores[key] for row in group if key in row.scores]
+def _variants_table(runs: Sequence[FinishedRun]) -> ResultTable:
+    """Return the scores of the variants: bits per byte first, without likelihoods of gold answers."""
+    keys = {key for run in runs for key in run.scores if "gold_nll" not in key}
+    shown = sorted(keys, key=lambda key: (not key.startswith("eval/bpb"), key.count("/"), key))[:SCORES]
+    variants: dict[str, list[FinishedRun]] = {}
+    for run in runs:
+        variants.setdefault(run.variant, []).append(run)
+    rows = []
+    for variant, repeats in variants.items():
+        scores = []
+        for key in shown:
+            values = [run.scores[key] for run in repeats if key in run.scores]
             deviation = f" ± {stdev(values):.2g}" if len(values) > 1 else ""
-            cells.append(f"{fmean(values):.4g}{deviation}" if values else "")
-        rows.append(cells)
-    columns = ["variant", "runs", "tokens each", "device-hours", *map(short, keys)]
-    return [ViewTable("Variants", "Mean over the runs of a variant, and their standard deviation.", columns, rows)]
-
-
-def _lineage_table(view: StudyView, shared: bool) -> ViewTable:
-    """Return the artifacts that several runs use, or those of a single run."""
-    several = [row for row in view.lineage if row[3] > 1]
-    if shared:
-        saved = sum(uses - 1 for *_, uses in several)
-        note = f"{len(several)} artifacts are used by several runs, which saved {saved} executions of steps."
-    else:
-        note = f"{len(view.lineage) - len(several)} artifacts are used by a single run."
-    chosen = sorted((row for row in view.lineage if (row[3] > 1) == shared), key=lambda row: -row[3])
-    rows = [[step, label, maker or "deleted since", str(uses)] for step, label, maker, uses in chosen]
-    return ViewTable("Shared" if shared else "Not shared", note, ["step", "artifact", "created by", "runs"], rows)
+            scores.append(f"{fmean(values):.4g}{deviation}" if values else "")
+        hours = sum(run.device_hours for run in repeats)
+        size = [tokens(repeats[0].tokens), f"{repeats[0].flops:.3g}", f"{hours:.3g}"]
+        rows.append([variant, *size, *scores, ", ".join(run.run for run in repeats)])
+    note = (
+        "Scores of the final models: the mean over a variant's runs, and their standard deviation. Tokens and FLOPs: "
+        "the whole training of a run. Device-hours: the stages that the variant's runs trained. The runs, with their "
+        "curves, are children of the study's run in MLflow."
+    )
+    return ResultTable(
+        "Variants", note, ["variant", "tokens", "FLOPs", "device-hours", *map(short, shown), "runs"], rows
+    )

@@ -241,8 +241,6 @@ class RunCost:
 
     flops: float
     device_hours: float
-    reused: tuple[str, ...]
-    """Its stages that are booked to another run, or existed before the study."""
 
 
 def spent(
@@ -257,30 +255,27 @@ def spent(
     stages = {run.name: list(_stages(store, run, answers[run.name])) for run in expanded.runs if run.name in answers}
     booked_to: dict[str, str] = {}
     for run, trained in stages.items():
-        for _, _, artifact in trained:
+        for _, artifact in trained:
             created_by = artifact.manifest.created_by
             if family_number(expanded.study.name, created_by):
                 booked_to.setdefault(artifact.label, created_by if created_by in names else answers[run].name)
     costs = {}
     for run, trained in stages.items():
         flops = hours = 0.0
-        reused = []
-        for name, segments, artifact in trained:
-            if booked_to.get(artifact.label) != answers[run].name:
-                reused.append(name)
-                continue
-            config, rows = read_config(artifact.path_of(f"model/{CONFIG}").parent)
-            flops += training_flops(expanded, segments, config, rows)
-            hours += artifact.manifest.seconds * devices(artifact.manifest.created_by) / 3600
-        costs[run] = RunCost(flops, hours, tuple(reused))
+        for segments, artifact in trained:
+            if booked_to.get(artifact.label) == answers[run].name:
+                config, rows = read_config(artifact.path_of(f"model/{CONFIG}").parent)
+                flops += training_flops(expanded, segments, config, rows)
+                hours += artifact.manifest.seconds * devices(artifact.manifest.created_by) / 3600
+        costs[run] = RunCost(flops, hours)
     return costs
 
 
-def _stages(store: Store, run: VariantRun, record: RunRecord) -> Iterator[tuple[str, Sequence[Segment], Artifact]]:
-    """Yield name, segments and checkpoint of each stage whose checkpoint still exists."""
+def _stages(store: Store, run: VariantRun, record: RunRecord) -> Iterator[tuple[Sequence[Segment], Artifact]]:
+    """Yield segments and checkpoint of each stage whose checkpoint still exists."""
     for span in Schedule(run.recipe).trained:
         with suppress(ValueError):  # deleted by retention
-            yield span.name, span.segments, store.load(record.steps[span.name].artifact)
+            yield span.segments, store.load(record.steps[span.name].artifact)
 
 
 def training_flops(expanded: ExpandedStudy, segments: Sequence[Segment], config: Model, rows: int) -> float:

@@ -24,11 +24,9 @@ Shares = Mapping[str, Mapping[str, float]]
 STEPS = 60
 """Points of a curve."""
 LINE, TARGET = COLOURS["general"], COLOURS["math"]
-BLEND = "#b8860b"
 TINTS: dict[Says, str] = {HELPS: "#1a7f37", HURTS: "#cf222e", NOTHING: "#7a828c"}
 WIDTH, HEIGHT = 9.0, 4.2
-MIX_WIDTH = 9.0
-FOREST_WIDTH, ROW, HEAD = 9.0, 0.24, 0.95
+ROW, HEAD = 0.24, 0.95
 """Inches."""
 ACROSS = 4
 """Panels of the forest plot in a row."""
@@ -40,16 +38,9 @@ LAW = (
     "Best number of tokens by budget, with 95 % intervals. The shaded range was fitted; beyond it the law is dashed, "
     "and its band shows the uncertainty of the fit, not whether the law still holds there."
 )
-LEFT_OUT = (
-    "Each variant's measured bits per byte against the prediction of the fit through all other variants; on the line "
-    "both are equal. A fit that cannot order these variants cannot propose a mix."
-)
 PANELS = (
     "Bits per byte on the held-out text of each domain against that domain's share of the training tokens, a point for "
     "each variant. The ring is the base mix."
-)
-SPLIT = (
-    "Shares of the base mix and of the best blend of the variants; whiskers are 95 % intervals of the blend's shares."
 )
 FOREST = (
     "Gain over the control (right of the line is better) with its 95 % interval: green helps, red hurts, gray is no "
@@ -184,65 +175,27 @@ def _count_ticks(axis: Any) -> None:
 
 
 @styled
-def left_out(pairs: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """Return measured against predicted bits per byte, a panel for each domain; `pairs` are (predicted, measured)."""
-    figure, axes = subplots(1, len(pairs), figsize=(MIX_WIDTH, 2.7), squeeze=False)
-    for axis, (domain, points) in zip(axes.flat, pairs.items(), strict=True):
-        values = np.array(points, np.float64)
-        ends = [values.min(), values.max()]
-        axis.plot(ends, ends, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
-        axis.scatter(values[:, 0], values[:, 1], s=22, color=COLOURS.get(domain, INK), zorder=3)
-        _mix_panel(axis, domain, "predicted")
-    axes[0, 0].set_ylabel("measured, bits per byte")
-    return as_svg(figure)
-
-
-@styled
 def against_shares(shares: Shares, losses: Losses, base: str) -> str:
     """Return bits per byte against the domain's own share, a panel for each; `base` is the variant of the base mix.
 
     The other domains also differ between the variants, so a panel does not show the effect of a share alone.
     """
     domains = list(losses[base])
-    figure, axes = subplots(1, len(domains), figsize=(MIX_WIDTH, 2.9), squeeze=False)
+    figure, axes = subplots(1, len(domains), figsize=(WIDTH, 2.9), squeeze=False)
     for axis, domain in zip(axes.flat, domains, strict=True):
         x, color = [shares[variant].get(domain, 0.0) for variant in losses], COLOURS.get(domain, INK)
         axis.scatter(x, [losses[variant][domain] for variant in losses], s=22, color=color, zorder=3)
         point = (shares[base].get(domain, 0.0), losses[base][domain])
         axis.plot(*point, "o", markersize=10, color=INK, markerfacecolor="none", markeredgewidth=1.5, zorder=4)
-        _mix_panel(axis, domain, "share of tokens")
+        axis.set_title(domain, fontsize=10, color=INK)
+        axis.set_xlabel("share of tokens", fontsize=9)
+        axis.tick_params(labelsize=8.5)
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=3))
+        axis.yaxis.set_major_locator(MaxNLocator(nbins=5))
+        axis.margins(0.12)
         axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
     axes[0, 0].set_ylabel("bits per byte")
     return as_svg(figure)
-
-
-@styled
-def split(base: Mapping[str, float], blend: Mapping[str, Interval]) -> str:
-    """Return the shares of the base mix and of a blend side by side as SVG text."""
-    domains = list(base)
-    figure, axis = subplots(figsize=(MIX_WIDTH, 0.5 * len(domains) + 1.1))
-    y = np.arange(len(domains))
-    axis.barh(y - 0.19, [base[domain] for domain in domains], 0.34, color="#b4bcc6", label="base")
-    shares = [blend[domain] for domain in domains]
-    bars = [share.value for share in shares]
-    style = {"color": BLEND, "capsize": 3, "ecolor": INK}
-    axis.barh(y + 0.19, bars, 0.34, xerr=_errors(shares), label="best blend", **style)
-    axis.set_yticks(y, domains)
-    axis.invert_yaxis()
-    axis.grid(axis="y", visible=False)
-    axis.set_axisbelow(True)
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
-    axis.legend(loc="lower right")
-    return as_svg(figure)
-
-
-def _mix_panel(axis: Any, domain: str, label: str) -> None:
-    axis.set_title(domain, fontsize=10, color=INK)
-    axis.set_xlabel(label, fontsize=9)
-    axis.tick_params(labelsize=8.5)
-    axis.xaxis.set_major_locator(MaxNLocator(nbins=3))
-    axis.yaxis.set_major_locator(MaxNLocator(nbins=5))
-    axis.margins(0.12)
 
 
 # Findings
@@ -256,7 +209,7 @@ def forest(findings: Sequence[Finding]) -> str:
     across = min(ACROSS, len(scores))
     down = -(-len(scores) // across)
     height = max(1.7, ROW * len(variants) + HEAD) * down
-    figure, grid = subplots(down, across, figsize=(FOREST_WIDTH, height), squeeze=False, sharey=True)
+    figure, grid = subplots(down, across, figsize=(WIDTH, height), squeeze=False, sharey=True)
     for axis, score in zip(grid.flat, scores, strict=False):
         _forest_panel(axis, [finding for finding in findings if finding.score == score], variants)
     for axis in grid.flat[len(scores) :]:

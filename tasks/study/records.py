@@ -22,9 +22,7 @@ from herd.storage.lease import Lease, LeaseHeld, lease, lease_holders
 from herd.storage.root import Root
 from herd.tasks.runs.records import DamagedRecord, RunRecord, Runs, State, now, read_records
 
-FOLDER, RECORD, QUESTION, BASE, PAGE, NOTES, PICTURES = (
-    "studies", "study.json", "study.yaml", "base.yaml", "report.html", "report.md", "plots",
-)  # fmt: skip
+FOLDER, RECORD, QUESTION, BASE, PAGE = "studies", "study.json", "study.yaml", "base.yaml", "report.html"
 
 
 class StudyRecord(BaseModel):

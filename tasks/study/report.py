@@ -7,7 +7,7 @@ keeps the page of the first time.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -21,23 +21,12 @@ from herd.llama3.train import metrics
 from herd.storage.artifact import flatten
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
-from herd.tasks.cluster import Cluster
-from herd.tasks.format import format_duration
 from herd.tasks.runs.records import RunRecord, Runs
 from herd.tasks.stages.backfill import STATUS
-from herd.tasks.study.analysis import analyze, other_data, outcomes, shared
-from herd.tasks.study.page import (
-    Analysis,
-    StudyView,
-    VariantRow,
-    picture_name,
-    short,
-    study_figures,
-    study_html,
-    study_markdown,
-)
-from herd.tasks.study.plan import HEADERS, StudyPlan, plan_lines, plan_rows, plan_study, spent
-from herd.tasks.study.records import NOTES, PAGE, PICTURES, Studies, StudyRecord, runs_of
+from herd.tasks.study.analysis import analyze, other_data, outcomes
+from herd.tasks.study.page import FinishedRun, markdown_table, short, study_page, verdict_markdown
+from herd.tasks.study.plan import HEADERS, StudyPlan, plan_lines, plan_rows, spent
+from herd.tasks.study.records import PAGE, Studies, StudyRecord, runs_of
 from herd.tasks.tracking import prefect_artifacts
 from herd.tasks.tracking.mlflow import mlflow_of, open_tracker
 from herd.tasks.tracking.tracker import MetricPoint, Tracker
@@ -54,13 +43,12 @@ def conclude(studies: Studies, expanded: ExpandedStudy, record: StudyRecord, tra
     analysis = analyze(expanded, results, _weak_points(root, expanded, answers))
     record.verdict = analysis.verdict
     studies.save(record)
-    view = _view(root, expanded, record, answers, results, analysis, tracker)
-    page = studies.publish(record.name, PAGE, study_html(view))
-    studies.publish(record.name, NOTES, study_markdown(view, PICTURES))
-    for title, _, svg in study_figures(view):
-        studies.publish(record.name, f"{PICTURES}/{picture_name(title)}", svg)
-    _publish_to_mlflow(tracker, record, answers, view)
-    prefect_artifacts.markdown("study", study_markdown(view), f"Study {record.name}")
+    runs = _finished_runs(root, expanded, answers, results, tracker)
+    before = _present_values(expanded, analysis.verdict)
+    page = studies.publish(record.name, PAGE, study_page(record, analysis, runs, before))
+    text = verdict_markdown(record.name, record.question, analysis.verdict, before)
+    _publish_to_mlflow(tracker, record, answers, runs, text)
+    prefect_artifacts.markdown("study", text, f"Study {record.name}")
     tracker.log_file(record.mlflow_run, page)
     return analysis.verdict
 
@@ -102,88 +90,61 @@ def _weak_points(root: Root, expanded: ExpandedStudy, answers: Mapping[str, RunR
     return flags
 
 
-def _view(
+def _finished_runs(
     root: Root,
     expanded: ExpandedStudy,
-    record: StudyRecord,
     answers: Mapping[str, RunRecord],
-    results: list[RunResult],
-    analysis: Analysis,
+    results: Sequence[RunResult],
     tracker: Tracker,
-) -> StudyView:
-    """Return the data of the page."""
-    plan = plan_study(root, expanded, Cluster())
+) -> list[FinishedRun]:
+    """Return the finished runs with results and cost, in the order of the variants."""
     by_run = {(result.variant, result.repeat): result for result in results}
     costs = spent(
         expanded, open_store(root), answers, lambda run: int(mlflow_of(tracker).noted_tags(run).get("world", "1"))
     )
-    variants = []
+    finished = []
     for run in expanded.runs:
         if run.name in answers:
             answer, result = answers[run.name], by_run[run.variant.name, run.repeat]
             ends = [datetime.fromisoformat(text) for text in (answer.started, answer.ended)]
-            variants.append(
-                VariantRow(
+            finished.append(
+                FinishedRun(
                     variant=run.variant.name,
-                    repeat=run.repeat,
                     run=answer.name,
-                    state=answer.state,
                     tokens=result.tokens,
                     flops=result.flops,
                     seconds=(ends[1] - ends[0]).total_seconds(),
                     trained=costs[run.name].flops,
                     device_hours=costs[run.name].device_hours,
                     scores={key: score.value for key, score in result.scores.items()},
-                    reused=", ".join(costs[run.name].reused),
                 )
             )
-    cost = [
-        ("runs", f"{len(variants)}"),
-        ("training operations", f"{sum(variant.trained for variant in variants):.3g}, shared stages counted once"),
-        ("time of the runs", format_duration(sum(variant.seconds for variant in variants))),
-        ("device-hours of training", f"{sum(variant.device_hours for variant in variants):.3g}"),
-    ]
-    overhead = record.seconds - record.variant_seconds
-    if record.variant_seconds and overhead > 0:
-        share = overhead / record.variant_seconds
-        cost.append(("overhead of the study", f"{format_duration(overhead)}, {share:.1%} of the time of its variants"))
+    return finished
+
+
+def _present_values(expanded: ExpandedStudy, verdict: StudyVerdict) -> dict[str, str]:
+    """Return the base recipe's values of the fields that the verdict changes, by path."""
     plain = resolved(expanded.base)
     known = flatten({**plain, "stages": {stage["name"]: stage for stage in plain["stages"]}})
-    paths = [line.partition("=")[0] for line in analysis.verdict.change]
-    return StudyView(
-        name=record.name,
-        digest=record.digest,
-        question=expanded.study.question,
-        state=record.state,
-        started=record.started,
-        ended=record.ended,
-        machine=record.machine,
-        command=record.command,
-        verdict=analysis.verdict,
-        plan=[HEADERS, *plan_rows(plan)],
-        variants=variants,
-        tables=analysis.tables,
-        figures=analysis.figures,
-        cost=cost,
-        lineage=shared(expanded, open_store(root), answers),
-        before={path: str(known[path]) for path in paths if known.get(path) is not None},
-    )
+    paths = [line.partition("=")[0] for line in verdict.change]
+    return {path: str(known[path]) for path in paths if known.get(path) is not None}
 
 
 def _publish_to_mlflow(
-    tracker: Tracker, record: StudyRecord, answers: Mapping[str, RunRecord], view: StudyView
+    tracker: Tracker, record: StudyRecord, answers: Mapping[str, RunRecord], runs: Sequence[FinishedRun], text: str
 ) -> None:
     """Log verdict and headline numbers to the study's MLflow run, and make it the parent of its runs."""
+    assert record.verdict is not None
     now = time.time()
     points = [
-        MetricPoint(metrics.STUDY_RUNS, len(view.variants), now, 0),
-        MetricPoint(metrics.STUDY_FLOPS, sum(variant.trained for variant in view.variants), now, 0),
-        MetricPoint(metrics.STUDY_GPU_HOURS, sum(variant.device_hours for variant in view.variants), now, 0),
+        MetricPoint(metrics.STUDY_RUNS, len(runs), now, 0),
+        MetricPoint(metrics.STUDY_FLOPS, sum(run.trained for run in runs), now, 0),
+        MetricPoint(metrics.STUDY_GPU_HOURS, sum(run.device_hours for run in runs), now, 0),
     ]
-    for finding in view.verdict.findings:
+    for finding in record.verdict.findings:
         points.append(MetricPoint(metrics.study_gain(finding.variant, finding.score), finding.gain, now, 0))
     tracker.log_points([record.mlflow_run], points)
-    tags = {"verdict": "; ".join(view.verdict.headline)[:4000], "mlflow.note.content": study_markdown(view)[:8000]}
+    tags = {"verdict": "; ".join(record.verdict.headline)[:4000], "mlflow.note.content": text[:8000]}
     tracker.set_tags(record.mlflow_run, tags)
     for run in answers.values():
         if run.mlflow_run and (run_id := mlflow_of(tracker).run_id(record.mlflow_run)):
@@ -204,21 +165,10 @@ def verdict_table(verdict: StudyVerdict) -> Table:
 
 def plan_markdown(plan: StudyPlan) -> str:
     """Return the plan as markdown, for Prefect's page of the study."""
-    head = f"| {' | '.join(HEADERS)} |\n|{'---|' * len(HEADERS)}"
-    rows = [f"| {' | '.join(row)} |" for row in plan_rows(plan)]
-    question = plan.expanded.study.question or f"A study of kind {plan.expanded.study.kind}."
-    return "\n".join(
-        [
-            f"# {plan.expanded.study.name}",
-            "",
-            question,
-            "",
-            head,
-            *rows,
-            "",
-            *(f"- {line}" for line in plan_lines(plan)),
-        ]
-    )
+    study = plan.expanded.study
+    question = study.question or f"A study of kind {study.kind}."
+    table = markdown_table(HEADERS, plan_rows(plan))
+    return "\n".join([f"# {study.name}", "", question, "", table, "", *(f"- {line}" for line in plan_lines(plan))])
 
 
 def applied(root: Root, name: str, recipe: Path | None = None) -> str:

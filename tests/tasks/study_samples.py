@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 
 from herd.llama3.studies.isoflop import IsoflopFit, Trial, fit_ladder
 from herd.llama3.studies.results import HELPS, HURTS, NOTHING, Finding, StudyVerdict
-from herd.tasks.study.page import StudyView, VariantRow, ViewTable
+from herd.tasks.study.page import FinishedRun
+from herd.tasks.study.records import StudyRecord
 
 ALPHA = 0.53
 DOMAINS = ("general", "math", "code", "multilingual")
@@ -56,16 +57,26 @@ def findings(variants: int, scores: int = 4) -> list[Finding]:
     return made
 
 
-def view(variants: int = 3, /, repeats: int = 3, scores: int = 4, **changes: object) -> StudyView:
-    """Return a study of so many variants beside a control."""
+def verdict(variants: int = 3, scores: int = 4) -> StudyVerdict:
+    return StudyVerdict(
+        headline=["variant-0: helps +0.0300 bpb on math, 95 % 0.0150 to 0.0450"],
+        change=["mix.base.general=45%", "mix.base.math=30%", "lr.peak=3e-3"],
+        flags=["3 repeats leave an interval two degrees of freedom; add seeds"],
+        findings=findings(variants, scores),
+    )
+
+
+BEFORE = {"mix.base.general": "50%", "mix.base.math": "25%"}
+"""Values of the base recipe."""
+
+
+def finished_runs(variants: int = 3, repeats: int = 3) -> list[FinishedRun]:
+    """Return the runs of a control and of `variants` beside it."""
     dice = np.random.default_rng(2)
-    names = ["base", *(f"variant-{variant}" for variant in range(variants))]
-    rows = [
-        VariantRow(
+    return [
+        FinishedRun(
             variant=name,
-            repeat=repeat,
-            run=f"sample-{place * repeats + repeat}",
-            state="finished",
+            run=f"sample-{index * repeats + repeat}",
             tokens=4_000_000,
             flops=4e12,
             trained=4e12,
@@ -77,41 +88,27 @@ def view(variants: int = 3, /, repeats: int = 3, scores: int = 4, **changes: obj
                 "eval/gold_nll/arithmetic": 1.0,
                 "eval/arithmetic": 0.25 + 0.02 * dice.standard_normal(),
             },
-            reused="",
         )
-        for place, name in enumerate(names)
+        for index, name in enumerate(["base", *(f"variant-{variant}" for variant in range(variants))])
         for repeat in range(1, repeats + 1)
     ]
-    shown = StudyView(
+
+
+def study_record(**changes: Any) -> StudyRecord:
+    record = StudyRecord(
         name="sample",
         digest="0123456789abcdef",
+        kind="mix",
         question="Which shares of the domains give the fewest bits per byte?",
+        recipe="recipes/tiny.yaml",
         state="finished",
         started="2026-11-23T04:00:00+00:00",
         ended="2026-11-23T04:31:07+00:00",
+        code="abc",
         machine="2 CPU cores",
         command="herd study run recipes/experiments/sample.yaml",
-        verdict=StudyVerdict(
-            headline=["variant-0: helps +0.0300 bpb on math, 95 % 0.0150 to 0.0450"],
-            change=["mix.base.general=45%", "mix.base.math=30%", "lr.peak=3e-3"],
-            flags=["3 repeats leave an interval two degrees of freedom; add seeds"],
-            findings=findings(variants, scores),
-        ),
-        plan=[("variant", "repeat", "tokens"), *((row.variant, str(row.repeat), "4M") for row in rows)],
-        variants=rows,
-        tables=[
-            ViewTable("Mixes", "What each variant trained on.", ["variant", "math"], [[name, "25%"] for name in names])
-        ],
-        figures=[],
-        cost=[("runs", str(len(rows))), ("time of training", "3:12 h")],
-        lineage=[
-            ("curate", "curated/web-1a2b3c4d", "sample-1", len(rows)),
-            ("tokenize", "tokens/all-5e6f7a8b", "sample-1", len(rows)),
-            *(("main", f"checkpoint/main-{place:08x}", row.run, 1) for place, row in enumerate(rows)),
-        ],
-        before={"mix.base.general": "50%", "mix.base.math": "25%"},
     )
-    return dataclasses.replace(shown, **changes)  # type: ignore[arg-type]
+    return record.model_copy(update=changes)
 
 
 def mixes(variants: int = 9) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:

@@ -14,7 +14,7 @@ from playwright.sync_api import sync_playwright
 
 from herd.llama3.studies.results import StudyVerdict
 from herd.tasks.html import COLOURS, POINTS, Curve, Figure, chart, themed
-from herd.tasks.study.page import Analysis, PageTable, study_page
+from herd.tasks.study.page import Analysis, ResultTable, study_page
 from tests.tasks.study_samples import study_record
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -37,10 +37,10 @@ def page(names: list[str], rows: int = 40) -> str:
     table = [["train/loss" if row else "loss", *(f"{row * 1000:,}" for _ in names)] for row in range(rows)]
     charts = chart("nats", [Curve(names[0], FALLING, COLOURS["math"]), Curve("each", FALLING[::2], "#b8860b")], STAGES)
     figures = [("Loss", "It should fall.", charts), ("Bars", "None.", SVG)]
-    return study(figures, PageTable("Results", "", ["", *names], table), PageTable("Same", "", ["", *names], []))
+    return study(figures, ResultTable("Results", "", ["", *names], table), ResultTable("Same", "", ["", *names], []))
 
 
-def study(figures: list[Figure], *tables: PageTable) -> str:
+def study(figures: list[Figure], *tables: ResultTable) -> str:
     return study_page(study_record(), Analysis(StudyVerdict(headline=[]), [*tables], figures), [])
 
 
@@ -77,7 +77,7 @@ def test_the_frame_lists_headings_explains_words_and_escapes_names() -> None:
 def test_metric_keys_and_tasks_are_explained() -> None:
     keys = ["eval/bpb/code", "eval/bpb_macro", "eval/core", "eval/gold_nll/x", "train/loss", "eval/arithmetic"]
     keys += ["eval/continuation", "time/goodput", "throughput/tokens_per_s"]
-    text = study([], PageTable("Results", "", ["", "a"], [[key, "1"] for key in keys]))
+    text = study([], ResultTable("Results", "", ["", "a"], [[key, "1"] for key in keys]))
     words = re.findall("<dt>([^<]*)</dt>", text)
     assert words == [
         "arithmetic", "bits per byte", "bpb_macro", "continuation", "core", "device-hours", "FLOPs", "gold_nll",

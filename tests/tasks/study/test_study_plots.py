@@ -10,8 +10,8 @@ import pytest
 from herd.llama3.studies.isoflop import NoLawError, fit_ladder
 from herd.llama3.studies.results import NOTHING, Finding
 from herd.tasks.html import PAGE
-from herd.tasks.study.plots import TINTS, forest, isoflop, ladder_figures, law
-from tests.tasks.study_samples import findings, ladder, trials
+from herd.tasks.study.plots import TINTS, against_shares, forest, isoflop, ladder_figures, law
+from tests.tasks.study_samples import DOMAINS, findings, ladder, mixes, trials
 
 
 def texts(svg: str) -> list[str]:
@@ -88,3 +88,16 @@ def test_a_ladder_without_a_law_can_still_be_drawn(tmp_path: Path) -> None:
     with pytest.raises(NoLawError) as caught:
         fit_ladder(made, [2e11, 4e11])
     assert {"2e+11", "4e+11"} <= set(texts(isoflop(caught.value.parabolas)))
+
+
+def points(svg: str) -> int:
+    """Return how many points the scatter plots have."""
+    groups = re.findall(r'id="PathCollection_\d+">(.*?)</g>\n  ', svg, re.DOTALL)
+    return sum(group.count("<use ") for group in groups)
+
+
+def test_a_mix_search_has_a_panel_for_each_domain_and_a_point_for_each_variant() -> None:
+    shares, losses = mixes(9)
+    svg = against_shares(shares, losses, "base")
+    assert set(DOMAINS) <= set(texts(svg))
+    assert points(svg) == 9 * len(DOMAINS)
