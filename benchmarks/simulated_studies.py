@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from herd.llama3.evaluate.scores import Score
-from herd.llama3.evaluate.statistics import mean, ratio
+from herd.llama3.statistics.estimates import mean, ratio
 from herd.llama3.studies.isoflop import Trial, fit_ladder
 from herd.llama3.studies.results import NOTHING, RunResult, Samples
 from herd.llama3.studies.verdicts import annealing_verdict

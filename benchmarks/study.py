@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.rows import STUDY_TARGETS, Row, measured, rows_of
 from benchmarks.simulated_studies import PlantedLaw, false_findings, recovery
 from herd.llama3.recipe.base import Domain
-from herd.llama3.studies.effects import coverage
+from herd.llama3.statistics.repeats import coverage
 from herd.llama3.studies.expand import (
     BUDGETS,
     FIGURE,

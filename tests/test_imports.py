@@ -79,4 +79,6 @@ def test_a_module_imports_what_it_needs(module: str, tmp_path: Path) -> None:
 
 def test_the_interval_of_a_share_needs_no_scipy(tmp_path: Path) -> None:
     """Every rank of an evaluation computes some."""
-    assert "scipy" not in imported("from herd.llama3.evaluate.statistics import proportion; proportion(1, 3)", tmp_path)
+    assert "scipy" not in imported(
+        "from herd.llama3.statistics.estimates import proportion; proportion(1, 3)", tmp_path
+    )

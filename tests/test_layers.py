@@ -14,6 +14,7 @@ LINES, FILES = 700, 25
 """The most lines of a file and the most files of a folder."""
 LAYERS = {
     "llama3": [
+        "statistics",
         "recipe",
         "data",
         "tokens",

@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from herd.llama3.evaluate.scores import BITS, MACRO, SAMPLES_FILE, Scores, read_scores, read_task_record
-from herd.llama3.evaluate.significance import DOCUMENTS, PAIRED, QUESTIONS, Difference, holm, mcnemar, normal_p
-from herd.llama3.evaluate.statistics import (
+from herd.llama3.evaluate.suite import BPB, CORE
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.statistics.estimates import (
     RESAMPLES,
     Estimate,
     Resampled,
@@ -31,8 +32,7 @@ from herd.llama3.evaluate.statistics import (
     resample,
     weighted_mean,
 )
-from herd.llama3.evaluate.suite import BPB, CORE
-from herd.llama3.recipe.schema import Recipe
+from herd.llama3.statistics.significance import DOCUMENTS, PAIRED, QUESTIONS, Difference, holm, mcnemar, normal_p
 
 Array = NDArray[np.float64]
 Item = tuple[str, float]

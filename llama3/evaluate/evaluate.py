@@ -50,12 +50,12 @@ from herd.llama3.evaluate.scores import (
     write_scores,
 )
 from herd.llama3.evaluate.scoring import LanguageModel, Scorable, score_requests, score_sequences
-from herd.llama3.evaluate.statistics import ratio
 from herd.llama3.evaluate.suite import ARITHMETIC, RESPONSES, LoadedSuite, render_recipe_suite
 from herd.llama3.evaluate.task import WRITTEN, Prompt, Task, requests_digest
 from herd.llama3.model.linear import use_reproducible_matmul
 from herd.llama3.model.transformer import Transformer
 from herd.llama3.recipe.schema import Recipe
+from herd.llama3.statistics.estimates import ratio
 from herd.llama3.tokens.chat import encode_chat
 from herd.llama3.tokens.tokenizer import MODEL_FILE, Tokenizer
 

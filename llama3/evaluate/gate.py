@@ -12,8 +12,8 @@ from typing import Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from herd.llama3.evaluate.significance import DOCUMENTS, LEVEL, Difference, Number, holm
 from herd.llama3.recipe.gates import AbsoluteRule, GateRule, RelativeRule, ScoreChange, assign_rules
+from herd.llama3.statistics.significance import DOCUMENTS, LEVEL, Difference, Number, holm
 
 INTEGRITY = "integrity/finite"
 

@@ -15,10 +15,10 @@ from herd.llama3.evaluate.needle import KEY as NEEDLE
 from herd.llama3.evaluate.needle import find_needles
 from herd.llama3.evaluate.requests import document_requests
 from herd.llama3.evaluate.scores import Score, samples, score_samples, write_scores
-from herd.llama3.evaluate.statistics import Estimate
 from herd.llama3.evaluate.suite import BPB, mean_bits_per_byte
 from herd.llama3.evaluate.task import Request, Task, requests_digest
 from herd.llama3.recipe.schema import Recipe
+from herd.llama3.statistics.estimates import Estimate
 
 if TYPE_CHECKING:
     from herd.llama3.evaluate.distributed import EvalRanks

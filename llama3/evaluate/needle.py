@@ -19,7 +19,7 @@ from random import Random
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from herd.llama3.evaluate.scores import Likelihood, Sample, Score, Scores
-from herd.llama3.evaluate.statistics import proportion
+from herd.llama3.statistics.estimates import proportion
 
 if TYPE_CHECKING:
     from herd.llama3.evaluate.distributed import EvalRanks

@@ -20,7 +20,6 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from herd.llama3.evaluate.statistics import Estimate, Z, mean, proportion, ratio
 from herd.llama3.evaluate.suite import (
     BPB,
     CHECKED_ROWS,
@@ -36,6 +35,7 @@ from herd.llama3.evaluate.suite import (
 from herd.llama3.evaluate.task import Request, Task, requests_digest
 from herd.llama3.recipe.gates import matches
 from herd.llama3.recipe.schema import Recipe
+from herd.llama3.statistics.estimates import Estimate, Z, mean, proportion, ratio
 
 SCORES_FILE = "scores.parquet"
 SAMPLES_FILE = "samples.parquet"

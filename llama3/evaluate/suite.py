@@ -30,7 +30,6 @@ from herd.llama3.evaluate.requests import (
     read_task_json,
 )
 from herd.llama3.evaluate.sandbox import SandboxUnavailable, check_sandbox, sandbox_error
-from herd.llama3.evaluate.statistics import Estimate, normal, weighted_mean
 from herd.llama3.evaluate.task import Prompt, Request, Task
 from herd.llama3.evaluate.task_yaml import (
     TASK_NAME,
@@ -44,6 +43,7 @@ from herd.llama3.evaluate.task_yaml import (
 from herd.llama3.recipe.base import Section, read_yaml
 from herd.llama3.recipe.data_schema import Benchmark
 from herd.llama3.recipe.schema import Recipe
+from herd.llama3.statistics.estimates import Estimate, normal, weighted_mean
 from herd.storage.filesystem import is_local, list_files
 
 BPB = "eval/bpb"

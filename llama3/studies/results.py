@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from herd.llama3.evaluate.scores import Score
-from herd.llama3.evaluate.significance import Number
 from herd.llama3.model.flops import trained_flops, vocab_rows
 from herd.llama3.recipe.load import digest, resolved
 from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
+from herd.llama3.statistics.significance import Number
 from herd.llama3.studies.expand import VariantRun
 
 Array = NDArray[np.float64]

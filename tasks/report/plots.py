@@ -137,7 +137,7 @@ def length_histogram(page: DataPage) -> str:
 @styled
 def forecast_plot(fit: ForecastFit, target: Forecast) -> str:
     """Draw the two steps of a forecast: likelihood over compute, accuracy over likelihood; mark `target`."""
-    from herd.llama3.evaluate.statistics import proportion
+    from herd.llama3.statistics.estimates import proportion
 
     figure, (left, right) = subplots(1, 2, figsize=(8, 3.4), width_ratios=(1.1, 1))
     ends = {point.run: point for point in sorted(fit.points, key=lambda point: point.flops)}.values()

@@ -29,13 +29,13 @@ from herd.llama3.evaluate.long_context_gate import METRICS
 from herd.llama3.evaluate.main import MISTAKE, REFUSED, EvaluateJob, GateScores
 from herd.llama3.evaluate.needle import KEY as NEEDLE
 from herd.llama3.evaluate.scores import read_scores
-from herd.llama3.evaluate.statistics import normal
 from herd.llama3.evaluate.suite import mean_bits_per_byte, stage_suite_name, suite_inputs, with_suite
 from herd.llama3.recipe.base import DOMAINS, Domain
 from herd.llama3.recipe.load import resolved, to_yaml
 from herd.llama3.recipe.schedule import Schedule, StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import Tokens
+from herd.llama3.statistics.estimates import normal
 from herd.llama3.train import metrics
 from herd.llama3.train.journal import Record
 from herd.storage.artifact import MANIFEST, Artifact, ArtifactSpec

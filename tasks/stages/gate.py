@@ -17,8 +17,8 @@ from herd.llama3.data.accounting import FINDINGS
 from herd.llama3.evaluate.compare import compare
 from herd.llama3.evaluate.gate import Check, Evidence
 from herd.llama3.evaluate.scores import GENERATIONS_FILE, Score, read_scores
-from herd.llama3.evaluate.significance import Difference
 from herd.llama3.recipe.sections import Promote
+from herd.llama3.statistics.significance import Difference
 from herd.storage.artifact import Artifact, DamagedArtifact
 from herd.tasks.launch.devices import place_evaluation
 from herd.tasks.promotion.log import PROMOTED, REJECTED, Kind, Log, Promotion, current_label

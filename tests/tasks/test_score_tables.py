@@ -11,10 +11,10 @@ import pytest
 
 from herd.llama3.evaluate.gate import Check, Decision, MeasuredScore, decide
 from herd.llama3.evaluate.scores import Score, Scores, write_scores
-from herd.llama3.evaluate.significance import DOCUMENTS, Difference
-from herd.llama3.evaluate.statistics import Estimate, normal
 from herd.llama3.recipe.gates import GateRule
 from herd.llama3.recipe.load import load_recipe, to_yaml
+from herd.llama3.statistics.estimates import Estimate, normal
+from herd.llama3.statistics.significance import DOCUMENTS, Difference
 from herd.storage.artifact import Artifact, ArtifactSpec, Store
 from herd.storage.root import Root
 from herd.tasks.operate.status import _scores

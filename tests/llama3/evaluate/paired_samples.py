@@ -14,9 +14,9 @@ from herd.llama3.evaluate.compare import (
     holm_corrected,
 )
 from herd.llama3.evaluate.gate import Evidence, MeasuredScore
-from herd.llama3.evaluate.statistics import combine
 from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.recipe.gates import default_policy
+from herd.llama3.statistics.estimates import combine
 
 MIX = {"general": 0.5, "math": 0.25, "code": 0.17, "multilingual": 0.08}
 LEVEL = {"general": 2.9, "math": 2.4, "code": 3.06, "multilingual": 3.8}

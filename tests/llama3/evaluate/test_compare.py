@@ -15,10 +15,10 @@ import pytest
 
 from herd.llama3.evaluate.compare import compare
 from herd.llama3.evaluate.scores import SAMPLES_FILE, TASKS_FILE, Better, Sample, Score, write_scores
-from herd.llama3.evaluate.significance import DOCUMENTS, PAIRED, QUESTIONS, mcnemar
-from herd.llama3.evaluate.statistics import mean, normal, ratio
 from herd.llama3.recipe.load import load_recipe
 from herd.llama3.recipe.schema import Recipe
+from herd.llama3.statistics.estimates import mean, normal, ratio
+from herd.llama3.statistics.significance import DOCUMENTS, PAIRED, QUESTIONS, mcnemar
 
 
 @pytest.fixture(scope="module")

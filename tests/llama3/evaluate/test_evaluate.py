@@ -21,13 +21,13 @@ from herd.llama3.evaluate.evaluate import evaluate
 from herd.llama3.evaluate.gate import decide
 from herd.llama3.evaluate.requests import question_requests
 from herd.llama3.evaluate.scores import Likelihood, read_scores, samples
-from herd.llama3.evaluate.statistics import Z, proportion
 from herd.llama3.evaluate.task import Task
 from herd.llama3.model.files import save_model
 from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.gates import GateRule
 from herd.llama3.recipe.load import load_recipe
 from herd.llama3.recipe.schema import Recipe
+from herd.llama3.statistics.estimates import Z, proportion
 from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 
 DOCUMENTS, QUESTIONS = 5, 60

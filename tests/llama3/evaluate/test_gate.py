@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from herd.llama3.evaluate.gate import INTEGRITY, Decision, Evidence, UnjudgedScore, decide
 from herd.llama3.evaluate.scores import Better, Score
-from herd.llama3.evaluate.statistics import normal
 from herd.llama3.recipe import gates
 from herd.llama3.recipe.gates import AbsoluteRule, GateRule, NoWorseThan
+from herd.llama3.statistics.estimates import normal
 
 
 def table(values: Mapping[str, float], requests: str = "d") -> dict[str, Score]:

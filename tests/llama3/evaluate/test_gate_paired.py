@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from herd.llama3.evaluate.gate import INTEGRITY, Decision, Evidence, decide
-from herd.llama3.evaluate.significance import DOCUMENTS, QUESTIONS, Difference
 from herd.llama3.recipe.gates import GateRule
+from herd.llama3.statistics.significance import DOCUMENTS, QUESTIONS, Difference
 from tests.llama3.evaluate.test_gate import rules, table
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from herd.llama3.evaluate.compare import PairedSamples, difference_of_questions
 from herd.llama3.evaluate.gate import Check, Decision, Evidence, MeasuredScore, decide
-from herd.llama3.evaluate.significance import Difference
-from herd.llama3.evaluate.statistics import paired_proportions
 from herd.llama3.recipe.gates import GateRule
+from herd.llama3.statistics.estimates import paired_proportions
+from herd.llama3.statistics.significance import Difference
 from tests.llama3.evaluate.paired_samples import TASKS, evidence
 
 SEEDS = range(20)

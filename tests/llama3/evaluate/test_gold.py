@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from herd.llama3.evaluate.scores import Likelihood, gold_key, gold_samples, gold_score
-from herd.llama3.evaluate.statistics import ratio
 from herd.llama3.evaluate.task import Request, Task
+from herd.llama3.statistics.estimates import ratio
 
 KEY = "eval/animals"
 

@@ -26,9 +26,9 @@ from herd.llama3.evaluate.needle import (
     score_key,
     scores_by_length,
 )
-from herd.llama3.evaluate.statistics import proportion
 from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.sections import Model
+from herd.llama3.statistics.estimates import proportion
 from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 
 TEXTS = [

@@ -15,11 +15,11 @@ from herd.llama3.evaluate.compare import compare
 from herd.llama3.evaluate.evaluate import evaluate
 from herd.llama3.evaluate.gate import decide
 from herd.llama3.evaluate.scores import read_scores
-from herd.llama3.evaluate.significance import DOCUMENTS, QUESTIONS, Difference
 from herd.llama3.model.files import save_model
 from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.load import load_recipe
 from herd.llama3.recipe.schema import Recipe
+from herd.llama3.statistics.significance import DOCUMENTS, QUESTIONS, Difference
 from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 
 SEQ, BATCH = 64, 8

@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from herd.llama3.evaluate.scores import Score
-from herd.llama3.evaluate.statistics import Estimate
 from herd.llama3.export.card import Card, MixLine, SourceRow, StageLine, Training, render, truncate, write_card
 from herd.llama3.export.convert import convert
 from herd.llama3.recipe.sections import Model
+from herd.llama3.statistics.estimates import Estimate
 from tests.llama3.export.export_samples import herd_folder, shape, tokenizer
 
 SCORE = Score("eval/arc", 0.4, 0.02, 0.361, 0.44, 600, 0.25, "accuracy", "higher", "ab12" * 16, 5, 2)

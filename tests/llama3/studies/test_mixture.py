@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from herd.llama3.evaluate.scores import Score
-from herd.llama3.evaluate.statistics import normal
 from herd.llama3.recipe.base import DOMAINS, Domain
 from herd.llama3.recipe.units import Share
+from herd.llama3.statistics.estimates import normal
 from herd.llama3.studies.expand import design_mixes
 from herd.llama3.studies.mixture import MixTrial, Mixture, fit_mixture, mix_trials, pareto, propose
 from herd.llama3.studies.results import NOTHING, RunResult, Samples

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from herd.llama3.evaluate.scores import Score, gold_key, write_scores
-from herd.llama3.evaluate.statistics import normal, proportion
 from herd.llama3.model.files import CONFIG
 from herd.llama3.model.flops import flops_per_token, trained_flops
 from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
+from herd.llama3.statistics.estimates import normal, proportion
 from herd.storage.artifact import Artifact, ArtifactSpec
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root

@@ -9,7 +9,7 @@ import sys
 import matplotlib
 
 from herd.llama3.evaluate.scores import Score
-from herd.llama3.evaluate.statistics import proportion
+from herd.llama3.statistics.estimates import proportion
 from herd.tasks.report.plots import needle_heatmap
 
 

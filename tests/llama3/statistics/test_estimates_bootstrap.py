@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from herd.llama3.evaluate.statistics import RESAMPLES, Array, Resampled, Z, combine, interval, ratio, resample
+from herd.llama3.statistics.estimates import RESAMPLES, Array, Resampled, Z, combine, interval, ratio, resample
 
 
 def pairs(random: np.random.Generator, count: int, change: float = 0.0, spread: float = 0.05) -> tuple[Array, Array]:

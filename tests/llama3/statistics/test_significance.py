@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from herd.llama3.evaluate.significance import Difference, holm, mcnemar, normal_p
+from herd.llama3.statistics.significance import Difference, holm, mcnemar, normal_p
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from herd.llama3.evaluate.significance import LEVEL
+from herd.llama3.statistics.significance import LEVEL
 
 Z = 1.959963984540054
 """Two-sided 95 % quantile of the normal distribution."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from herd.llama3.evaluate.statistics import Estimate, mean, paired_proportions, proportion, ratio, weighted_mean
+from herd.llama3.statistics.estimates import Estimate, mean, paired_proportions, proportion, ratio, weighted_mean
 
 
 @pytest.mark.parametrize(
