@@ -69,7 +69,7 @@ def make_cluster(team: Team) -> None:
         password.write(team.given["HERD_DB_PASSWORD"] + "\n")
         password.seek(0)
         if user:
-            os.fchown(password.fileno(), pwd.getpwnam(user).pw_uid, -1)  # initdb opens it anew, as that user
+            os.fchown(password.fileno(), pwd.getpwnam(user).pw_uid, -1)  # initdb opens it again, as that user
         done = subprocess.run(
             [*initdb, "--pwfile=/dev/stdin"], stdin=password, capture_output=True, text=True, cwd="/", **identity(user)
         )
@@ -92,7 +92,7 @@ async def make_databases(team: Team) -> None:
 
 def register(team: Team) -> None:
     """Make pool, limits, deployments and automations on the Prefect server. Raises ValueError with its words."""
-    home = {"PREFECT_HOME": str(team.folder / "prefect")}  # the worker's may belong to a user of its own
+    home = {"PREFECT_HOME": str(team.folder / "prefect")}  # the worker's may belong to another user
     environment = surroundings({**team.client(), **home})
     command = [sys.executable, "-m", "herd.flows.cli.main", "setup"]
     done = subprocess.run(command, cwd=WORKING_DIRECTORY, env=environment, capture_output=True, text=True)

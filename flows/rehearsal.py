@@ -48,15 +48,15 @@ def rehearsal_root(root: Root, recipe: Recipe) -> Root:
 
 
 def rehearse(recipe: Recipe, cluster: Cluster, root: Root, processes: int) -> tuple[Rehearsal, Path]:
-    """Rehearse `recipe` on at most `processes` trainer processes; return what was found, and its page.
+    """Rehearse `recipe` on at most `processes` trainer processes; return the rehearsal, and its page.
 
     Nothing is written outside of `rehearsals` of the working folder, except a trial file that shows that the root can
     be written.
     """
     scaled = ScaledRun(with_local_models(root, recipe), cluster, processes)
-    found, here = Rehearsal(scaled, list(full_size_findings(recipe, cluster, root))), rehearsal_root(root, recipe)
+    rehearsal, here = Rehearsal(scaled, list(full_size_findings(recipe, cluster, root))), rehearsal_root(root, recipe)
     if layouts := built_layouts(scaled, root):
-        found.proven.append(("layouts", f"built at full size: {layouts}"))
+        rehearsal.proven.append(("layouts", f"built at full size: {layouts}"))
     file = here.local / "recipe.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, to_yaml(scaled.recipe))
@@ -74,19 +74,21 @@ def rehearse(recipe: Recipe, cluster: Cluster, root: Root, processes: int) -> tu
             error = "\n".join((str(raised) or type(raised).__name__).splitlines()[:ERROR_LINES])
     record = next((record for record in reversed(Runs(here).all()) if record.name not in before), None)
     if record is not None:
-        found.run = record.name
-        found.proven += proofs(scaled, here, record, stage.name if killed.is_set() else "")
-        found.findings += data_findings(scaled, open_store(here), record)
+        rehearsal.run = record.name
+        rehearsal.proven += proofs(scaled, here, record, stage.name if killed.is_set() else "")
+        rehearsal.findings += data_findings(scaled, open_store(here), record)
     if error:
-        found.findings += _failed(scaled, record, error, found)
+        rehearsal.findings += _failed(scaled, record, error, rehearsal)
     else:
-        found.proven.append(("export", _exported(here, found.run)))
-    return found, write_rehearsal(found, here.local)
+        rehearsal.proven.append(("export", _exported(here, rehearsal.run)))
+    return rehearsal, write_rehearsal(rehearsal, here.local)
 
 
-def _failed(scaled: ScaledRun, record: RunRecord | None, error: str, found: Rehearsal) -> Iterator[RehearsalFinding]:
+def _failed(
+    scaled: ScaledRun, record: RunRecord | None, error: str, rehearsal: Rehearsal
+) -> Iterator[RehearsalFinding]:
     """Yield the step that failed, unless the checks at full size have said all of it."""
-    known = {finding.text for finding in found.findings}
+    known = {finding.text for finding in rehearsal.findings}
     if record is None:
         yield from (RehearsalFinding(line) for line in error.splitlines() if line not in known)
         return

@@ -109,7 +109,7 @@ def _stop_orphan(root: Root, record: RunRecord, log: Callable[[str], None]) -> s
     """End the job of a scheduler that outlived the process of the run."""
     attempts = [attempt for attempts in log_folders(root, record.name).values() for attempt in attempts[-1:]]
     for launch in orphans(attempts):
-        log(f"{launch.label} goes on without a supervisor; asked it to save and end")
+        log(f"{launch.label} runs without a supervisor; it is asked to save and end")
         launch.stop()
         return f"{record.name} is stopped; the same command continues it"
     return f"{record.name} does not run; its record says {record.state}"
@@ -140,9 +140,11 @@ def _server(root: Root) -> Iterator[bool]:
     """Use the Prefect server of the environment, or that of a `herd up` on this root; yield whether there is one."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-    found = {} if PREFECT_API_URL.value() else read_access(root)
-    wanted = {
-        setting: found[setting.name] for setting in (PREFECT_API_URL, PREFECT_API_AUTH_STRING) if setting.name in found
+    access = {} if PREFECT_API_URL.value() else read_access(root)
+    settings = {
+        setting: access[setting.name]
+        for setting in (PREFECT_API_URL, PREFECT_API_AUTH_STRING)
+        if setting.name in access
     }
-    with temporary_settings(wanted):
+    with temporary_settings(settings):
         yield bool(PREFECT_API_URL.value())

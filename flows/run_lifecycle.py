@@ -157,7 +157,7 @@ def acquire_run(
         mark_open(runs.root, record.name)
         runs.save(record)
         if before and before != record.prefect_run:
-            end_flow_run(before, f"its process is gone; {record.name} goes on in another flow run")
+            end_flow_run(before, f"its process is gone; {record.name} continues in another flow run")
         stack.enter_context(watched(runs.root, f"runs/{record.name}", attempt_number()))
         yield record, run_lease.fence
 
@@ -333,7 +333,7 @@ def find_run(root: Root, name: str) -> RunRecord:
     records = runs.all()
     if not records:
         raise ValueError(f"run: there is none under {root.uri} yet; start the deployment pipeline first")
-    # A Retry takes the run of its first attempt: by now the newest is the run that this attempt began.
+    # A Retry takes the run of its first attempt: the newest is then the run that this attempt began.
     begun = [record for record in records if flow_run.id and record.prefect_run == str(flow_run.id)]
     return runs.find(begun[-1].rerun_of) if begun and begun[-1].rerun_of else records[-1]
 

@@ -123,8 +123,8 @@ def setup(root: Root, api: str = "", notify: str = "") -> list[str]:
             if notify:
                 send_events(client, notify)
                 created[f"automation {NOTIFY!r}"] = True
-            told = bool(client.read_automations_by_name(NOTIFY))
-            for automation in (crash_zombies(), *([] if told else [example_alert()])):
+            notifies = bool(client.read_automations_by_name(NOTIFY))
+            for automation in (crash_zombies(), *([] if notifies else [example_alert()])):
                 missing = not client.read_automations_by_name(automation.name)
                 if missing:
                     client.create_automation(automation)
@@ -229,7 +229,7 @@ def send_events(client: SyncPrefectClient, url: str) -> None:
             arrived = False
     else:
         raise ValueError(
-            f"--notify: {scheme!r} is no scheme of a webhook (https://) or of Apprise (slack://, mailto://)"
+            f"--notify: {scheme!r} is not a scheme of a webhook (https://) or of Apprise (slack://, mailto://)"
         )
     if not arrived:
         raise ValueError("--notify: the address does not take messages; check it, and that this machine reaches it")

@@ -201,7 +201,7 @@ def _recorded(config: StudyParameters, expanded: ExpandedStudy, studies: Studies
     studies.ask(expanded)
     studies.save(record)
     if known and known.prefect_run not in ("", record.prefect_run):
-        end_flow_run(known.prefect_run, f"its process is gone; study {name} goes on in another flow run")
+        end_flow_run(known.prefect_run, f"its process is gone; study {name} continues in another flow run")
     return record
 
 

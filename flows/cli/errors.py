@@ -45,7 +45,7 @@ class DefaultGroup(TyperGroup):
 def mistakes(again: str = "the same command") -> Iterator[None]:
     """Turn what people, disks, schedulers and servers cause into plain lines and an exit status.
 
-    Only a bug in herd keeps its traceback; with HERD_TRACEBACK everything does. `again` is what goes on after Ctrl-C.
+    Only a bug in herd keeps its traceback; with HERD_TRACEBACK everything does. `again` continues after Ctrl-C.
     """
     try:
         yield
@@ -158,8 +158,8 @@ def _print_system_error(error: OSError | MemoryError) -> int | None:
         problems.print(f"[red]error[/]  root: no space left on the disk ({escape(str(error))})")
         problems.print("free some space and run the same command again; nothing is lost")
     else:
-        place = f"{error.filename}: " if error.filename else ""
-        problems.print(f"[red]error[/]  {escape(place + (error.strerror or str(error) or type(error).__name__))}")
+        file = f"{error.filename}: " if error.filename else ""
+        problems.print(f"[red]error[/]  {escape(file + (error.strerror or str(error) or type(error).__name__))}")
         remedy = "the same command continues; HERD_TRACEBACK=1 shows where it was"
         problems.print(REMEDIES.get(error.errno or 0, remedy))
     return FAILED

@@ -57,8 +57,8 @@ class Panels(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         titles = {name: title for title, names in PANELS.items() for name in names}
-        for name, one in self.commands.items():
-            one.rich_help_panel = titles.get(name, "Other")  # type: ignore[attr-defined]
+        for name, command in self.commands.items():
+            command.rich_help_panel = titles.get(name, "Other")  # type: ignore[attr-defined]
         return [*(name for name in titles if name in self.commands), *(set(self.commands) - set(titles))]
 
 
@@ -229,7 +229,7 @@ def rehearse(
     from herd.tasks.console import TerminalConsole, console_as
 
     with mistakes():
-        loaded, place = load_recipe(recipe, set_), load_cluster(cluster) if cluster else Cluster()
+        loaded, chosen_cluster = load_recipe(recipe, set_), load_cluster(cluster) if cluster else Cluster()
         problems.print("[dim]starting Prefect[/]")
         quiet_prefect()
         base = Root.parse(root)
@@ -239,13 +239,13 @@ def rehearse(
 
         ready()
         with console_as(TerminalConsole(problems if json_ else out)):  # with --json standard output is JSON
-            found, page = with_retries(lambda: run_rehearsal(loaded, place, base, processes))
+            rehearsal, page = with_retries(lambda: run_rehearsal(loaded, chosen_cluster, base, processes))
         if json_:
-            print(json.dumps(found.as_dict(), indent=1))
+            print(json.dumps(rehearsal.as_dict(), indent=1))
         else:
-            print_rehearsal(found, out)
+            print_rehearsal(rehearsal, out)
         problems.print(f"[dim]{page}[/]")
-        if found.faults:
+        if rehearsal.faults:
             raise typer.Exit(FAILED)
 
 

@@ -260,14 +260,14 @@ def waiting(
     from herd.tasks.cluster import Cluster, load_cluster
 
     with mistakes():
-        place = load_cluster(cluster) if cluster else Cluster()
+        chosen_cluster = load_cluster(cluster) if cluster else Cluster()
         quiet_prefect()
         ready = start_temporary_server(Root.parse(root))
         from herd.flows.checkpoint import score_waiting
         from herd.flows.recipe_form import StageInProgressParameters
 
         ready()
-        result = score_waiting(StageInProgressParameters(run=run, root=root, cluster=place))
+        result = score_waiting(StageInProgressParameters(run=run, root=root, cluster=chosen_cluster))
         out.print(escape(result.message))
 
 

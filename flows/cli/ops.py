@@ -97,16 +97,18 @@ def doctor(
             return
         from herd.llama3.recipe.load import load_recipe
 
-        place = load_cluster(cluster) if cluster else Cluster()
+        chosen_cluster = load_cluster(cluster) if cluster else Cluster()
         loaded = load_recipe(recipe) if recipe else None
-        starts = Cluster() if place.nodes else place  # a machine that starts jobs needs no GPU
+        starts = Cluster() if chosen_cluster.nodes else chosen_cluster  # a machine that starts jobs needs no GPU
         with at_work("this machine"):
             findings = diagnose(Root.parse(root), starts, loaded)
-        if place.nodes:
-            if place.launcher == "slurm":
-                problems.print(f"[dim]waiting for {place.nodes.nodes(place.processes)} nodes of Slurm[/]")
+        if chosen_cluster.nodes:
+            if chosen_cluster.launcher == "slurm":
+                problems.print(
+                    f"[dim]waiting for {chosen_cluster.nodes.nodes(chosen_cluster.processes)} nodes of Slurm[/]"
+                )
             with at_work("nodes"):
-                findings += diagnose_nodes(Root.parse(root), place)
+                findings += diagnose_nodes(Root.parse(root), chosen_cluster)
         if run:
             with at_work("a tiny run"):
                 findings.append(check_run())
@@ -130,18 +132,18 @@ def status(
     from herd.tasks.operate.status import run_document, runs_document, status_tables
 
     with mistakes():
-        place = Root.parse(root)
-        if place.is_local and not place.local.is_dir():
-            begin = command(place, "run", "quickstart")
-            raise ValueError(f"--root: {place.uri} is not a folder; name the one with the runs, or begin: {begin}")
+        base = Root.parse(root)
+        if base.is_local and not base.local.is_dir():
+            begin = command(base, "run", "quickstart")
+            raise ValueError(f"--root: {base.uri} is not a folder; name the one with the runs, or begin: {begin}")
         if json_ and watch:
             raise ValueError("--watch: refreshes a terminal, and --json is for programs; leave one out")
         if json_:
-            print_json(run_document(place, run) if run else runs_document(place))
+            print_json(run_document(base, run) if run else runs_document(base))
         elif watch:
-            _watch(place, run)
+            _watch(base, run)
         else:
-            for table in status_tables(place, run or None):
+            for table in status_tables(base, run or None):
                 out.print(table)
                 out.print()
 

@@ -67,7 +67,7 @@ class TransformerScorer:
             raise ValueError(f"{folder} holds no sequence classifier that transformers can load ({error})") from error
         if loading["missing_keys"]:  # an encoder without a head loads too, with random head weights
             missing = ", ".join(sorted(loading["missing_keys"])[:3])
-            raise ValueError(f"{folder} is no trained sequence classifier: model.safetensors lacks {missing}")
+            raise ValueError(f"{folder} is not a trained sequence classifier: model.safetensors lacks {missing}")
         # RoBERTa numbers positions from 2, so its last two cannot be used.
         window = min(WINDOW, model.config.max_position_embeddings - 2)
         tokenizer.no_padding()

@@ -73,7 +73,7 @@ class EvalRanks:
         self._calls += 1
         path = self._done / f"{self._calls:06}.json" if self._done else None
         if path:
-            # the view of rank 0, before any process goes on: ranks that disagree would wait for each other
+            # the view of rank 0, before any process continues: ranks that disagree would wait for each other
             (kept, *_) = self._all_gather(json.loads(path.read_text()) if self.is_rank0 and path.exists() else None)
             if kept is not None:
                 return list(kept)

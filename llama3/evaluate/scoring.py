@@ -123,7 +123,7 @@ def plan_batches(
     plain: list[PackedRow] = []
     branched: list[PackedRow] = []
     for shared, group in _groups_by_prefix(rows) if share else [(0, rows)]:
-        # a prefix costs passes of its own: it must save half a batch or more
+        # a prefix costs extra passes: it must save half a batch or more
         if share and (len(group) - 1) * shared >= max(1, budget.positions // 2):
             groups.append((group[0].tokens[:shared], group))
             continue
@@ -379,7 +379,7 @@ def score_sequences(
 
 
 def _score_plain(model: LanguageModel, batch: PackedBatch, device: str) -> Iterator[RowScore]:
-    """Yield the scores of rows that are one sequence each, from a model that is no Transformer."""
+    """Yield the scores of rows that are one sequence each, from a model that is not a Transformer."""
     tokens_BS = torch.zeros(len(batch.rows), batch.longest, dtype=torch.long)
     targets_BS = torch.full_like(tokens_BS, NO_TARGET)
     for index, row in enumerate(batch.rows):

@@ -481,7 +481,7 @@ def _entry_task(entry: dict[str, Any], base_folder: Path, data: str | None, wher
         path = LIBRARY / "tasks" / f"{text}.yaml"
         if not path.is_file():
             raise ValueError(
-                f"{where}: {text!r} is no task of the library ({', '.join(library_tasks())}), no YAML file and no "
+                f"{where}: {text!r} is not a task of the library ({', '.join(library_tasks())}), no YAML file and no "
                 "folder that herd eval render wrote"
             )
     content = read_yaml(path)

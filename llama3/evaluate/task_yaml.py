@@ -144,7 +144,9 @@ class TaskFile(Section):
         if "writing" in given:
             check_generation_settings(self.writing)
         if unknown := sorted(self.sha256.keys() - set(self.files)):
-            raise ValueError(f"sha256: {unknown[0]!r} is no data file of this task; those are {', '.join(self.files)}")
+            raise ValueError(
+                f"sha256: {unknown[0]!r} is not a data file of this task; its files are {', '.join(self.files)}"
+            )
         return self
 
     @property

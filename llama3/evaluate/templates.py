@@ -84,7 +84,7 @@ class Templates:
                 elif field in TEXTS and source:
                     self._compiled[field] = environment.from_string(source).render
             except TemplateError as error:
-                raise ValueError(f"{file.name}: {field}: {source!r} is no template ({error.message})") from None
+                raise ValueError(f"{file.name}: {field}: {source!r} is not a template ({error.message})") from None
             except MemoryError:
                 raise ValueError(f"{file.name}: {field}: {source[:80]!r} takes too much memory") from None
 

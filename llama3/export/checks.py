@@ -36,7 +36,7 @@ def logits_difference(
     """Return the largest difference of the logits of two model folders, relative to the largest logit of `other`.
 
     At most `positions` positions of fixed random tokens are computed. 0.0: the same model, bit for bit; NaN: one of
-    them gives NaN. Raises ValueError if a folder is no Llama 3, or their vocabularies differ.
+    them gives NaN. Raises ValueError if a folder is not a Llama 3, or their vocabularies differ.
     """
     first, second = open_source(one, one_format), open_source(other, other_format)
     if first.rows != second.rows:

@@ -50,7 +50,7 @@ def convert(
     """Write the model in folder `source` as the new folder `target`, with its tokenizer if any; return its shape.
 
     Values stay as stored unless `dtype` is given. `parts` are Meta's model-parallel ranks; `add` writes more files into
-    the folder before it appears. Raises ValueError if the source is no Llama 3, the tokenizer does not fit it, the
+    the folder before it appears. Raises ValueError if the source is not a Llama 3, the tokenizer does not fit it, the
     format or its `parts` do not exist, or the target does.
     """
     model = open_source(source, source_format)
@@ -106,7 +106,7 @@ def format_of(folder: Path) -> Format:
 def load_model_any_format(folder: Path, dtype: torch.dtype, device: str = "cpu") -> tuple[Transformer, Tokenizer]:
     """Return the model in `folder`, in evaluation mode as `dtype` on `device`, and its tokenizer.
 
-    Raises ValueError if it is no Llama 3 of a known format, or there is no tokenizer that fits it.
+    Raises ValueError if it is not a Llama 3 of a known format, or there is no tokenizer that fits it.
     """
     form = format_of(folder)
     source = open_source(folder, form)

@@ -304,7 +304,7 @@ def write_meta(
     """Write the model `source` with its tokenizer into `folder`: one `consolidated.NN.pth` for each of `parts`
     model-parallel ranks, or safetensors.
 
-    Raises ValueError if `params.json` cannot express the model or it cannot be cut into so many parts.
+    Raises ValueError if `params.json` cannot express the model or it cannot be cut into that number of parts.
     """
     config, settings = source.config, meta_settings(source.config, source.rows)
     check_parts(config, source.rows, parts, pickled)

@@ -130,7 +130,7 @@ def _conversation_warnings(schedule: Schedule) -> Iterator[str]:
         ):
             yield (
                 f"stages.{span.name}.lr: starts at {schedule.lr_at(span.start):.2g}, where pretraining ends; "
-                "fine-tuning usually has a rate of its own, such as linear from 1e-5 to 0"
+                "fine-tuning usually has a separate rate, such as linear from 1e-5 to 0"
             )
     for span in schedule.spans:
         if span.stage.epochs and span.stage.epochs > MANY_EPOCHS:

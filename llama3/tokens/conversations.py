@@ -39,7 +39,7 @@ HELD_OUT = "held-out.jsonl"
 """Held-out conversations as text, for models with any tokenizer."""
 COLUMNS = ("tokens", "targets", "segments")
 """Files `<column>-<seq_len>.npy`, [sequences, seq_len] each: ids, whether the token is a target, and the number of the
-conversation inside its sequence; padding is a segment of its own without targets."""
+conversation inside its sequence; padding is a separate segment without targets."""
 
 
 def sft_lengths(recipe: Recipe) -> list[int]:
@@ -189,7 +189,7 @@ def write_sequences(
 class ConversationStream:
     """The tokens of one stage of kind `sft`: sequences of conversations, and sequences replayed from the mix.
 
-    Both are spread evenly over the stage. Conversations are shuffled anew in each epoch. `folder` is what
+    Both are spread evenly over the stage. Conversations are shuffled again in each epoch. `folder` is what
     `prepare_conversations` wrote, `replay` the token stream of the recipe. Raises ValueError if the folder does not
     have the stage's sequence length.
     """

@@ -292,7 +292,7 @@ def _compare(candidate: Encoder, reference: Encoder, texts: pa.Array) -> str | N
         ids, offsets = candidate.encode_flat(texts)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic in Rust is no Exception
+    except BaseException as error:  # a panic in Rust is not an Exception
         return f"fails: {error!r}"[:SHOWN]
     if np.array_equal(offsets, bounds) and np.array_equal(ids, expected):
         return None

@@ -285,8 +285,8 @@ def write_shard(
 
 def _tables(folder: str | Path, dataset: str) -> list[str]:
     """Return the tables of the shards of a dataset."""
-    place = f"{folder}/{dataset}"
-    return [f"{place}/{name}" for name in file_names(place) if name.startswith("documents-")]
+    base = f"{folder}/{dataset}"
+    return [f"{base}/{name}" for name in file_names(base) if name.startswith("documents-")]
 
 
 def _number(file: str) -> int:

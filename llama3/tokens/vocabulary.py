@@ -27,9 +27,9 @@ PLACES = {
 
 def special_tokens() -> list[str]:
     """Return the names of the 256 special tokens in the order of their ids."""
-    named = {place: name for name, place in PLACES.items()}
+    named = {offset: name for name, offset in PLACES.items()}
     free = (f"<|reserved_special_token_{number}|>" for number in range(SPECIAL_TOKENS))
-    return [named.get(place) or next(free) for place in range(SPECIAL_TOKENS)]
+    return [named.get(offset) or next(free) for offset in range(SPECIAL_TOKENS)]
 
 
 def tiktoken_bytes(base: Sequence[bytes]) -> bytes:

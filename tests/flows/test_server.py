@@ -396,7 +396,7 @@ def test_a_webhook_and_an_apprise_address_are_told_how_runs_go(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     root, port, got = Root.parse(tmp_path), inbox.server_port, inbox.got  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"--notify: 'foo' is no scheme of a webhook"):
+    with pytest.raises(ValueError, match=r"--notify: 'foo' is not a scheme of a webhook"):
         setup(root, api, "foo://canary")
     with pytest.raises(ValueError, match=r"--notify: the address does not take messages; check it") as refused:
         setup(root, api, f"http://127.0.0.1:{port}/nowhere/canary")

@@ -124,7 +124,7 @@ def test_what_could_not_be_judged_is_shown(room: Path, monkeypatch: pytest.Monke
     ("arguments", "message"),
     [
         (("{room}/none", "{room}/quiz.yaml"), "run '{room}/none'"),
-        (("{room}/herd", "riddles"), "'riddles' is no task of the library"),
+        (("{room}/herd", "riddles"), "'riddles' is not a task of the library"),
         (("{room}/herd", "{room}/quiz.yaml"), "evaluate.data: is not set"),
         (("{room}/data", "{room}/quiz.yaml", "--data", "{room}/data"), "run '{room}/data'"),
         (("{room}/herd", "wikitext", "--shots", "2"), "shots: kind rolling scores whole texts and takes none"),

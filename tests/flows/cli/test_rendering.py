@@ -49,7 +49,7 @@ def test_a_suite_is_rendered_and_what_is_missing_is_said(tmp_path: Path) -> None
 def test_mistakes_are_lines_and_status_2(tmp_path: Path) -> None:
     place = room(tmp_path)
     for arguments, message in (
-        (("nothing", place / "out"), "'nothing' is no task of the library"),
+        (("nothing", place / "out"), "'nothing' is not a task of the library"),
         (("quick", place / "out"), "quick needs no data files"),
         (("mmlu", place / "out"), "nothing was rendered; give the folder of the files with --data"),
         ((place / "none.yaml", place / "out"), "cannot be read"),

@@ -259,7 +259,7 @@ def test_rows_that_cannot_be_asked_are_refused(
 
 def test_a_template_that_is_none_is_refused_before_any_file_is_read(tmp_path: Path) -> None:
     for field, source in (("context", "{{ a"), ("gold", "1 +")):
-        with pytest.raises(ValueError, match=f"quiz: {field}: .* is no template"):
+        with pytest.raises(ValueError, match=f"quiz: {field}: .* is not a template"):
             rendered(tmp_path, [], **{field: source})
 
 

@@ -238,7 +238,7 @@ def test_inputs_follow_templates_data_and_baselines(checkout: Path, room: Path) 
 @pytest.mark.parametrize(
     ("suite", "message"),
     [
-        ({"tasks": ["nothing"]}, "'nothing' is no task of the library (agi_eval_lsat_ar"),
+        ({"tasks": ["nothing"]}, "'nothing' is not a task of the library (agi_eval_lsat_ar"),
         ({"tasks": ["quiz.yaml", "quiz.yaml"]}, "'quiz' would be scored as 'eval/quiz', which is taken; rename one"),
         ({"tasks": [{"task": "quiz.yaml", "as": "core"}]}, "'core' would be scored as 'eval/core', which is taken"),
         ({"tasks": [{"task": "quiz.yaml", "colour": "red"}]}, "quiz.yaml: colour: unknown key"),

@@ -26,7 +26,10 @@ def test_what_is_left_out_has_defaults() -> None:
         ({"tests": "x"}, "tests: has no meaning for kind choice"),
         ({"colour": "red"}, "colour: unknown key"),
         ({"data": []}, "data: []"),
-        ({"sha256": {"other.jsonl": "00"}}, "sha256: 'other.jsonl' is no data file of this task; those are quiz.jsonl"),
+        (
+            {"sha256": {"other.jsonl": "00"}},
+            "sha256: 'other.jsonl' is not a data file of this task; its files are quiz.jsonl",
+        ),
         ({"average": "groups"}, "group: is missing; shots.same_group and average: groups need it"),
         ({"shots": {"same_group": True}}, "group: is missing"),
         ({"shots": -1}, "shots.count: -1"),
