@@ -322,10 +322,10 @@ def chaos(
 @bench.command()
 def house(
     json_: JsonOption = False,
-    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: functions,files/cycles")] = "",
+    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: folders,tests/misnamed")] = "",
     out_: OutOption = None,
 ) -> None:
-    """The source itself: files, lines, importers, folders, import cycles, function lengths, comments."""
+    """The source itself: callers in editors, imports, files up to the first step, lists, names of tests."""
     from benchmarks.house import HouseSession, HouseSettings, house_rows
 
     with _mistakes():

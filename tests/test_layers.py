@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -60,49 +59,33 @@ models and stages do so inside the function that needs it."""
 CALLERS = ("promotion", "models", "stages")
 
 
-@pytest.fixture(scope="module")
-def trees() -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_text()) for floor in FLOORS for path in sorted(Path(floor).rglob("*.py"))}
+Trees = dict[Path, ast.Module]
+"""Path below the checkout -> its syntax tree."""
+Imports = dict[Path, set[str]]
+"""Path -> the modules of ours (`tasks.step`) and the names of other libraries that it imports, anywhere in the file."""
 
 
-@pytest.fixture(scope="module")
-def imports(trees: dict[Path, ast.Module]) -> dict[Path, set[str]]:
-    """Return the modules that each file imports."""
-    found: dict[Path, set[str]] = {}
+def trees_of(folder: Path) -> Trees:
+    """Return the source files of the packages in the checkout `folder`."""
+    paths = [path for floor in FLOORS for path in sorted((folder / floor).rglob("*.py"))]
+    return {path.relative_to(folder): ast.parse(path.read_text()) for path in paths}
+
+
+def imports_of(trees: Trees) -> Imports:
+    imports: Imports = {path: set() for path in trees}
     for path, tree in trees.items():
-        found[path] = set()
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                found[path] |= {alias.name.removeprefix(PACKAGE) for alias in node.names}
-                assert not {alias.name.split(".")[0] for alias in node.names} & {*FLOORS}, f"{path}: import herd.X"
+                imports[path] |= {alias.name.removeprefix(PACKAGE) for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                assert not node.level, f"{path}: write imports from where things are defined, not relative ones"
                 source = (node.module or "").removeprefix(PACKAGE)
-                assert (node.module or "").split(".")[0] not in FLOORS, f"{path}: import from herd.{node.module}"
                 names = {f"{source}.{alias.name}" for alias in node.names}
-                files = {name for name in names if Path(*name.split(".")).with_suffix(".py").exists()}
-                found[path] |= files or {source}
-    return found
+                imports[path] |= {name for name in names if file_of(name) in trees} or {source}
+    return imports
 
 
-def test_imports_only_go_down(imports: dict[Path, set[str]]) -> None:
-    assert {path.parts[0] for path in imports} == set(FLOORS)
-    for path, names in imports.items():
-        floor = FLOORS.index(path.parts[0])
-        above = {name for name in names if name.split(".")[0] in FLOORS[floor + 1 :]}
-        assert not above, f"{path} is on floor {path.parts[0]} and must not import {above}"
-
-
-@pytest.mark.parametrize("package", LAYERS)
-def test_folders_of_a_package_only_import_down(package: str, imports: dict[Path, set[str]]) -> None:
-    order = LAYERS[package]
-    folders = {node_of(path) for path in imports if path.parts[0] == package and path.name != "__init__.py"}
-    assert folders == set(order)
-    for path, names in imports.items():
-        if path.parts[0] == package and path.name != "__init__.py":
-            below = order[: order.index(node_of(path)) + 1]
-            above = {name for name in names if name.startswith(f"{package}.") and name.split(".")[1] not in below}
-            assert not above, f"{path} must not import {above}"
+def file_of(module: str) -> Path:
+    return Path(*module.split(".")).with_suffix(".py")
 
 
 def node_of(path: Path) -> str:
@@ -110,26 +93,54 @@ def node_of(path: Path) -> str:
     return path.parts[1].removesuffix(".py")
 
 
-@pytest.mark.parametrize("package", FLOORS)
-def test_no_folders_import_each_other_in_a_circle(package: str, imports: dict[Path, set[str]]) -> None:
+def upward_imports(imports: Imports) -> list[str]:
+    """Return the imports of a higher package, or in a package of a higher folder, as `tasks/step.py: flows.serve`."""
+    upward = []
+    for path, names in imports.items():
+        package, order = path.parts[0], LAYERS.get(path.parts[0], [])
+        above = {*FLOORS[FLOORS.index(package) + 1 :]}
+        if path.name != "__init__.py" and node_of(path) in order:
+            above |= {f"{package}.{node}" for node in order[order.index(node_of(path)) + 1 :]}
+        upward += [f"{path}: {name}" for name in sorted(names) if {name.split(".")[0], node_name(name)} & above]
+    return upward
+
+
+def node_name(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def folder_cycles(imports: Imports) -> list[set[str]]:
+    """Return the sets of folders and top-level modules of one package that import each other in a circle."""
     graph: dict[str, set[str]] = {}
     for path, names in imports.items():
-        if path.parts[0] == package:
-            nodes = {name.split(".")[1] for name in names if name.startswith(f"{package}.")}
-            graph.setdefault(node_of(path), set()).update(nodes - {node_of(path)})
-    assert not [order for order in [topological_order(graph)] if order is None], "a circle of folders"
+        if path.name != "__init__.py":
+            node = f"{path.parts[0]}.{node_of(path)}"
+            own = {node_name(name) for name in names if name.startswith(f"{path.parts[0]}.")}
+            graph.setdefault(node, set()).update(own - {node})
+    return cycles(graph)
 
 
-def topological_order(graph: dict[str, set[str]]) -> list[str] | None:
-    """Return the nodes, each after those that it needs; None if they need each other."""
-    try:
-        return [*TopologicalSorter(graph).static_order()]
-    except CycleError:
-        return None
+def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Return the sets of nodes that reach each other: strongly connected components of more than one node."""
+    reach: dict[str, set[str]] = {}
+    for start in graph:
+        reach[start], queue = set(), [start]
+        while queue:
+            for node in graph.get(queue.pop(), set()) - reach[start]:
+                reach[start].add(node)
+                queue.append(node)
+    circles = {
+        frozenset(other for other in reach[node] if node in reach.get(other, ()))
+        for node in graph
+        if node in reach[node]
+    }
+    return [set(circle) for circle in sorted(circles, key=sorted)]
 
 
-def test_the_core_imports_nothing_optional(trees: dict[Path, ast.Module]) -> None:
+def optional_imports(trees: Trees) -> list[str]:
+    """Return the files of the core that import what is optional, with an import of each: `tasks/step.py: from ...`."""
     core = {"tasks": LAYERS["tasks"][: LAYERS["tasks"].index("promotion")]}
+    importers: dict[Path, str] = {}
     for path, tree in trees.items():
         if str(path).startswith(OPTIONAL) or path.parts[0] == "flows" or path.name == "__init__.py":
             continue
@@ -139,49 +150,79 @@ def test_the_core_imports_nothing_optional(trees: dict[Path, ast.Module]) -> Non
         for node in tree.body if calls else ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
                 modules = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
-                files = {name.removeprefix(PACKAGE).replace(".", "/") + ".py" for name in modules}
-                assert not [name for name in files if name.startswith(OPTIONAL)], f"{path}: {files}"
+                if any(str(file_of(name.removeprefix(PACKAGE))).startswith(OPTIONAL) for name in modules):
+                    importers[path] = ast.unparse(node)
+    return [f"{path}: {statement}" for path, statement in importers.items()]
 
 
-def test_the_library_knows_no_orchestrator(imports: dict[Path, set[str]]) -> None:
+@pytest.fixture(scope="module")
+def trees() -> Trees:
+    return trees_of(Path())
+
+
+@pytest.fixture(scope="module")
+def imports(trees: Trees) -> Imports:
+    return imports_of(trees)
+
+
+def test_imports_name_the_package(trees: Trees) -> None:
+    assert {path.parts[0] for path in trees} == set(FLOORS)
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                assert not {alias.name.split(".")[0] for alias in node.names} & {*FLOORS}, f"{path}: import herd.X"
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{path}: write imports from where things are defined, not relative ones"
+                assert (node.module or "").split(".")[0] not in FLOORS, f"{path}: import from herd.{node.module}"
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_every_folder_of_a_package_has_its_layer(package: str, trees: Trees) -> None:
+    assert {node_of(path) for path in trees if path.parts[0] == package and path.name != "__init__.py"} == set(
+        LAYERS[package]
+    )
+
+
+def test_imports_only_go_down(imports: Imports) -> None:
+    assert upward_imports(imports) == []
+
+
+def test_no_folders_import_each_other_in_a_circle(imports: Imports) -> None:
+    assert folder_cycles(imports) == []
+
+
+def test_the_core_imports_nothing_optional(trees: Trees) -> None:
+    assert optional_imports(trees) == []
+
+
+def test_the_library_knows_no_orchestrator(imports: Imports) -> None:
     for path, names in imports.items():
         if path.parts[0] in ("storage", "llama3"):
             assert not {name for name in names if name.split(".")[0] in ("prefect", "mlflow")}, path
 
 
-def test_the_model_is_not_distributed(imports: dict[Path, set[str]]) -> None:
+def test_the_model_is_not_distributed(imports: Imports) -> None:
     for path in Path("llama3/model").rglob("*.py"):
         assert not {name for name in imports[path] if name.startswith("torch.distributed")}, path
 
 
-def test_mlflow_and_processes_are_known_to_tasks_only(imports: dict[Path, set[str]]) -> None:
+def test_mlflow_and_processes_are_known_to_tasks_only(imports: Imports) -> None:
     knowing = {path.parts[0] for path, names in imports.items() if "mlflow" in {name.split(".")[0] for name in names}}
     assert knowing == {"tasks"}
 
 
-def test_no_file_imports_itself_in_a_circle(imports: dict[Path, set[str]]) -> None:
+def test_no_file_imports_itself_in_a_circle(imports: Imports) -> None:
     """Imports inside functions and for type checkers count too: what needs each other belongs into one file."""
-    modules = {".".join(path.with_suffix("").parts): path for path in imports}
-    graph = {name: sorted(imports[path] & modules.keys()) for name, path in modules.items()}
-    done: set[str] = set()
-
-    def follow(name: str, path: tuple[str, ...]) -> None:
-        assert name not in path, f"import cycle: {' -> '.join([*path[path.index(name) :], name])}"
-        if name not in done:
-            for other in graph[name]:
-                follow(other, (*path, name))
-            done.add(name)
-
-    for name in graph:
-        follow(name, ())
+    modules = {".".join(path.with_suffix("").parts): names for path, names in imports.items()}
+    assert cycles({module: names & modules.keys() for module, names in modules.items()}) == []
 
 
-def test_nothing_imports_the_benchmarks(imports: dict[Path, set[str]]) -> None:
+def test_nothing_imports_the_benchmarks(imports: Imports) -> None:
     for path, names in imports.items():
         assert not {name for name in names if name.split(".")[0] == "benchmarks"}, path
 
 
-def test_no_two_public_classes_share_a_name(trees: dict[Path, ast.Module]) -> None:
+def test_no_two_public_classes_share_a_name(trees: Trees) -> None:
     defined: dict[str, list[str]] = {}
     for path, tree in trees.items():
         for node in tree.body:
@@ -190,7 +231,7 @@ def test_no_two_public_classes_share_a_name(trees: dict[Path, ast.Module]) -> No
     assert not {name: paths for name, paths in defined.items() if len(paths) > 1}
 
 
-def test_files_and_folders_stay_small_and_say_what_they_do(trees: dict[Path, ast.Module]) -> None:
+def test_files_and_folders_stay_small_and_say_what_they_do(trees: Trees) -> None:
     folders: dict[Path, int] = {}
     for path, tree in trees.items():
         if tree.body:
