@@ -49,8 +49,7 @@ from herd.tasks.runs.records import Runs, now
 from herd.tasks.stages.follow import JournalTailer
 from herd.tasks.stages.train import SILENCE, StageAttempts
 from herd.tasks.step import Context
-from herd.tasks.tracking.mlflow import mlflow_of, open_tracker
-from herd.tasks.tracking.tracker import MetricPoint
+from herd.tasks.tracking.mlflow import MetricPoint, MLflowTracker
 
 # The injector runs in a thread beside the supervisor, which does not know it. First the run trains undisturbed, and the
 # injector measures what the planner needs: steps, saves, and restarts by request (every rank saves and exits). From the
@@ -358,13 +357,13 @@ def _opened(
 ) -> Context:
     """Begin the run of the test, in the records and in MLflow."""
     changes = {"timeout_s": settings.timeout_s, "attempts": len(settings.trace()) + STEADY_RESTARTS, "checkpoints": ""}
-    runs, tracker = Runs(root), open_tracker(root, recipe.name, recipe.tracking)
+    runs, tracker = Runs(root), MLflowTracker(root, recipe.name)
     record = runs.begin(recipe, code_version())
     cluster = cluster.model_copy(update=changes)
     context = Context(recipe, cluster, open_store(root), runs, record, tracker, console or TerminalConsole(), [STAGE])
     params = {**flatten(resolved(recipe), depth=2), "fault_test": asdict(settings)}
     record.mlflow_run = tracker.open_run(record.name, context.tags(), params)
-    record.mlflow_experiment = mlflow_of(tracker).experiment
+    record.mlflow_experiment = tracker.experiment
     runs.save(record)
     return context
 

@@ -65,7 +65,7 @@ from herd.tasks.stages.backfill import catch_up, watch_outages
 from herd.tasks.step import Context
 from herd.tasks.tracking import prefect_artifacts
 from herd.tasks.tracking.events import flow_failed, run_ended
-from herd.tasks.tracking.mlflow import mlflow_of, open_tracker
+from herd.tasks.tracking.mlflow import MLflowTracker
 from herd.tasks.tracking.mlflow_store import report_page
 from herd.tasks.tracking.prefect_artifacts import run_done
 from herd.tasks.tracking.prometheus import remove_gauges
@@ -99,8 +99,8 @@ def open_run(config: PipelineParameters, recipe: Recipe) -> Iterator[Context]:
     store, runs, steps = open_store(root), Runs(root), step_names(recipe)
     store.clear_staging()
     with acquire_run(config, recipe, runs, console) as (record, fence):
-        tracker = open_tracker(root, recipe.name, recipe.tracking)
-        mlflow_of(tracker).lost = lambda: runs.lease_lost(record.name)
+        tracker = MLflowTracker(root, recipe.name)
+        tracker.lost = lambda: runs.lease_lost(record.name)
         predict = partial(predict_step_times, root, recipe)
         context = Context(
             recipe, config.cluster, store, runs, record, tracker, console, steps, fence=fence, predict=predict
@@ -175,19 +175,19 @@ def _introduce(context: Context, plan: RunPlan) -> None:
     record.mlflow_run = tracker.open_run(
         record.name, context.tags(), params, parent=record.study.mlflow_run if record.study else ""
     )
-    record.mlflow_experiment = mlflow_of(tracker).experiment
+    record.mlflow_experiment = tracker.experiment
     context.runs.save(record)
     tracker.log_file(record.mlflow_run, context.runs.local_recipe(record.name))
     for name in filter(None, (CLUSTER, record.provenance.diff_file if record.provenance else "")):
         tracker.log_file(record.mlflow_run, context.folder / name)
     url = "" if is_temporary() else split_login(flow_run.ui_url or "")[0]
     prefect = f"[Prefect run]({url})" if url else "Prefect run (temporary server)"
-    own = report_page("", record.mlflow_experiment, mlflow_of(tracker).run_id(record.mlflow_run))
+    own = report_page("", record.mlflow_experiment, tracker.run_id(record.mlflow_run))
     report = f" · [report]({own}), at its end" if record.mlflow_experiment else ""
     note = f"{prefect} · recipe `{record.recipe_digest[:12]}` · code `{record.code}`{report}"
     tracker.set_tags(record.mlflow_run, {"prefect.url": url, "mlflow.note.content": note})
     prefect_artifacts.markdown("plan", plan_markdown(plan), f"Plan of {record.name}")
-    if link := mlflow_of(tracker).page(record.mlflow_run):
+    if link := tracker.page(record.mlflow_run):
         prefect_artifacts.link("mlflow-run", link, f"MLflow run {record.name}")
     if record.prefect_run and is_made_up(str(flow_run.name)):
         with suppress(httpx.HTTPError), get_client(sync_client=True) as client:
@@ -240,8 +240,8 @@ def _close(context: Context, state: State, status: str, error: str) -> None:
         context.console.log(f"[yellow]{error}[/]; {escape(rerun_command(context.root, record))} continues it")
     if record.mlflow_run:
         context.tracker.close(record.mlflow_run, status)
-    if mlflow_of(context.tracker).stale and status == "FINISHED":  # a killed run has no time to wait
-        mlflow_of(context.tracker).reach.wait(PATIENCE_S, context.console.log)
+    if context.tracker.stale and status == "FINISHED":  # a killed run has no time to wait
+        context.tracker.reach.wait(PATIENCE_S, context.console.log)
     try:
         catch_up(context)
         run_done(context.record, context.recipe, context.made)
@@ -392,8 +392,8 @@ def existing_run(
                 else:
                     raise
         recipe, record = runs.recipe(name), runs.find(name)
-        tracker, console = open_tracker(root, recipe.name, recipe.tracking), current_console()
-        mlflow_of(tracker).lost = lambda: runs.lease_lost(name)
+        tracker, console = MLflowTracker(root, recipe.name), current_console()
+        tracker.lost = lambda: runs.lease_lost(name)
         context = Context(recipe, cluster, open_store(root), runs, record, tracker, console, step_names(recipe))
         with context.agents:
             yield context

@@ -55,8 +55,7 @@ from herd.tasks.study.plan import check_hours, plan_lines, plan_study, plan_tabl
 from herd.tasks.study.records import FOLDER, Studies, StudyRecord, runs_of
 from herd.tasks.study.report import conclude, plan_markdown
 from herd.tasks.tracking import prefect_artifacts
-from herd.tasks.tracking.mlflow import mlflow_of, open_tracker
-from herd.tasks.tracking.tracker import Tracker
+from herd.tasks.tracking.mlflow import MLflowTracker
 
 
 class VariantForm(BaseModel):
@@ -110,7 +109,7 @@ class StudyContext:
     """Those of the selected variants."""
     studies: Studies
     record: StudyRecord
-    tracker: Tracker
+    tracker: MLflowTracker
     console: Console
     began: float = field(default_factory=time.monotonic)
 
@@ -164,7 +163,7 @@ def open_study(config: StudyParameters, expanded: ExpandedStudy) -> Iterator[Stu
     # Prefect may report a living process as dead, and on an object store a dead one keeps its lease for a while.
     with studies.alone(name, wait if retried else None):
         record = _recorded(config, expanded, studies)
-        tracker = open_tracker(root, name, expanded.base.tracking)
+        tracker = MLflowTracker(root, name)
         context = StudyContext(config, expanded, runs, studies, record, tracker, console)
         with watched(root, f"{FOLDER}/{name}", attempt_number()), reporting_end(context.close):
             console.log(f"study [bold]{record.name}[/] {record.digest[:12]} in {root.uri}")
@@ -211,9 +210,9 @@ def _open_mlflow_run(context: StudyContext) -> None:
     params = {**flatten(question, depth=2), **flatten({"recipe": resolved(context.expanded.base)}, depth=2)}
     tags = {"code.commit": record.code, "prefect.flow_run_id": record.prefect_run, "study.kind": record.kind}
     record.mlflow_run = tracker.open_study(record.name, record.digest[:16], tags, params)
-    record.mlflow_experiment = mlflow_of(tracker).experiment
+    record.mlflow_experiment = tracker.experiment
     context.studies.save(record)
-    if link := mlflow_of(tracker).page(record.mlflow_run):
+    if link := tracker.page(record.mlflow_run):
         prefect_artifacts.link("mlflow-run", link, f"MLflow run of study {record.name}")
     if record.prefect_run and not is_temporary() and is_made_up(str(flow_run.name)):
         with suppress(httpx.HTTPError), get_client(sync_client=True) as client:

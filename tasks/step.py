@@ -35,8 +35,9 @@ from herd.tasks.launch.local import Agents
 from herd.tasks.runs.progress import IN_PROGRESS
 from herd.tasks.runs.records import RunRecord, Runs, StepRecord
 from herd.tasks.tracking.events import artifact_committed
+from herd.tasks.tracking.mlflow import MLflowTracker
 from herd.tasks.tracking.steps import LoggedStep, child_tags, project_step
-from herd.tasks.tracking.tracker import Tracker
+from herd.tasks.tracking.tensorboard import TensorBoard
 
 Build = Callable[[Path, str], dict[str, Any]]
 """Fills an empty folder and returns the artifact's metadata; also gets the handle of the step's MLflow run."""
@@ -73,7 +74,7 @@ class Context:
     store: Store
     runs: Runs
     record: RunRecord
-    tracker: Tracker
+    tracker: MLflowTracker
     console: Console
     steps: list[str]
     """Names of all steps in order."""
@@ -88,9 +89,13 @@ class Context:
     """Whether a stage whose checkpoints are all damaged is trained again from its start."""
     predict: Callable[[Cluster, StageSpan], PredictedStepTimes | None] = lambda cluster, span: None
     """Predicts memory and step times of a stage; steps do not import the planner."""
+    tensorboard: TensorBoard | None = None
+    """The run's event files, if the recipe wants some; made here."""
 
     def __post_init__(self) -> None:
         self.agents = self.agents or Agents(self.folder / "logs" / "agent.log")
+        if self.recipe.tracking.tensorboard and not self.tensorboard:
+            self.tensorboard = TensorBoard(self.root, self.record.name)
 
     @property
     def root(self) -> Root:
@@ -167,7 +172,9 @@ def ensure_artifact(
         context.runs.save(context.record)
         if made.outcome != REUSED:
             artifact_committed(context.record, context.root.uri, step, artifact)
-        project_step(LoggedStep(context.tracker, context.store, context.record, step, artifact, mlflow_run))
+        project_step(
+            LoggedStep(context.tracker, context.store, context.record, step, artifact, mlflow_run, context.tensorboard)
+        )
     return artifact
 
 

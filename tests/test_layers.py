@@ -222,6 +222,30 @@ def test_nothing_imports_the_benchmarks(imports: Imports) -> None:
         assert not {name for name in names if name.split(".")[0] == "benchmarks"}, path
 
 
+def test_no_interface_is_cast_to_an_implementation(trees: Trees) -> None:
+    """MLflow is the tracker; other monitoring systems read the journal, and a Protocol has all that its callers use."""
+    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    interfaces = {node.name for node in classes if "Protocol" in map(ast.unparse, node.bases)}
+    assert interfaces
+    for path, tree in trees.items():
+        assert "mlflow_of" not in path.read_text(), f"{path}: pass the MLflowTracker"
+        for function in ast.walk(tree) if path.parts[0] in ("tasks", "flows") else ():
+            if isinstance(function, ast.FunctionDef):
+                parameters = {
+                    argument.arg
+                    for argument in (*function.args.args, *function.args.kwonlyargs)
+                    if argument.annotation and set() < names_in(argument.annotation) <= interfaces
+                }
+                for call in ast.walk(function):
+                    if isinstance(call, ast.Call) and ast.unparse(call.func) in ("isinstance", "cast"):
+                        mentioned = names_in(*call.args)
+                        assert not mentioned & (parameters | {"MLflowTracker"}), f"{path}:{call.lineno}: a downcast"
+
+
+def names_in(*nodes: ast.expr) -> set[str]:
+    return {name.id for node in nodes for name in ast.walk(node) if isinstance(name, ast.Name)}
+
+
 def test_no_two_public_classes_share_a_name(trees: Trees) -> None:
     defined: dict[str, list[str]] = {}
     for path, tree in trees.items():

@@ -40,7 +40,8 @@ from herd.tasks.plan.recipe import (
     survey_evaluation,
 )
 from herd.tasks.runs.records import Runs
-from herd.tasks.tracking.mlflow import tracking_faults
+from herd.tasks.tracking.prometheus import folder_faults
+from herd.tasks.tracking.tensorboard import package_faults
 
 if TYPE_CHECKING:
     from herd.llama3.data.readers.conversations import ConversationSurvey
@@ -292,7 +293,8 @@ CHECKS: tuple[tuple[PreflightCheck, ...], ...] = (
     (
         PreflightCheck(lambda run: True, _root_faults),
         PreflightCheck(lambda run: True, _fit_faults),
-        PreflightCheck(lambda run: True, lambda run: tracking_faults(run.recipe.tracking)),
+        PreflightCheck(lambda run: True, lambda run: folder_faults()),
+        PreflightCheck(lambda run: run.recipe.tracking.tensorboard, lambda run: package_faults()),
         PreflightCheck(lambda run: run.cluster.launcher == "local", _host_faults),
         PreflightCheck(lambda run: run.recipe.tokenizer.use, _tokenizer_faults),
         PreflightCheck(lambda run: True, _evaluation_faults),

@@ -20,8 +20,7 @@ from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.console import Console
 from herd.tasks.runs.provenance import code_version
-from herd.tasks.tracking.mlflow import open_tracker
-from herd.tasks.tracking.tracker import MetricPoint
+from herd.tasks.tracking.mlflow import MetricPoint, MLflowTracker
 
 KIND, FILE, VERSION = "calibration", "calibration.json", 1
 KEYS = {
@@ -148,7 +147,7 @@ def measure_and_store(
 
 def show_calibration(root: Root, found: Calibration, artifact: Artifact) -> str:
     """Send a calibration to MLflow and return the run's handle; an artifact has one run however often it is sent."""
-    tracker = open_tracker(root, KIND)
+    tracker = MLflowTracker(root, KIND)
     manifest = artifact.manifest
     tags = {"herd.run": artifact.label, "kind": KIND, "stage": found.date[:10], "artifact.key": artifact.key[:16]}
     handle = tracker.open_child("", manifest.name, tags)

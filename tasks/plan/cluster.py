@@ -72,8 +72,7 @@ from herd.tasks.plan.tables import (
     time_unit,
 )
 from herd.tasks.runs.records import Runs
-from herd.tasks.tracking.mlflow import MLflowTracker
-from herd.tasks.tracking.tracker import MetricPoint
+from herd.tasks.tracking.mlflow import MetricPoint, MLflowTracker
 
 KEYS = (metrics.CHECKPOINT_S, metrics.CHECKPOINT_WRITE_S, metrics.FIRST_STEP_S)
 QUANTITIES = ("days", "gpu_hours", "money")

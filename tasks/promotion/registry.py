@@ -21,9 +21,8 @@ from herd.tasks.promotion.log import (
     version_tags,
 )
 from herd.tasks.runs.records import RunRecord, Runs, mark_open
-from herd.tasks.tracking.mlflow import MLflowTracker, is_absence, mlflow_of
+from herd.tasks.tracking.mlflow import MLflowTracker, is_absence
 from herd.tasks.tracking.mlflow_store import tracking_uri
-from herd.tasks.tracking.tracker import Tracker
 
 NO_ALIAS = "INVALID_PARAMETER_VALUE"
 """MLflow's error code where a model has no such alias."""
@@ -189,7 +188,7 @@ def labels_with_alias(root: Root) -> list[str]:
 # or `reconcile` completes them.
 
 
-def apply(runs: Runs, record: RunRecord, tracker: Tracker, log: PromotionLog, artifact: str) -> bool:
+def apply(runs: Runs, record: RunRecord, tracker: MLflowTracker, log: PromotionLog, artifact: str) -> bool:
     """Write the newest decision on run `record` (whose lease is held) and its model `artifact`.
 
     Returns whether MLflow shows it. If MLflow is away the run is marked, so that `reconcile` sends what is missing.
@@ -198,9 +197,8 @@ def apply(runs: Runs, record: RunRecord, tracker: Tracker, log: PromotionLog, ar
     record.verdict = gate_decisions(log.records, record.name)[-1].kind
     runs.save(record)
     tracker.set_tags(record.mlflow_run, {"verdict": record.verdict})
-    mlflow = mlflow_of(tracker)
-    shown = move_aliases(mlflow, log, artifact)
-    if mlflow.stale:
+    shown = move_aliases(tracker, log, artifact)
+    if tracker.stale:
         record.mlflow_stale = True
         runs.save(record)
         mark_open(runs.root, record.name)

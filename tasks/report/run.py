@@ -32,7 +32,6 @@ from herd.tasks.report.data import DataPage, ReportData, collect_report_data
 from herd.tasks.runs.records import PENDING_APPROVAL, RunRecord, Runs, example_change, trained_stages
 from herd.tasks.step import REUSED, Context
 from herd.tasks.tracking import prefect_artifacts
-from herd.tasks.tracking.mlflow import mlflow_of
 from herd.tasks.tracking.mlflow_store import report_page, server_uri
 
 # The forecast in a run's report: the score of a run of ten times the compute, from all runs under the root.
@@ -181,10 +180,10 @@ def write_report(context: Context) -> Path:
     """Write the report into the run's folder, and show it in MLflow and Prefect; return the HTML page."""
     from herd.tasks.models.card import describe_model  # imports matplotlib
 
-    page, mlflow = make_report(context.root, context.record.name), mlflow_of(context.tracker)
+    page, mlflow = make_report(context.root, context.record.name), context.tracker
     for path in (page, page.with_suffix(".md"), page.with_name("data.html")):
         if path.exists():
-            context.tracker.log_file(context.record.mlflow_run, path)
+            mlflow.log_file(context.record.mlflow_run, path)
     describe_model(context.root, context.record, mlflow)
     text, server = page.with_suffix(".md").read_text(), server_uri()
     if server and mlflow.experiment:

@@ -1,4 +1,4 @@
-"""Backfill: send a run to its trackers again from its record, artifacts, journals and decisions alone.
+"""Backfill: send a run to MLflow again from its record, artifacts, journals and decisions alone.
 
 `herd mlflow sync RUN` does it, and a run itself after MLflow was away. Everything is sent and nothing is duplicated:
 points carry their time, runs are found by their tags and models by their artifact. Missing are failed steps, which left
@@ -31,17 +31,15 @@ from herd.tasks.promotion.registry import Registry
 from herd.tasks.runs.provenance import CLUSTER
 from herd.tasks.runs.records import RunRecord, Runs, evaluation_of
 from herd.tasks.step import Context
-from herd.tasks.tracking.mlflow import mlflow_of, open_tracker
+from herd.tasks.tracking.mlflow import MetricPoint, MLflowTracker
 from herd.tasks.tracking.steps import (
     LoggedStep,
     Thinning,
     checkpoint_model,
     child_tags,
     project_step,
-    send_records,
     step_tags,
 )
-from herd.tasks.tracking.tracker import MetricPoint, Tracker
 
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED", "cancelled": "KILLED"}
 """MLflow's status for the state of a run that ended."""
@@ -70,17 +68,16 @@ class BackfillResult:
 
 
 def backfill_run(
-    root: Root, run: str, tracker: Tracker | None = None, record: RunRecord | None = None
+    root: Root, run: str, tracker: MLflowTracker | None = None, record: RunRecord | None = None
 ) -> BackfillResult:
-    """Send everything of `run` to its trackers; safe at any time and any number of times.
+    """Send everything of `run` to MLflow; safe at any time and any number of times.
 
     A running run passes its own `tracker` and `record`, whose MLflow ids are set. Raises ValueError if the run does not
     exist or MLflow does not answer.
     """
     runs = Runs(root)
     own = record or runs.find(run)
-    tracker = tracker or open_tracker(root, own.family, runs.recipe(run).tracking)
-    mlflow = mlflow_of(tracker)
+    mlflow = tracker or MLflowTracker(root, own.family)
     if not mlflow.reach.wait(0, lambda text: None):
         raise ValueError(f"MLflow at {mlflow.uri} does not answer; start it (herd up), then: herd mlflow sync {run}")
     if not mlflow.experiment:
@@ -89,7 +86,7 @@ def backfill_run(
     before = own.model_copy(deep=True)
     if decisions := gate_decisions(read_log(root, own.family), run):
         own.verdict = decisions[-1].kind
-    done = _Publisher(root, runs, own, tracker).publish()
+    done = _Publisher(root, runs, own, mlflow).publish()
     done.complete = not mlflow.stale
     if record is None and own.state != "running":  # only a running run writes its own record
         own.mlflow_stale = mlflow.stale
@@ -101,9 +98,8 @@ def backfill_run(
 class _Publisher:
     """One backfill of one run."""
 
-    def __init__(self, root: Root, runs: Runs, record: RunRecord, tracker: Tracker) -> None:
-        self.root, self.runs, self.record, self.tracker = root, runs, record, tracker
-        self.mlflow = mlflow_of(tracker)
+    def __init__(self, root: Root, runs: Runs, record: RunRecord, mlflow: MLflowTracker) -> None:
+        self.root, self.runs, self.record, self.mlflow = root, runs, record, mlflow
         self.store: Store = open_store(root)
         self.done = BackfillResult()
         self.tags = {
@@ -128,10 +124,11 @@ class _Publisher:
                 records = [
                     record for name in ("journal.jsonl", HEALTH) for record in read_journal(path.with_name(name))
                 ]
-                thinning = Thinning(followed["steps"], followed["end"])
-                self.done.points += send_records(self.tracker, [record.mlflow_run, child], records, thinning)
+                points = Thinning(followed["steps"], followed["end"]).points(records)
+                self.mlflow.log_points([record.mlflow_run, child], points)
+                self.done.points += 2 * len(points)
                 if record.state != "running":
-                    self.tracker.close(child, STATUS[record.state], _time(record.ended))
+                    self.mlflow.close(child, STATUS[record.state], _time(record.ended))
         log = PromotionLog(self.root, record.family)
         decisions = gate_decisions(log.records, record.name)
         for decision in {decision.artifact: decision for decision in decisions}.values():
@@ -140,16 +137,16 @@ class _Publisher:
             self.mlflow.reach.attempt(lambda: len(Registry(self.mlflow).publish(log)), 0)
         if record.state != "running":
             end = _time(record.ended) if record.ended else None
-            self.tracker.close(record.mlflow_run, STATUS[record.state], end)
+            self.mlflow.close(record.mlflow_run, STATUS[record.state], end)
         return self.done
 
     def _publish_run(self) -> None:
-        record, tracker = self.record, self.tracker
+        record, mlflow = self.record, self.mlflow
         params = flatten(resolved(self.runs.recipe(record.name)), depth=2)
         over = record.state != "running"
-        handle = tracker.open_run(record.name, self.tags, params, start=_time(record.started), over=over)
-        tracker.log_params(handle, params)
-        record.mlflow_run, record.mlflow_experiment = handle, self.mlflow.experiment
+        handle = mlflow.open_run(record.name, self.tags, params, start=_time(record.started), over=over)
+        mlflow.log_params(handle, params)
+        record.mlflow_run, record.mlflow_experiment = handle, mlflow.experiment
         self.done.runs += 1
         changes = record.provenance.diff_file if record.provenance else ""
         for file in filter(None, (*FILES, changes)):
@@ -158,7 +155,7 @@ class _Publisher:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)
             if path.is_file():
-                tracker.log_file(handle, path)
+                mlflow.log_file(handle, path)
 
     def _publish_step(self, step: str) -> None:
         entry = self.record.steps[step]
@@ -170,8 +167,8 @@ class _Publisher:
         made = not entry.outcome.startswith("reused")
         start = artifact.created - artifact.manifest.seconds if made else _time(self.record.started)
         child = self._child(step_tags(step, artifact.manifest.kind, artifact.key), start)
-        self.done.points += project_step(LoggedStep(self.tracker, self.store, self.record, step, artifact, child))
-        self.tracker.close(child, "FINISHED", artifact.created if made else start)
+        self.done.points += project_step(LoggedStep(self.mlflow, self.store, self.record, step, artifact, child))
+        self.mlflow.close(child, "FINISHED", artifact.created if made else start)
         entry.mlflow_run = child
 
     def _publish_decision(self, decision: Promotion, log: Log) -> None:
@@ -186,8 +183,8 @@ class _Publisher:
             self.done.gone += 1
             return
         child = self._child(step_tags("promote", "promotion", evaluation.key), _time(decision.time))
-        self.tracker.set_tags(child, {"verdict": decision.kind})
-        model = checkpoint_model(self.tracker, [child], checkpoint)
+        self.mlflow.set_tags(child, {"verdict": decision.kind})
+        model = checkpoint_model(self.mlflow, [child], checkpoint)
 
         def register() -> int:
             registry = Registry(self.mlflow)
@@ -197,12 +194,12 @@ class _Publisher:
 
         self.done.versions += self.mlflow.reach.attempt(register, 0)
         describe_model(self.root, self.record, self.mlflow)
-        self.tracker.close(child, "FINISHED", _time(decision.time))
+        self.mlflow.close(child, "FINISHED", _time(decision.time))
 
     def _child(self, tags: dict[str, str], start: float, over: bool = True) -> str:
         self.done.runs += 1
         own = child_tags(self.tags, tags["stage"], tags["kind"], tags["artifact.key"])
-        return self.tracker.open_child(self.record.mlflow_run, self.record.name, own, start, over)
+        return self.mlflow.open_child(self.record.mlflow_run, self.record.name, own, start, over)
 
 
 def _time(text: str) -> float:
@@ -211,7 +208,7 @@ def _time(text: str) -> float:
 
 def watch_outages(context: Context) -> None:
     """Report outages of MLflow on the console and in the run's record; call it before the first step."""
-    reach = mlflow_of(context.tracker).reach
+    reach = context.tracker.reach
 
     def changed(away: bool, why: str) -> None:
         if not away:
@@ -230,7 +227,7 @@ def watch_outages(context: Context) -> None:
 
 def catch_up(context: Context) -> bool:
     """Return whether MLflow has everything of the run; what it missed is sent now if it answers."""
-    mlflow, record = mlflow_of(context.tracker), context.record
+    mlflow, record = context.tracker, context.record
     if mlflow.stale and mlflow.reach.available():
         try:
             backfill_run(context.root, record.name, context.tracker, record)
@@ -254,9 +251,8 @@ class Sender:
     `catch_up` sends the whole run again when MLflow answers.
     """
 
-    def __init__(self, tracker: Tracker, runs: list[str], catch_up: Callable[[], object]) -> None:
+    def __init__(self, tracker: MLflowTracker, runs: list[str], catch_up: Callable[[], object]) -> None:
         self.tracker, self.runs, self._catch_up = tracker, runs, catch_up
-        self._mlflow = mlflow_of(tracker)
         self._queue: queue.Queue[list[MetricPoint] | dict[str, str] | None] = queue.Queue()
         self._queued = 0
         self._thread: threading.Thread | None = None
@@ -270,7 +266,7 @@ class Sender:
     def put(self, points: list[MetricPoint]) -> None:
         """Queue points to send; returns at once."""
         if self._queued + len(points) > MAX_QUEUED:
-            self._mlflow.reach.stale = True
+            self.tracker.reach.stale = True
             return
         self._queued += len(points)
         self._queue.put(points)
@@ -288,8 +284,8 @@ class Sender:
             self._queue.put(None)
             thread.join(seconds)
             if thread.is_alive():
-                self._mlflow.reach.stale = True
-        return not self._mlflow.stale
+                self.tracker.reach.stale = True
+        return not self.tracker.stale
 
     def _run(self) -> None:
         while True:
@@ -302,7 +298,7 @@ class Sender:
             try:
                 self._send(points)
             except Exception:  # a thread that ended here would lose the points after these without a word
-                self._mlflow.reach.stale = True
+                self.tracker.reach.stale = True
                 log.exception("MLflow may lack points of this run; they are sent again later")
 
     def _send(self, points: list[MetricPoint] | dict[str, str]) -> None:
@@ -312,7 +308,7 @@ class Sender:
         elif points:
             self._queued -= len(points)
             self.tracker.log_points(self.runs, points)
-        reach, now = self._mlflow.reach, time.monotonic()
+        reach, now = self.tracker.reach, time.monotonic()
         if reach.stale and reach.available() and now - self._caught_up_at > CATCH_UP_INTERVAL_S:
             self._caught_up_at = now
             self._catch_up()

@@ -10,9 +10,11 @@ import json
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from rich.markup import escape
 
@@ -30,11 +32,9 @@ from herd.tasks.stages.backfill import FOLLOWED, Sender, catch_up, watch_outages
 from herd.tasks.stages.evaluate import CheckpointOffers
 from herd.tasks.stages.hang_detector import HangDetector
 from herd.tasks.step import Context
-from herd.tasks.tracking.mlflow import mlflow_of
+from herd.tasks.tracking.mlflow import MetricPoint
 from herd.tasks.tracking.prefect_artifacts import StagePage
-from herd.tasks.tracking.prometheus import Gauges
 from herd.tasks.tracking.steps import Thinning, environment_tags
-from herd.tasks.tracking.tracker import MetricPoint
 
 POLL_S = 0.5
 SEND_INTERVAL_S = 5.0
@@ -44,6 +44,14 @@ SMOOTHED = 32
 """Steps whose mean loss is shown: the loss of one batch depends on its domains."""
 INTERRUPTED_S = 5.0
 """How long an interrupted run waits for points that are being sent."""
+
+
+class JournalReader(Protocol):
+    """A monitoring system that shows a stage while it trains; it never raises."""
+
+    def update(self, records: Sequence[Record], loss: float | None) -> None:
+        """Take new records of the journal, oldest first, and the mean loss of the last steps."""
+        ...
 
 
 class JournalTailer:
@@ -60,12 +68,12 @@ class JournalTailer:
         alerts: Alerts | None = None,
         page: StagePage | None = None,
         offers: CheckpointOffers | None = None,
-        gauges: Gauges | None = None,
+        readers: Sequence[JournalReader] = (),
         hosts: Hosts | None = None,
     ) -> None:
         """`runs` are the MLflow runs, that of the stage last; `steps` and `end` are the stage's."""
         watch_outages(context)
-        self.alerts, self.page, self.offers, self.gauges = alerts, page, offers, gauges
+        self.alerts, self.page, self.offers, self.readers = alerts, page, offers, readers
         self.hosts = hosts or Hosts(context.root)
         scheduler = getattr(context.cluster, context.cluster.launcher, None)  # None: launcher local, which waits
         self.grace_s: float = getattr(scheduler, "grace_s", math.inf)
@@ -83,15 +91,13 @@ class JournalTailer:
         self.unsent: list[MetricPoint] = []
         self.losses: deque[float] = deque(maxlen=SMOOTHED)
         self.held_out: dict[str, float] = {}
-        opening = mlflow_of(context.tracker).opening(runs[-1])
-        if opening is not None and "stage" in opening.tags:
+        opened = context.tracker.opening(runs[-1])
+        if opened is not None and "stage" in opened.tags:
             path = journal.parent / FOLLOWED
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(
                 path,
-                json.dumps(
-                    {"run": context.record.name, "tags": opening.tags, "steps": self.thinning.steps, "end": end}
-                ),
+                json.dumps({"run": context.record.name, "tags": opened.tags, "steps": self.thinning.steps, "end": end}),
             )
 
     def follow(
@@ -168,9 +174,9 @@ class JournalTailer:
             if not entries:
                 self.alerts.observe_silence(time.monotonic() - self.last_record_at)
         records = valid_records(entries)
-        self._process_health(records)
+        health = self._process_health(records)
+        self.unsent += self.thinning.points([*health, *records])
         for record in records:
-            self.unsent += self.thinning.points(record)
             if metrics.LOSS in record.metrics:
                 self.losses.append(record.metrics[metrics.LOSS])
             if metrics.HELD_OUT in record.metrics:
@@ -193,8 +199,8 @@ class JournalTailer:
             )
             if self.page:
                 self.page.update(replace(records[-1], metrics=values))
-            if self.gauges:
-                self.gauges.update(records, mean.get(metrics.LOSS))
+            for reader in self.readers:
+                reader.update([*health, *records], mean.get(metrics.LOSS))
         if time.monotonic() - self.last_sent > SEND_INTERVAL_S:
             self.send()
 
@@ -207,21 +213,22 @@ class JournalTailer:
             self.context.console.log(f"  [yellow]{field} {why}; write at least {leaves_s}, or stops lose steps[/]")
             self.grace_s = math.inf
 
-    def _process_health(self, records: list[Record]) -> None:
-        """Read the health of the nodes: record new faults, and add the values to the last of `records` that is sent."""
+    def _process_health(self, records: list[Record]) -> list[Record]:
+        """Read the health of the nodes: record new faults; return the values, at the last of `records` that is sent."""
         if self.health is None:
-            return
+            return []
         if time.monotonic() - self.health_checked_at > HEALTH_CHECK_S:
             self.health_checked_at = time.monotonic()
             faults = {(sample.host, fault) for sample in self.health.new() for fault in sample.faults}
             for host, fault in sorted(faults - self.faults):
                 self._record_fault(host, fault)
         sent = [record for record in records if record.time > self.follow_start_time and self.thinning.sends(record)]
-        if sent and (values := self.health.metrics()):
-            record = Record(sent[-1].time, sent[-1].position, values)
-            self.unsent += self.thinning.points(record)
-            with suppress(OSError), Journal(self.tail.path.with_name(HEALTH)) as journal:
-                journal.add(record)
+        if not sent or not (values := self.health.metrics()):
+            return []
+        record = Record(sent[-1].time, sent[-1].position, values)
+        with suppress(OSError), Journal(self.tail.path.with_name(HEALTH)) as journal:
+            journal.add(record)
+        return [record]
 
     def _record_fault(self, host: str, fault: str) -> None:
         """Record a fault, which excludes the host, and alert once."""

@@ -30,7 +30,6 @@ from herd.tasks.runs.records import PENDING_APPROVAL, now
 from herd.tasks.stages.alerts import alert_gate_failed
 from herd.tasks.stages.gate import ChampionModel, Override, decide, measure_candidate, measure_champion
 from herd.tasks.step import Context, tracked_step
-from herd.tasks.tracking.mlflow import mlflow_of
 from herd.tasks.tracking.steps import checkpoint_model
 
 
@@ -72,7 +71,7 @@ def judge_model(
     allows, before anything is decided.
     """
     timeout = context.recipe.promote.mlflow_timeout
-    mlflow = mlflow_of(context.tracker)
+    mlflow = context.tracker
     if not mlflow.reach.wait(int(timeout), context.console.log):
         raise ValueError(
             f"promote.mlflow_timeout: MLflow at {mlflow.uri} did not answer for {timeout}; the model is "

@@ -57,10 +57,11 @@ from herd.tasks.runs.progress import kept_checkpoints, newest, work_dir_name
 from herd.tasks.runs.provenance import hourly_costs
 from herd.tasks.stages.alerts import Alerts
 from herd.tasks.stages.evaluate import CheckpointOffers, validation_folder, write_validation_rows
-from herd.tasks.stages.follow import JournalTailer
+from herd.tasks.stages.follow import JournalReader, JournalTailer
 from herd.tasks.step import Context, WorkInProgress, ensure_artifact, link_files
 from herd.tasks.tracking.prefect_artifacts import StagePage, stage_done
 from herd.tasks.tracking.prometheus import Gauges
+from herd.tasks.tracking.steps import StageCurves, Thinning
 
 VERSION = 1
 WEIGHTS_VERSION = 1
@@ -220,11 +221,14 @@ def _train(context: Context, span: StageSpan, job: Path, runs: list[str], offers
     name = context.record.name
     page = StagePage(name, span.name, span.start, span.tokens)
     alerts = Alerts(context.root, name, span.name, context.console, context.recipe.spikes, job.parent)
-    hosts, gauges = Hosts(context.root), Gauges(context.root, name, span.name)
+    hosts, readers = Hosts(context.root), list[JournalReader]([Gauges(context.root, name, span.name)])
+    if context.tensorboard:
+        readers.append(StageCurves(context.tensorboard, span.name, Thinning(span.steps, span.end)))
     launcher = launcher_of(context.cluster, launch_key(job), context.agents, hosts.excluded)
+    journal = job.parent / "journal.jsonl"
     with context.console.progress(span.name, span.tokens) as line:
         follower = JournalTailer(
-            context, runs, job.parent / "journal.jsonl", span.steps, line, span.end, alerts, page, offers, gauges, hosts
+            context, runs, journal, span.steps, line, span.end, alerts, page, offers, readers, hosts
         )
         attempts, timeout_s = StageAttempts(context, span, launcher, hosts), context.cluster.timeout_s
         while True:

@@ -28,14 +28,13 @@ from herd.tasks.study.page import FinishedRun, markdown_table, short, study_page
 from herd.tasks.study.plan import HEADERS, StudyPlan, plan_lines, plan_rows, spent
 from herd.tasks.study.records import PAGE, Studies, StudyRecord, runs_of
 from herd.tasks.tracking import prefect_artifacts
-from herd.tasks.tracking.mlflow import mlflow_of, open_tracker
-from herd.tasks.tracking.tracker import MetricPoint, Tracker
+from herd.tasks.tracking.mlflow import MetricPoint, MLflowTracker
 
 LISTED = 5
 """Runs that a flag names."""
 
 
-def conclude(studies: Studies, expanded: ExpandedStudy, record: StudyRecord, tracker: Tracker) -> StudyVerdict:
+def conclude(studies: Studies, expanded: ExpandedStudy, record: StudyRecord, tracker: MLflowTracker) -> StudyVerdict:
     """Compute the verdict of a study from its finished runs, write and publish it. Raises ValueError."""
     root = studies.root
     answers = runs_of(Runs(root), expanded, expanded.runs)
@@ -62,7 +61,7 @@ def rewrite(studies: Studies, name: str) -> StudyVerdict:
             raise ValueError(
                 f"study {name}: none of its {len(expanded.runs)} runs is finished; go on with: {record.command}"
             )
-        tracker = open_tracker(studies.root, name)
+        tracker = MLflowTracker(studies.root, name)
         tags = {"code.commit": record.code, "study.kind": record.kind}
         record.mlflow_run = tracker.open_study(name, record.digest[:16], tags, {})
         verdict = conclude(studies, expanded, record, tracker)
@@ -95,13 +94,11 @@ def _finished_runs(
     expanded: ExpandedStudy,
     answers: Mapping[str, RunRecord],
     results: Sequence[RunResult],
-    tracker: Tracker,
+    tracker: MLflowTracker,
 ) -> list[FinishedRun]:
     """Return the finished runs with results and cost, in the order of the variants."""
     by_run = {(result.variant, result.repeat): result for result in results}
-    costs = spent(
-        expanded, open_store(root), answers, lambda run: int(mlflow_of(tracker).noted_tags(run).get("world", "1"))
-    )
+    costs = spent(expanded, open_store(root), answers, lambda run: int(tracker.noted_tags(run).get("world", "1")))
     finished = []
     for run in expanded.runs:
         if run.name in answers:
@@ -131,7 +128,11 @@ def _present_values(expanded: ExpandedStudy, verdict: StudyVerdict) -> dict[str,
 
 
 def _publish_to_mlflow(
-    tracker: Tracker, record: StudyRecord, answers: Mapping[str, RunRecord], runs: Sequence[FinishedRun], text: str
+    tracker: MLflowTracker,
+    record: StudyRecord,
+    answers: Mapping[str, RunRecord],
+    runs: Sequence[FinishedRun],
+    text: str,
 ) -> None:
     """Log verdict and headline numbers to the study's MLflow run, and make it the parent of its runs."""
     assert record.verdict is not None
@@ -147,7 +148,7 @@ def _publish_to_mlflow(
     tags = {"verdict": "; ".join(record.verdict.headline)[:4000], "mlflow.note.content": text[:8000]}
     tracker.set_tags(record.mlflow_run, tags)
     for run in answers.values():
-        if run.mlflow_run and (run_id := mlflow_of(tracker).run_id(record.mlflow_run)):
+        if run.mlflow_run and (run_id := tracker.run_id(record.mlflow_run)):
             tracker.set_tags(run.mlflow_run, {"mlflow.parentRunId": run_id})
 
 

@@ -2,7 +2,7 @@
 
 Sending a point again is safe: MLflow's primary key is (key, step, time, value). No method raises or waits for a server
 that is away; `stale` then says that MLflow lacks points. A run that could not be opened gets a temporary handle and is
-opened at the next successful call. `open_tracker` is the only place that knows which other sinks exist.
+opened at the next successful call.
 """
 
 from __future__ import annotations
@@ -16,18 +16,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from herd.llama3.recipe.sections import Tracking
 from herd.llama3.train import metrics
 from herd.storage.filesystem import is_local
 from herd.storage.root import Root
 from herd.tasks.tracking.mlflow_store import database_uri, prepare_database, run_page, set_tracking_uri, tracking_uri
-from herd.tasks.tracking.prometheus import folder_faults
-from herd.tasks.tracking.tracker import MetricPoint, Tracker, TrackerGroup
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -56,6 +52,15 @@ AWAY = "away-"
 """Prefix of the handle of a run that could not be opened yet."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+
+class MetricPoint(NamedTuple):
+    key: str
+    value: float
+    time: float
+    """Seconds since 1970, when it was recorded."""
+    position: int
+    """Tokens trained on, from the start of the run; MLflow's step."""
 
 
 def metric_key(text: str) -> str:
@@ -182,7 +187,7 @@ class RunSpec:
 
 
 class MLflowTracker:
-    """The MLflow experiment of one recipe family, as a `Tracker`. Most methods are described there."""
+    """The MLflow experiment of one recipe family. A handle names an open run, a study or a step of a run."""
 
     def __init__(self, root: Root, family: str) -> None:
         self.root, self.uri, self.family = root, tracking_uri(root), family
@@ -194,6 +199,7 @@ class MLflowTracker:
         self._client_lock = threading.Lock()
         self.reach = CircuitBreaker(lambda: self.client.search_experiments(max_results=1))
         self.complete: set[str] = set()
+        """Handles of stages that received every point while their trainer ran."""
         self._experiment = ""
         self._openings: dict[str, RunSpec] = {}
         self._opened: dict[str, str] = {}
@@ -239,17 +245,24 @@ class MLflowTracker:
         parent: str = "",
         over: bool = False,
     ) -> str:
+        """Open or resume the run `name` and return its handle.
+
+        `start` is in seconds since 1970 (None: now), `parent` is the handle of its study. A run that is `over` keeps
+        its status.
+        """
         self._save_tags(name, tags)
         identity = {"herd.run": name, "kind": "run", **self._uid(name)}
         return self._handle(RunSpec(identity, name, {**tags, **identity}, params, parent, start, over))
 
     def open_study(self, name: str, digest: str, tags: dict[str, str], params: dict[str, Any]) -> str:
+        """Open or resume a study, the parent of its runs, and return its handle."""
         identity = {"kind": "study", "study": name, "study.digest": digest, "herd.root": self.root.uri}
         return self._handle(RunSpec(identity, name, {**tags, **identity}, params))
 
     def open_child(
         self, parent: str, run: str, tags: dict[str, str], start: float | None = None, over: bool = False
     ) -> str:
+        """Open or resume a step of run `run`, identified by its tags kind, stage and artifact.key."""
         identity = {key: tags[key] for key in ("herd.run", "kind", "stage", "artifact.key")} | self._uid(run)
         return self._handle(
             RunSpec(identity, f"{run} {tags['stage']}", {**tags, **identity}, parent=parent, start=start, over=over)
@@ -272,6 +285,10 @@ class MLflowTracker:
         self.reach.attempt(lambda: self._log_params(self._open(handle), params), None)
 
     def log_points(self, handles: Iterable[str], points: list[MetricPoint], model_id: str | None = None) -> bool:
+        """Log metrics to each handle and return whether all were taken; points may be sent repeatedly.
+
+        `model_id` also attaches them to the model that `checkpoint_model` returned.
+        """
         handles = [*handles]
 
         def send() -> bool:
@@ -308,6 +325,7 @@ class MLflowTracker:
         return [point for point in points if (point.time, point.position) not in repeated]
 
     def log_inputs(self, handle: str, datasets: list[dict[str, Any]]) -> None:
+        """Log training data; each mapping has name, digest, uri and profile."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         inputs = []
@@ -365,6 +383,7 @@ class MLflowTracker:
         self.reach.attempt(lambda: self._set_tags(self._open(handle), tags), None)
 
     def close(self, handle: str, status: str, end: float | None = None) -> None:
+        """End a run as FINISHED, FAILED or KILLED, at `end` (seconds since 1970) or now."""
         if self.lost():
             return
 
@@ -492,32 +511,3 @@ def _cut(tag: object) -> str:
 
 def _milliseconds(seconds: float | None) -> int | None:
     return None if seconds is None else round(seconds * 1000)
-
-
-def open_tracker(root: Root, family: str, tracking: Tracking | None = None) -> Tracker:
-    """Return MLflow, together with the sinks that `tracking` switches on. Raises ValueError as `tracking_faults`."""
-    tracking, sinks = tracking or Tracking(), list[Tracker]()
-    if faults := tracking_faults(tracking):
-        raise ValueError("\n".join(faults))
-    if tracking.tensorboard:
-        from herd.tasks.tracking.tensorboard import TensorBoardTracker
-
-        sinks.append(TensorBoardTracker(root))
-    main = MLflowTracker(root, family)
-    return TrackerGroup(main, sinks) if sinks else main
-
-
-def tracking_faults(tracking: Tracking) -> list[str]:
-    """Return an error for each sink whose package or folder is missing."""
-    if faults := folder_faults():
-        return faults
-    if tracking.tensorboard and find_spec("tensorboard") is None:
-        return ["tracking.tensorboard: true needs the package tensorboard; pip install 'herd-llm[tensorboard]'"]
-    return []
-
-
-def mlflow_of(tracker: Tracker) -> MLflowTracker:
-    """Return the MLflow tracker in `tracker`, for the model registry, outages and backfills."""
-    main = tracker.main if isinstance(tracker, TrackerGroup) else tracker
-    assert isinstance(main, MLflowTracker)
-    return main

@@ -11,7 +11,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -50,7 +50,7 @@ class Gauges:
         self.values: dict[str, float] = {"herd_restarts": 0.0}
         self.written_at = float("-inf")
 
-    def update(self, records: Iterable[Record], loss: float | None) -> None:
+    def update(self, records: Sequence[Record], loss: float | None) -> None:
         """Take new records of the journal, oldest first, and the smoothed loss; write the file now and then."""
         if self.path is None:
             return

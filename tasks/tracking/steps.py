@@ -6,7 +6,7 @@ by the step number in each record, so the result does not depend on the reader.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from herd.llama3.train import metrics
 from herd.llama3.train.journal import Record
 from herd.storage.artifact import Artifact, Store
 from herd.tasks.runs.records import RunRecord
-from herd.tasks.tracking.mlflow import metric_key
-from herd.tasks.tracking.tracker import MetricPoint, Tracker
+from herd.tasks.tracking.mlflow import MetricPoint, MLflowTracker, metric_key
+from herd.tasks.tracking.tensorboard import TensorBoard
 
 SCORE = "eval/"
 """Prefix of the name of every score."""
@@ -61,30 +61,53 @@ class Thinning:
         stride = max(1, self.steps // POINTS_PER_SERIES)
         return record.position == self.end or int(record.metrics.get(metrics.STEP, 0)) % stride == 0
 
-    def points(self, record: Record) -> list[MetricPoint]:
-        """Return the points of one journal record that are sent."""
-        chosen = (
-            record.metrics if self.sends(record) else {key: record.metrics[key] for key in RARE & record.metrics.keys()}
-        )
-        return [MetricPoint(key, value, record.time, record.position) for key, value in chosen.items()]
+    def points(self, records: Iterable[Record]) -> list[MetricPoint]:
+        """Return the points of journal records that are sent."""
+        points: list[MetricPoint] = []
+        for record in records:
+            keys = record.metrics.keys() if self.sends(record) else RARE & record.metrics.keys()
+            points += [MetricPoint(key, record.metrics[key], record.time, record.position) for key in keys]
+        return points
+
+
+@dataclass(frozen=True)
+class StageCurves:
+    """Reads the journal of a stage and writes the points that MLflow gets to TensorBoard's files."""
+
+    tensorboard: TensorBoard
+    stage: str
+    thinning: Thinning
+
+    def update(self, records: Sequence[Record], loss: float | None) -> None:
+        """Write the points of new records."""
+        self.tensorboard.add(self.stage, self.thinning.points(records), of_run=True)
 
 
 @dataclass(frozen=True)
 class LoggedStep:
     """One step of a run and where it is logged."""
 
-    tracker: Tracker
+    tracker: MLflowTracker
     store: Store
     record: RunRecord
     step: str
     artifact: Artifact
     child: str
     """Handle of the step's run in the tracker."""
+    tensorboard: TensorBoard | None = None
 
     @property
     def runs(self) -> list[str]:
         """Handles of the step's run and of the whole run."""
         return [self.child, *([self.record.mlflow_run] if self.record.mlflow_run else [])]
+
+    def log(self, points: list[MetricPoint], of_run: bool = False, model_id: str | None = None) -> int:
+        """Log points to the step, with `of_run` also to the whole run, and return how many."""
+        runs = self.runs if of_run else [self.child]
+        if self.tensorboard:
+            self.tensorboard.add(self.step, points, of_run)
+        self.tracker.log_points(runs, points, model_id)
+        return len(points) * len(runs)
 
 
 def child_tags(run_tags: Mapping[str, str], step: str, kind: str, key: str) -> dict[str, str]:
@@ -122,8 +145,7 @@ def project_step(shown: LoggedStep) -> int:
     numbers = _numbers(
         {key: value for key, value in manifest.metadata.items() if not key.startswith(SCORE) and key not in left_out}
     )
-    points = [MetricPoint(key, value, artifact.created, 0) for key, value in numbers.items()]
-    tracker.log_points([child], points)
+    sent = shown.log([MetricPoint(key, value, artifact.created, 0) for key, value in numbers.items()])
     match manifest.kind:
         case "tokens":
             _log_data_sets(shown)
@@ -135,17 +157,12 @@ def project_step(shown: LoggedStep) -> int:
             for run in shown.runs:
                 tracker.log_inputs(run, [dataset])
         case "checkpoint":
-            return len(points) + _log_stage(shown)
+            sent += _log_stage(shown)
         case "evaluation" | "gate":
-            return len(points) + _log_scores(shown)
-    return len(points)
-
-
-def send_records(tracker: Tracker, runs: list[str], records: Iterable[Record], thinning: Thinning) -> int:
-    """Send the records of a stage to the runs and return how many points; points sent before are not duplicated."""
-    points = [point for record in records for point in thinning.points(record)]
-    tracker.log_points(runs, points)
-    return len(points) * len(runs)
+            sent += _log_scores(shown)
+    if shown.tensorboard:
+        shown.tensorboard.close(shown.step)
+    return sent
 
 
 def read_series(table: Path) -> list[Record]:
@@ -158,7 +175,7 @@ def read_series(table: Path) -> list[Record]:
     return [Record(time, position, values) for position, (time, values) in sorted(records.items())]
 
 
-def checkpoint_model(tracker: Tracker, runs: list[str], checkpoint: Artifact) -> str:
+def checkpoint_model(tracker: MLflowTracker, runs: list[str], checkpoint: Artifact) -> str:
     """Log a checkpoint as an output of the runs and return the id of its model."""
     metadata = checkpoint.metadata
     return tracker.checkpoint_model(runs, checkpoint.label, checkpoint.uri, metadata["end"], metadata["model_sha256"])
@@ -190,13 +207,12 @@ def _log_stage(shown: LoggedStep) -> int:
     sent, metadata = 0, shown.artifact.metadata
     if shown.child not in shown.tracker.complete:
         records = read_series(shown.artifact.path_of("metrics.parquet"))
-        sent = send_records(shown.tracker, shown.runs, records, Thinning(metadata["steps"], metadata["end"]))
+        sent = shown.log(Thinning(metadata["steps"], metadata["end"]).points(records), of_run=True)
     costs = {metrics.cost(name): amount for name, amount in metadata.get("cost_so_far", {}).items()}
     stage = {metrics.stage_cost(name): amount for name, amount in metadata.get("cost", {}).items()}
-    for run, amounts in ((shown.child, {**costs, **stage}), *((run, costs) for run in shown.runs[1:])):
+    for amounts, of_run in ((costs, True), (stage, False)):
         points = [MetricPoint(key, amount, shown.artifact.created, metadata["end"]) for key, amount in amounts.items()]
-        shown.tracker.log_points([run], points)
-        sent += len(points)
+        sent += shown.log(points, of_run)
     checkpoint_model(shown.tracker, shown.runs, shown.artifact)
     return sent
 
@@ -206,22 +222,20 @@ def _log_scores(shown: LoggedStep) -> int:
 
     Scores of a gate within the run always do; those of an evaluation are attached to the checkpoint's model.
     """
-    tracker, manifest, scores = shown.tracker, shown.artifact.manifest, scores_of(shown.artifact)
+    manifest, scores = shown.artifact.manifest, scores_of(shown.artifact)
     if (position := manifest.metadata.get("position")) is not None:  # of a checkpoint in progress, which is no artifact
         points = [MetricPoint(key, value, shown.artifact.created, position) for key, value in scores.items()]
-        tracker.log_points(shown.runs, points)
-        return len(points) * len(shown.runs)
+        return shown.log(points, of_run=True)
     try:
         checkpoint = shown.store.load(f"checkpoint/{manifest.name}-{manifest.inputs['checkpoint'][:8]}")
     except ValueError:  # deleted: without it the position of the scores is unknown
         return 0
     gate = manifest.kind == "gate"
     own = checkpoint.label in {step.artifact for step in shown.record.steps.values()}
-    runs, position = (shown.runs if own or gate else [shown.child]), checkpoint.metadata["end"]
+    position = checkpoint.metadata["end"]
     points = [MetricPoint(key, value, shown.artifact.created, position) for key, value in scores.items()]
-    model = "" if gate else checkpoint_model(tracker, [shown.child], checkpoint)
-    tracker.log_points(runs, points, model or None)
-    return len(points) * len(runs)
+    model_id = "" if gate else checkpoint_model(shown.tracker, [shown.child], checkpoint)
+    return shown.log(points, own or gate, model_id or None)
 
 
 def _numbers(metadata: dict[str, Any], prefix: str = "") -> dict[str, float]:

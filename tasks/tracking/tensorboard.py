@@ -1,6 +1,6 @@
-"""A tracker that writes TensorBoard event files: <root>/tensorboard/<run>, and below it a folder per stage.
+"""TensorBoard event files of a run: <root>/tensorboard/<run>, and below it a folder per step.
 
-Keys and steps are those of MLflow. Only metrics are written. A remote root has the files in its local working folder.
+Keys and steps are those of MLflow. A remote root has the files in its local working folder.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from herd.storage.root import Root
-from herd.tasks.tracking.tracker import MetricPoint
+from herd.tasks.tracking.mlflow import MetricPoint
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -22,53 +22,41 @@ FOLDER = "tensorboard"
 log = logging.getLogger(__name__)
 
 
-class TensorBoardTracker:
-    """Event files of the runs under one root; a handle is a folder below `tensorboard`."""
+class TensorBoard:
+    """The event files of one run: its curves, and in a folder for each step those of the step."""
 
-    def __init__(self, root: Root) -> None:
-        self.folder = root.local / FOLDER
-        self.complete: set[str] = set()
+    def __init__(self, root: Root, run: str) -> None:
+        self.folder = root.local / FOLDER / run
         self._events: dict[str, EventFiles] = {}
-        self._lock = threading.Lock()  # the sender's thread and the step's both log
+        self._lock = threading.Lock()  # an evaluation beside training has a thread
         self._failed = False
 
-    def open_run(self, name: str, *_: Any, **__: Any) -> str:
-        return name
-
-    def open_study(self, name: str, *_: Any, **__: Any) -> str:
-        return name
-
-    def open_child(self, parent: str, run: str, tags: dict[str, str], *_: Any, **__: Any) -> str:
-        return f"{run}/{tags['stage']}"
-
-    def log_points(self, handles: Iterable[str], points: list[MetricPoint], model_id: str | None = None) -> bool:
+    def add(self, step: str, points: list[MetricPoint], of_run: bool = False) -> None:
+        """Write points of `step`, with `of_run` also to the curves of the run; those that were written are left out."""
         if not points:
-            return True
+            return
         try:
             with self._lock:
-                for handle in handles:
-                    if handle not in self._events:
-                        self._events[handle] = EventFiles(self.folder / handle)
-                    self._events[handle].add(points)
-        except OSError as error:
+                for name in (step, *([""] if of_run else [])):
+                    if name not in self._events:
+                        self._events[name] = EventFiles(self.folder / name)
+                    self._events[name].add(points)
+        except OSError as error:  # monitoring must not stop a run
             if not self._failed:
                 log.warning("TensorBoard files in %s cannot be written: %s", self.folder, error)
             self._failed = True
-            return False
-        return True
 
-    def close(self, handle: str, status: str, end: float | None = None) -> None:
+    def close(self, step: str) -> None:
         with self._lock:
-            if events := self._events.pop(handle, None):
+            if events := self._events.pop(step, None):
                 events.close()
 
-    def checkpoint_model(self, handles: list[str], label: str, uri: str, position: int, digest: str) -> str:
-        return ""
 
-    def _ignore(self, *_: Any) -> None:
-        """Only metrics are written."""
-
-    log_params = log_inputs = log_file = set_tags = _ignore
+def package_faults() -> list[str]:
+    """Return an error if the package that writes event files is missing."""
+    if find_spec("tensorboard") is None:
+        return ["tracking.tensorboard: true needs the package tensorboard; pip install 'herd-llm[tensorboard]'"]
+    return []
 
 
 class EventFiles:

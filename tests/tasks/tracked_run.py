@@ -107,7 +107,9 @@ class TrackedRun:
                 artifact=artifact.label, outcome=outcome, mlflow_run=child, cost=artifact.metadata.get("cost", {})
             )
             context.runs.save(context.record)
-            project_step(LoggedStep(context.tracker, context.store, context.record, step, artifact, child))
+            project_step(
+                LoggedStep(context.tracker, context.store, context.record, step, artifact, child, context.tensorboard)
+            )
         return artifact
 
     def _make(self, design: ArtifactSpec, facts: dict[str, Any], files: dict[str, Any]) -> Artifact:

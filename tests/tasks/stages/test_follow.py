@@ -40,7 +40,7 @@ from herd.tasks.stages.alerts import Alerts, read_alerts
 from herd.tasks.stages.follow import HUNG, JournalTailer
 from herd.tasks.stages.train import StageAttempts, _resumes
 from herd.tasks.step import Context
-from herd.tasks.tracking.mlflow import MLflowTracker, mlflow_of
+from herd.tasks.tracking.mlflow import MLflowTracker
 from herd.tasks.tracking.prometheus import Gauges, folder_faults
 from herd.tasks.tracking.steps import read_series
 from tests.agents import ForkedAgents
@@ -166,7 +166,7 @@ def test_prometheus_reads_the_newest_values_until_the_run_ends(
             journal.add(Record(100.0 + number, number * STEP, {metrics.LOSS: 4.0 + number, **speed, **saved}))
     gauges = Gauges(context.root, run, 'a "stage"')
     follower = JournalTailer(context, [context.record.mlflow_run], tmp_path / "journal.jsonl", 3, Unseen())
-    follower.gauges = gauges
+    follower.readers = [gauges]
     follower._process_entries(0)
     (file,) = folder.iterdir()  # nothing temporary is left
     assert file.suffix == ".prom"
@@ -375,7 +375,7 @@ def test_health_goes_to_the_journal_and_mlflow_and_a_fault_excludes_its_host(con
     assert follower.follow(Trainer(), 0, 60.0).status == 0
     kept = read_journal(tmp_path / HEALTH)
     assert [(record.position, record.metrics) for record in kept] == [(3 * STEP, {metrics.CPU_LOAD: 0.75})]
-    (sent,) = mlflow_of(context.tracker).client.get_metric_history(runs[0], metrics.CPU_LOAD)
+    (sent,) = context.tracker.client.get_metric_history(runs[0], metrics.CPU_LOAD)
     assert (sent.value, sent.step) == (0.75, 3 * STEP)
     assert sent.timestamp == pytest.approx(kept[0].time * 1000, abs=1)
     assert Hosts(context.root).excluded() == {"n1": fault}

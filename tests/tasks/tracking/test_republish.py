@@ -24,9 +24,8 @@ from herd.tasks.promotion.registry import Registry
 from herd.tasks.runs.records import Runs, StepRecord
 from herd.tasks.stages.backfill import Sender, backfill_run, catch_up, watch_outages
 from herd.tasks.stages.follow import JournalTailer
-from herd.tasks.tracking.mlflow import MLflowTracker
+from herd.tasks.tracking.mlflow import MetricPoint, MLflowTracker
 from herd.tasks.tracking.steps import Thinning
-from herd.tasks.tracking.tracker import MetricPoint
 from tests.tasks.mlflow_server import empty_database, use
 from tests.tasks.tracked_run import TrackedRun, models, records, seen, two_runs
 
@@ -217,12 +216,12 @@ def test_an_unfinished_stage_is_published_from_its_journal(root: Root, tmp_path:
 
 def test_thinning_keeps_the_last_point_and_what_is_rare() -> None:
     thinning = Thinning(steps=6000, end=6000)
-    sent = [thinning.points(Record(0.0, step, {metrics.STEP: float(step), metrics.LOSS: 1.0})) for step in range(6001)]
-    kept = [point.position for points in sent for point in points if point.key == metrics.LOSS]
+    steps = [Record(0.0, step, {metrics.STEP: float(step), metrics.LOSS: 1.0}) for step in range(6001)]
+    kept = [point.position for point in thinning.points(steps) if point.key == metrics.LOSS]
     assert kept == [*range(0, 6001, 3)]
-    rare = thinning.points(Record(0.0, 7, {metrics.STEP: 7.0, metrics.LOSS: 1.0, metrics.CHECKPOINT_S: 2.0}))
+    rare = thinning.points([Record(0.0, 7, {metrics.STEP: 7.0, metrics.LOSS: 1.0, metrics.CHECKPOINT_S: 2.0})])
     assert [point.key for point in rare] == [metrics.CHECKPOINT_S]
-    assert len(Thinning(7, 100).points(Record(0.0, 100, {metrics.STEP: 7.0, metrics.LOSS: 1.0}))) == 2
+    assert len(Thinning(7, 100).points([Record(0.0, 100, {metrics.STEP: 7.0, metrics.LOSS: 1.0})])) == 2
 
 
 def test_a_server_that_is_away_is_a_plain_error(

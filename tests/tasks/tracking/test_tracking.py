@@ -14,9 +14,8 @@ from herd.llama3.recipe.load import load_recipe
 from herd.storage.filesystem import cache_folder
 from herd.storage.root import Root
 from herd.tasks.runs.records import Runs
-from herd.tasks.tracking.mlflow import MLflowTracker
+from herd.tasks.tracking.mlflow import MetricPoint, MLflowTracker
 from herd.tasks.tracking.mlflow_store import prepare_database
-from herd.tasks.tracking.tracker import MetricPoint
 from tests.dist import forkserver
 
 
