@@ -45,7 +45,7 @@ from herd.storage.lease import LeaseLost
 from herd.storage.processes import processors
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
-from herd.tasks.console import Console, FileConsole, TerminalConsole, console_as, current_console
+from herd.tasks.console import Console, FileConsole, console_as, current_console
 from herd.tasks.errors import StudyIncomplete
 from herd.tasks.format import format_duration
 from herd.tasks.operate.preflight import check_run
@@ -276,7 +276,7 @@ def _in_turn(context: StudyContext, missing: Sequence[VariantRun]) -> Generator[
         job = _job(context, run, context.config.cluster)
         console = FileConsole(_file(context, "logs", run, "log"), run.name, context.console)
         try:
-            with console_as(console) if isinstance(context.console, TerminalConsole) else nullcontext():
+            with console_as(console) if context.console.rich is not None else nullcontext():
                 pipeline(job.parameters())
         except MISTAKES as raised:
             error = str(raised)

@@ -37,6 +37,10 @@ class ProgressLine(Protocol):
 
 
 class Console(Protocol):
+    @property
+    def rich(self) -> RichConsole | None:
+        """Where a person may read along and answer; None: a log."""
+
     def log(self, text: str) -> None:
         """Print one line; rich markup is allowed."""
 
@@ -72,6 +76,8 @@ class TerminalConsole:
 class FileConsole:
     """Lines in a file, for one run of several; its progress still goes to the shared console."""
 
+    rich = None
+
     def __init__(self, path: Path, label: str, shared: Console) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.label, self.shared = path, label, shared
@@ -89,6 +95,8 @@ class FileConsole:
 
 class LoggerConsole:
     """Lines in the log of the Prefect flow run."""
+
+    rich = None
 
     def log(self, text: str) -> None:
         from prefect import get_run_logger
@@ -183,7 +191,7 @@ def working(console: Console, name: str, bar: bool = True) -> Iterator[None]:
     activity = Activity()
     token = _activity.set(activity)
     try:
-        if isinstance(console, TerminalConsole) and console.rich.is_terminal:
+        if console.rich is not None and console.rich.is_terminal:
             if not bar:
                 yield
                 return

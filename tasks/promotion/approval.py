@@ -17,7 +17,6 @@ from rich.markup import escape
 from rich.prompt import Confirm, Prompt
 
 from herd.storage.root import Root
-from herd.tasks.console import TerminalConsole
 from herd.tasks.format import command
 from herd.tasks.promotion.log import (
     APPROVAL,
@@ -64,8 +63,9 @@ def ask(context: Context, promotion: Promotion) -> Approval | None:
         answer = suspend_flow_run(wait_for_input=form, key=f"approve-{promotion.digest[:16]}")
         decision, name, comment = (getattr(answer, field) for field in ("decision", "name", "comment"))
         return Approval(approved=decision == "approve", by=name, comment=comment)
-    if isinstance(context.console, TerminalConsole) and context.console.rich.is_terminal and sys.stdin.isatty():
-        console, target = context.console.rich, f"{promotion.artifact} the {promotion.alias} of {promotion.family}"
+    console = context.console.rich
+    if console is not None and console.is_terminal and sys.stdin.isatty():
+        target = f"{promotion.artifact} the {promotion.alias} of {promotion.family}"
         approved = Confirm.ask(f"  make {escape(target)}?", console=console, default=False)
         comment = Prompt.ask("  comment", console=console, default="", show_default=False)
         return Approval(approved=approved, by=getpass.getuser(), comment=comment)

@@ -27,6 +27,8 @@ RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
 class Heard:
     """A console that keeps what is said."""
 
+    rich = None
+
     def __init__(self) -> None:
         self.lines: list[str] = []
 
