@@ -126,8 +126,8 @@ class Manifest(BaseModel):
         return json.dumps(data, indent=1, ensure_ascii=False)
 
     @classmethod
-    def parse(cls, text: str | bytes, place: str, moved: bool = False, trusted: bool = True) -> Manifest:
-        """Parse the manifest read at `place`, whose path must contain the label unless the artifact was `moved`.
+    def parse(cls, text: str | bytes, location: str, moved: bool = False, trusted: bool = True) -> Manifest:
+        """Parse the manifest read at `location`, whose path must contain the label unless the artifact was `moved`.
 
         Raises DamagedArtifact if the text is not an intact manifest, UntrustedArtifact unless `trusted` is False.
         """
@@ -138,14 +138,14 @@ class Manifest(BaseModel):
             sealed = seal == digest_json(data)
         except (ValueError, AttributeError, TypeError, RecursionError) as error:
             message = str(error) or type(error).__name__
-            raise DamagedArtifact(f"{place}: not an artifact manifest ({message})") from None
-        if not moved and manifest.label not in place:
-            raise DamagedArtifact(f"{place}: this is the manifest of {manifest.label}")
+            raise DamagedArtifact(f"{location}: not an artifact manifest ({message})") from None
+        if not moved and manifest.label not in location:
+            raise DamagedArtifact(f"{location}: this is the manifest of {manifest.label}")
         if not sealed:
             why = "changed since it was written" if seal else "has no seal (the digest of itself)"
-            raise DamagedArtifact(f"{place}: {why}; delete the artifact, then run again")
+            raise DamagedArtifact(f"{location}: {why}; delete the artifact, then run again")
         if trusted and (why := signature_error(KIND, seal, signature)):
-            raise UntrustedArtifact(f"{place}: {why}")
+            raise UntrustedArtifact(f"{location}: {why}")
         return manifest.model_copy(update={"signature": signature})
 
 
@@ -419,27 +419,27 @@ class Store:
         self.location = str(root)
         """Address for messages."""
 
-    def find(self, design: ArtifactSpec, damaged: Callable[[str], None] | None = None) -> Artifact | None:
-        """Return the committed artifact of `design`, or None. A damaged one is quarantined.
+    def find(self, spec: ArtifactSpec, damaged: Callable[[str], None] | None = None) -> Artifact | None:
+        """Return the committed artifact of `spec`, or None. A damaged one is quarantined.
 
         With `damaged`, a callback for the error message, files are hashed (once per boot); without, only names and
         sizes are compared. Raises UntrustedArtifact if no trusted key signed the manifest.
         """
         try:
-            artifact = self._get(design.label)
+            artifact = self._get(spec.label)
         except UntrustedArtifact:
             raise
         except DamagedArtifact as error:
             if damaged:
                 damaged(str(error))
-            self.quarantine(design.label)
+            self.quarantine(spec.label)
             return None
-        if artifact is None or artifact.key != design.key:
+        if artifact is None or artifact.key != spec.key:
             return None
         if wrong := artifact.missing() or (artifact.damaged() if damaged else []):
             if damaged:
                 damaged(damage_message(artifact.label, wrong))
-            self.quarantine(design.label, artifact.manifest)
+            self.quarantine(spec.label, artifact.manifest)
             return None
         return artifact
 
@@ -463,13 +463,13 @@ class Store:
                 continue
         return sorted(artifacts, key=lambda artifact: artifact.manifest.created)
 
-    def explain(self, design: ArtifactSpec) -> str:
-        """Say why `design` is new: the first difference from the newest artifact of the same kind and name."""
-        name, before = f"{design.kind}/{design.name}", self._newest(design.kind, design.name)
+    def explain(self, spec: ArtifactSpec) -> str:
+        """Say why `spec` is new: the first difference from the newest artifact of the same kind and name."""
+        name, before = f"{spec.kind}/{spec.name}", self._newest(spec.kind, spec.name)
         if before is None:
             return f"{name}: new, nothing of this name was made before"
         old = flatten({"step version": before.version, **before.parameters, **before.inputs})
-        new = flatten({"step version": design.version, **design.parameters, **design.inputs})
+        new = flatten({"step version": spec.version, **spec.parameters, **spec.inputs})
         changed = [field for field in {**new, **old} if old.get(field) != new.get(field)]
         if not changed:
             return f"{name}: new, the committed one is gone"
@@ -484,14 +484,14 @@ class Store:
             yield folder
 
     def commit(
-        self, design: ArtifactSpec, folder: Path, metadata: dict[str, Any], created_by: str, code: str, seconds: float
+        self, spec: ArtifactSpec, folder: Path, metadata: dict[str, Any], created_by: str, code: str, seconds: float
     ) -> Artifact:
-        """Commit the staged `folder` as the artifact of `design`; if another process was first, return its artifact.
+        """Commit the staged `folder` as the artifact of `spec`; if another process was first, return its artifact.
 
         Raises OSError if the disk is full; then nothing is visible.
         """
-        target = self.root / design.label
-        manifest = design.manifest(digest_folder(folder, sync=True), metadata, created_by, code, seconds)
+        target = self.root / spec.label
+        manifest = spec.manifest(digest_folder(folder, sync=True), metadata, created_by, code, seconds)
         write_atomic(folder / MANIFEST, manifest.text())
         target.parent.mkdir(parents=True, exist_ok=True)
         for tries_left in (1, 0):
@@ -499,7 +499,7 @@ class Store:
                 folder.rename(target)
                 break
             except OSError:
-                if (winner := self.find(design)) is not None:  # also quarantines a folder without a manifest
+                if (winner := self.find(spec)) is not None:  # also quarantines a folder without a manifest
                     return winner
                 if not tries_left:
                     raise
@@ -535,8 +535,8 @@ class Store:
         path = self.root / check_label(label) / MANIFEST
         write_atomic(path, self._signed_again(path.read_bytes(), str(path)))
 
-    def _signed_again(self, text: bytes, place: str) -> str:
-        return Manifest.parse(text, place, trusted=False).model_copy(update={"signature": ""}).text()
+    def _signed_again(self, text: bytes, location: str) -> str:
+        return Manifest.parse(text, location, trusted=False).model_copy(update={"signature": ""}).text()
 
     def quarantine(self, label: str, seen: Manifest | None = None) -> None:
         """Quarantine a damaged artifact: move it to `.damaged`, where it can be inspected.

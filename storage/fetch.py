@@ -545,8 +545,8 @@ def _get_http(commit: str, file: FetchedFile, out: BinaryIO, progress: Callable[
             raise StoreError(_page(file.uri))
         length = int(answer.headers.get("content-length", -1))
         if answer.status_code == 206:
-            said = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", answer.headers.get("content-range", ""))
-            start, total = (int(said[1]), int(said[2])) if said else (-1, -1)
+            content_range = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", answer.headers.get("content-range", ""))
+            start, total = (int(content_range[1]), int(content_range[2])) if content_range else (-1, -1)
             if start != begin:
                 raise StoreError(f"the server sends bytes from {start:,}, asked for {begin:,}")
         else:

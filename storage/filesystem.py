@@ -95,8 +95,8 @@ def local_path(uri: str) -> Path:
 
 def is_below(name: str) -> bool:
     """Return whether `name`, which a store may have made up, stays below the folder that it is joined to."""
-    parts = PurePosixPath(name).parts
-    return bool(parts) and not (name.startswith("/") or ".." in parts or "\0" in name or "\\" in name)
+    segments = PurePosixPath(name).parts
+    return bool(segments) and not (name.startswith("/") or ".." in segments or "\0" in name or "\\" in name)
 
 
 def is_object_store(uri: str) -> bool:
@@ -207,10 +207,10 @@ def seconds_to_wait(error: BaseException, attempt: int) -> float:
     """Return the pause before try `attempt` + 1: what a busy server asks for, else exponential backoff."""
     answer = answer_of(error)
     headers = getattr(answer, "headers", None) or {}
-    told = re.search(r"\bt=(\d+)", headers.get("ratelimit", "")) if getattr(answer, "status_code", 0) == 429 else None
-    after = headers.get("retry-after", "")
-    if told or after.isdigit():
-        return float(told[1] if told else after) + FIRST_WAIT_S
+    reset = re.search(r"\bt=(\d+)", headers.get("ratelimit", "")) if getattr(answer, "status_code", 0) == 429 else None
+    retry_after = headers.get("retry-after", "")
+    if reset or retry_after.isdigit():
+        return float(reset[1] if reset else retry_after) + FIRST_WAIT_S
     return float(FIRST_WAIT_S * 2 ** (attempt - 1))
 
 

@@ -160,7 +160,7 @@ class LeaseRecord(BaseModel):
     host: str
     since: str
     machine: str = ""
-    """Boot and process-id namespace (see `machine_id`); empty where there is no /proc."""
+    """Boot and process-id namespace (see `machine_id`); empty without /proc."""
     started: int = 0
     """Start time of the process in clock ticks since boot: tells it from a later process with the same id."""
     fence: int = 0
@@ -206,7 +206,7 @@ class LeaseRecord(BaseModel):
 
 @cache
 def machine_id() -> str:
-    """Return an id of this boot and its process-id namespace; empty where there is no /proc."""
+    """Return an id of this boot and its process-id namespace; empty without /proc."""
     try:
         return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

@@ -70,7 +70,7 @@ TRIES = 3
 PIECE = 16 * PAGE
 PAGES = ".pages"
 """Folder beside the files in the store: for each file of more than a page the SHA-256 of its pages, 32 bytes each."""
-DOWNLOADING = ".bringing"
+DOWNLOADING = ".downloading"
 """File in an incomplete copy: the attempt whose files the copy holds."""
 LAZY = "lazy"
 """Folder of page caches in the working folder (storage/page_cache.py)."""
@@ -124,16 +124,16 @@ def digest_object(uri: str, expected: FileDigest) -> str:
     return problem
 
 
-def download_verified(uri: str, digest: FileDigest, place: Path) -> None:
-    """Download the object `uri` to `place` atomically, synced and verified. Raises as `get_verified_pages`."""
-    part = place.with_name(f".{place.name}.part")
+def download_verified(uri: str, digest: FileDigest, path: Path) -> None:
+    """Download the object `uri` to `path` atomically, synced and verified. Raises as `get_verified_pages`."""
+    partial = path.with_name(f".{path.name}.partial")
     for _ in range(TRIES):
-        get_file(uri, part)
-        actual = digest_file(part, sync=True)
+        get_file(uri, partial)
+        actual = digest_file(partial, sync=True)
         if actual == digest:
-            part.rename(place)
+            partial.rename(path)
             return
-    part.unlink()
+    partial.unlink()
     raise WrongBytes(
         f"{uri}: {actual.bytes:,} bytes of SHA-256 {actual.sha256[:12]} came, {digest.bytes:,} of {digest.sha256[:12]} "
         f"were committed; {_SET_ASIDE}"
@@ -319,9 +319,9 @@ class RemoteStore(Store):
         return sorted(artifacts, key=lambda artifact: artifact.manifest.created)
 
     def commit(
-        self, design: ArtifactSpec, folder: Path, metadata: dict[str, Any], created_by: str, code: str, seconds: float
+        self, spec: ArtifactSpec, folder: Path, metadata: dict[str, Any], created_by: str, code: str, seconds: float
     ) -> Artifact:
-        """Upload the staged `folder` as the artifact of `design`; it becomes the local copy.
+        """Upload the staged `folder` as the artifact of `spec`; it becomes the local copy.
 
         Files that `StoredFiles` names are copied inside the store, and then nothing becomes the local copy. If another
         process committed first, its artifact is returned. After an OSError the artifact is committed or absent, never
@@ -329,15 +329,15 @@ class RemoteStore(Store):
         """
         attempt = uuid.uuid4().hex  # a prefix for each attempt: two winners would leave two whole ones, never a mixture
         stored = StoredFiles.take(folder)
-        files, pages = self._upload(folder, self.remote.join(design.label, attempt), stored)
-        manifest = design.manifest(files, metadata, created_by, code, seconds)
+        files, pages = self._upload(folder, self.remote.join(spec.label, attempt), stored)
+        manifest = spec.manifest(files, metadata, created_by, code, seconds)
         artifact = RemoteArtifact.from_manifest(
             self.remote, manifest.model_copy(update={"attempt": attempt, "pages": pages})
         )
-        winner = self._publish(design, artifact)
+        winner = self._publish(spec, artifact)
         if winner is None:
             with suppress(OSError):  # only a hint
-                put_bytes(self.remote.join(HINTS, design.kind, design.name), artifact.label.encode())
+                put_bytes(self.remote.join(HINTS, spec.kind, spec.name), artifact.label.encode())
             if not stored:
                 artifact.adopt(folder)
             return artifact
@@ -373,12 +373,12 @@ class RemoteStore(Store):
         digests |= {name: file.digest for name, file in stored.items()}
         return digests, {name: digest_bytes(pages) for name, (_, pages) in paged.items()}
 
-    def _publish(self, design: ArtifactSpec, artifact: RemoteArtifact) -> Artifact | None:
+    def _publish(self, spec: ArtifactSpec, artifact: RemoteArtifact) -> Artifact | None:
         """Create the manifest, which commits. Returns None if this attempt won, else the winner's artifact."""
         for _ in range(ROUNDS):
             if create_bytes(self._manifest(artifact.label), artifact.manifest.text().encode()):
                 return None
-            if winner := self.find(design):
+            if winner := self.find(spec):
                 return None if winner.manifest.attempt == artifact.manifest.attempt else winner
         raise OSError(
             f"artifact {artifact.label}: {self._manifest(artifact.label)} exists but is another artifact ({ROUNDS} "

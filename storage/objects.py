@@ -334,13 +334,13 @@ def atomic_file(uri: str) -> Iterator[Path]:
 
     Not synced: after a power cut a local file may be empty.
     """
-    place = local_path(uri) if is_local(uri) else Path(tempfile.gettempdir(), uri.rpartition("/")[2])
-    place.parent.mkdir(parents=True, exist_ok=True)
-    temporary = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
+    path = local_path(uri) if is_local(uri) else Path(tempfile.gettempdir(), uri.rpartition("/")[2])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         yield temporary
         if is_local(uri):
-            os.replace(temporary, place)
+            os.replace(temporary, path)
         else:
             put_file(temporary, uri)
     finally:
@@ -372,7 +372,7 @@ def put_folder(folder: Path, uri: str) -> None:
 
 
 def file_names(uri: str) -> list[str]:
-    """Return the names of the files in a folder, sorted, without hidden ones; empty if there is no folder."""
+    """Return the names of the files in a folder, sorted, without hidden ones; empty for an absent folder."""
     if is_local(uri):
         try:
             with os.scandir(local_path(uri)) as entries:

@@ -62,7 +62,7 @@ def memory_kills(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/
 
 
 def boot_id() -> str:
-    """Return the id of this boot of the machine. Raises OSError where there is no /proc."""
+    """Return the id of this boot of the machine. Raises OSError without /proc."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

@@ -1,7 +1,7 @@
 """A proxy before an object store that does what networks and stores do on bad days, by rules, and counts it.
 
 A rule says which requests it is for (method, path, query), how many of them it lets pass and to how many it happens.
-`rule.done` proves that the fault happened; `proxy.log` has every request. It runs in a thread with a loop of its own.
+`rule.done` proves that the fault happened; `proxy.log` has every request. It runs in a thread with an event loop.
 Requests pass as they were signed (Host header and raw path), bodies are held whole in memory: up to some 100 MB.
 """
 

@@ -187,8 +187,8 @@ def _resolve(hub: Hub, repository: str, commit: str, name: str, query: dict[str,
         return 404, b"", {"X-Error-Code": "EntryNotFound"}
     if hub.gated:
         return 403, b'{"error": "ask for access"}', {"X-Error-Code": "GatedRepo"}
-    place = f"{hub.endpoint.replace('127.0.0.1', 'localhost')}/cdn/{commit}/{name}?X-Amz-Signature=secret"
-    return 302, b"", {"Location": place, "ETag": _blob(data), "X-Linked-Size": str(len(data)), "X-Repo-Commit": commit}
+    url = f"{hub.endpoint.replace('127.0.0.1', 'localhost')}/cdn/{commit}/{name}?X-Amz-Signature=secret"
+    return 302, b"", {"Location": url, "ETag": _blob(data), "X-Linked-Size": str(len(data)), "X-Repo-Commit": commit}
 
 
 def _tree(hub: Hub, repository: str, commit: str, folder: str, query: dict[str, list[str]]) -> Reply:
@@ -214,20 +214,20 @@ def _tree(hub: Hub, repository: str, commit: str, folder: str, query: dict[str, 
     headers = {}
     if start + PAGE < len(listed):
         api = repository if repository.startswith("datasets/") else f"models/{repository}"
-        place = f"{hub.endpoint}/api/{api}/tree/{commit}/{folder}".rstrip("/")
-        headers["Link"] = f'<{place}?recursive={deep}&cursor={start + PAGE}>; rel="next"'
+        url = f"{hub.endpoint}/api/{api}/tree/{commit}/{folder}".rstrip("/")
+        headers["Link"] = f'<{url}?recursive={deep}&cursor={start + PAGE}>; rel="next"'
     return 200, json.dumps(listed[start : start + PAGE]).encode(), headers
 
 
-def _ranged(data: bytes, wanted: str | None) -> tuple[int, bytes, dict[str, str]]:
-    if not wanted:
+def _ranged(data: bytes, range_header: str | None) -> tuple[int, bytes, dict[str, str]]:
+    if not range_header:
         return 200, data, {"ETag": _blob(data)}
-    start, stop = wanted.removeprefix("bytes=").split("-")
+    start, stop = range_header.removeprefix("bytes=").split("-")
     if int(start) >= len(data):
         return 416, b"", {"Content-Range": f"bytes */{len(data)}"}
     piece = data[int(start) : int(stop) + 1 if stop else None]
-    said = f"bytes {start}-{int(start) + len(piece) - 1}/{len(data)}"
-    return 206, piece, {"Content-Range": said, "ETag": _blob(data)}
+    content_range = f"bytes {start}-{int(start) + len(piece) - 1}/{len(data)}"
+    return 206, piece, {"Content-Range": content_range, "ETag": _blob(data)}
 
 
 def _send(request: Any, status: int, body: bytes, headers: dict[str, str], fault: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Files of a made-up artifact behind a URI, and what tests of lazy folders run in processes of their own."""
+"""Files of a made-up artifact behind a URI, and what tests of lazy folders run in other processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def described(folder: Path, suffix: str = ".bin") -> str:
 
 
 def lazily(folder: Path, source: Path, pages: int, uri: str = "") -> Path:
-    """Return a lazy folder for the files of `source` that keeps so many pages."""
+    """Return a lazy folder for the files of `source` that keeps `pages` pages."""
     return make_lazy(folder, uri or f"file://{source}", described(source), pages * PAGE)
 
 
@@ -63,7 +63,7 @@ def read_at_random(folder: Path, source: Path, seed: int, rounds: int) -> int:
     return wrong
 
 
-def die_while_bringing(folder: Path) -> None:
+def die_while_downloading(folder: Path) -> None:
     """Be killed when the bytes of two pages are written and before they are marked."""
 
     def deadly(self: PageTable, handle: int, pages: object) -> None:

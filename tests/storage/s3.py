@@ -1,4 +1,4 @@
-"""An S3 server for tests: moto as a process of its own on a free loopback port.
+"""An S3 server for tests: moto as another process on a free loopback port.
 
 A process rather than a thread of the test, because moto and s3fs in one process share Python's lock. One serves the
 whole run (`moto_endpoint`), and what uses it makes a bucket and deletes it in the end, because moto keeps everything in
@@ -97,15 +97,15 @@ def new_bucket(endpoint: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def moto_endpoint() -> Iterator[str]:
-    """The server of the whole run: nobody may kill it."""
+    """The server of the whole run; a test must not kill it."""
 
     @contextmanager
     def start(folder: Path) -> Iterator[dict[str, str]]:
         with moto_server(folder) as endpoint:
             yield {"endpoint": endpoint}
 
-    with one_of("moto", start) as found:
-        yield found["endpoint"]
+    with one_of("moto", start) as server:
+        yield server["endpoint"]
 
 
 @pytest.fixture(scope="module")

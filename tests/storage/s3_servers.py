@@ -54,7 +54,7 @@ def moto(endpoint: str) -> Iterator[Server]:
 
 
 def openstack_swift(endpoint: str, folder: Path, kill_and_start: Callable[[], None] | None = None) -> Server:
-    """Return the Swift at `endpoint` with a bucket that nobody else uses; it is on a disk, and stays."""
+    """Return the Swift at `endpoint` with a new bucket, which is on a disk and stays."""
     server = Server(
         "swift", folder, swift.credentials(endpoint), swift.PAGE, f"test-{uuid.uuid4().hex[:12]}", kill_and_start
     )
@@ -71,15 +71,15 @@ def swift_or_skip(folder: Path) -> AbstractContextManager[swift.Swift]:
 
 @pytest.fixture(scope="session")
 def swift_of_run() -> Iterator[dict[str, str]]:
-    """The Swift of the whole run: nobody may kill it."""
+    """The Swift of the whole run; a test must not kill it."""
 
     @contextmanager
     def start(folder: Path) -> Iterator[dict[str, str]]:
         with swift_or_skip(folder) as running:
             yield {"endpoint": running.endpoint, "folder": str(folder)}
 
-    with one_of("swift", start) as found:
-        yield found
+    with one_of("swift", start) as server:
+        yield server
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The storage protocol under a deterministic scheduler: leases, commits, cleanup, the promotion log on a false store.
 
-`simulate(seed)` runs herd's own code in several actors, each a greenlet on a machine of its own, against an object
+`simulate(seed)` runs herd's own code in several actors, each a greenlet on a simulated machine, against an object
 store in memory whose requests are late, lost, repeated or flipped; actors are paused for minutes or die between any two
 requests. One seed is one schedule. Time is simulated: an hour takes milliseconds. A broken promise raises `Violation`,
 and `minimal` finds the fewest faults that still break it.
@@ -59,7 +59,7 @@ class Violation(AssertionError):
 
 @dataclass
 class Actor:
-    """A process on a machine of its own."""
+    """A process on a simulated machine."""
 
     name: str
     local: Path
@@ -140,7 +140,7 @@ class Simulation:
         heapq.heappush(self.waiting, (when, self.random.random(), self.turns, task, actor))
 
     def run(self) -> None:
-        """Run until nobody waits; raise what went wrong."""
+        """Run until no actor waits; raise what went wrong."""
         while self.waiting and self.violation is None:
             when, _, _, task, actor = heapq.heappop(self.waiting)
             if not actor.alive:
@@ -244,9 +244,9 @@ class SimulatedStore:
                 raise answer
             if fault == "flip" and isinstance(answer, bytes) and answer:
                 simulation.note(f"{what}: a bit is flipped")
-                place = simulation.random.randrange(len(answer))
+                index = simulation.random.randrange(len(answer))
                 answer = (
-                    answer[:place] + bytes([answer[place] ^ 1 << simulation.random.randrange(8)]) + answer[place + 1 :]
+                    answer[:index] + bytes([answer[index] ^ 1 << simulation.random.randrange(8)]) + answer[index + 1 :]
                 )
             return answer
         raise StoreTimeout(f"{what}: no answer in {TRIES} tries")
@@ -329,8 +329,8 @@ class SimulatedStore:
         Path(local).write_bytes(self.cat_file(uri))
 
     def info(self, uri: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.request(f"head {self._key(uri)}", lambda: self._info(self._key(uri)))
-        return found
+        info: dict[str, Any] = self.request(f"head {self._key(uri)}", lambda: self._info(self._key(uri)))
+        return info
 
     def _info(self, key: str) -> dict[str, Any]:
         if key not in self.objects:
@@ -343,14 +343,15 @@ class SimulatedStore:
         before = f"{self._key(uri)}/"
 
         def listed() -> list[dict[str, Any]]:
-            found = {}
+            entries = {}
             for key in self._listed(self.objects):
                 if key.startswith(before):
                     child = before + key.removeprefix(before).partition("/")[0]
-                    found[child] = self._info(key) if child == key else {"name": child, "size": 0, "type": "directory"}
-            if not found:
+                    folder = {"name": child, "size": 0, "type": "directory"}
+                    entries[child] = self._info(key) if child == key else folder
+            if not entries:
                 raise FileNotFoundError(uri)
-            return list(found.values())
+            return list(entries.values())
 
         return list(self.request(f"list {before}", listed))
 
@@ -361,8 +362,8 @@ class SimulatedStore:
             keys = [key for key in self._listed(self.objects) if key.startswith(before)]
             return {key: self._info(key) for key in keys if maxdepth is None or "/" not in key.removeprefix(before)}
 
-        found = self.request(f"find {before}", listed)
-        return found if detail else list(found)
+        entries = self.request(f"find {before}", listed)
+        return entries if detail else list(entries)
 
     def rm_file(self, uri: str) -> None:
         key = self._key(uri)
@@ -388,22 +389,22 @@ def maker(simulation: Simulation, actor: Actor, name: str) -> None:
     """Make the artifact of a name under its lease, as a step does; look again while things happen."""
     root = Root(ROOT, actor.local)
     store = RemoteStore(root)
-    design = ArtifactSpec(kind="artifacts", name=name, version=1, parameters={"of": name}, inputs={})
+    spec = ArtifactSpec(kind="artifacts", name=name, version=1, parameters={"of": name}, inputs={})
     there = False
     while not there or simulation.now < DISTURBED_S:
         with suppress(OSError, LeaseLost):
-            with lease.lease(root, design.label, actor.name, lambda _: None, timing=TIMING) as held:
-                first = simulation.holders.setdefault((design.label, held.fence), actor.name)
+            with lease.lease(root, spec.label, actor.name, lambda _: None, timing=TIMING) as held:
+                first = simulation.holders.setdefault((spec.label, held.fence), actor.name)
                 if first != actor.name:
-                    raise Violation(f"{design.label}: {first} and {actor.name} both hold fence {held.fence}")
-                if store.find(design) is None:
+                    raise Violation(f"{spec.label}: {first} and {actor.name} both hold fence {held.fence}")
+                if store.find(spec) is None:
                     with store.staging() as folder:
                         for file in ("a.bin", "b/c.bin"):  # every file says whose it is
                             (folder / file).parent.mkdir(exist_ok=True)
                             (folder / file).write_text(f"{actor.name} {simulation.now}")
                         simulation.sleep(simulation.random.uniform(0, 60))
                         held.check()
-                        store.commit(design, folder, {}, actor.name, "", 0)
+                        store.commit(spec, folder, {}, actor.name, "", 0)
             there = True
         simulation.sleep(simulation.random.uniform(5, 60))
 
@@ -473,7 +474,7 @@ def deleter(simulation: Simulation, actor: Actor) -> None:
                     store.delete(artifact.label)
 
 
-PARTS: tuple[Callable[[Simulation, Actor], None], ...] = (
+ROLES: tuple[Callable[[Simulation, Actor], None], ...] = (
     tokens_maker,
     tokens_maker,
     model_maker,
@@ -492,7 +493,7 @@ def simulate(seed: int, suppressed: Iterable[int] = ()) -> Simulation:
     with tempfile.TemporaryDirectory(prefix="herd-simulation-", dir=memory) as folder:
         simulation = Simulation(seed, Path(folder), frozenset(suppressed))
         try:
-            with _in_place(simulation):
+            with _in_one_thread(simulation):
                 _play(simulation)
         except Violation as error:
             error.simulation = simulation  # type: ignore[attr-defined]
@@ -506,15 +507,15 @@ def simulate(seed: int, suppressed: Iterable[int] = ()) -> Simulation:
 
 def _play(simulation: Simulation) -> None:
     random = simulation.random
-    parts = random.sample(PARTS, random.randint(2, 6))
-    for number, part in enumerate(parts):
-        _begin(simulation, f"{part.__name__}-{number}", part)
+    roles = random.sample(ROLES, random.randint(2, 6))
+    for number, role in enumerate(roles):
+        _begin(simulation, f"{role.__name__}-{number}", role)
     simulation.run()
     _judge(simulation)
 
 
-def _begin(simulation: Simulation, name: str, part: Callable[[Simulation, Actor], None], life: int = 0) -> None:
-    """Let an actor play `part`; if it dies, one on another machine goes on."""
+def _begin(simulation: Simulation, name: str, role: Callable[[Simulation, Actor], None], life: int = 0) -> None:
+    """Let an actor play `role`; if it dies, another machine continues."""
     local = simulation.folder / f"{name}-{life}"
     local.mkdir()
     actor = Actor(f"{name}-{life}", local, simulation.random.uniform(-7200, 7200))
@@ -524,9 +525,9 @@ def _begin(simulation: Simulation, name: str, part: Callable[[Simulation, Actor]
         while actor.alive and not task.dead:
             simulation.sleep(7)
         if not actor.alive:
-            _begin(simulation, name, part, life + 1)
+            _begin(simulation, name, role, life + 1)
 
-    task = simulation.spawn(lambda: part(simulation, actor), actor)
+    task = simulation.spawn(lambda: role(simulation, actor), actor)
     simulation.spawn(watch, nurse)
 
 
@@ -606,10 +607,10 @@ class _Thread:
 
 
 @contextmanager
-def _in_place(simulation: Simulation) -> Iterator[None]:
+def _in_one_thread(simulation: Simulation) -> Iterator[None]:
     """Put the simulation in the place of clock, threads and store."""
 
-    def one_by_one(work: Callable[[Any], Any], items: Iterable[Any], threads: int = 1) -> list[Any]:
+    def serial_map(work: Callable[[Any], Any], items: Iterable[Any], threads: int = 1) -> list[Any]:
         return [work(item) for item in items]
 
     def token() -> uuid.UUID:
@@ -621,7 +622,7 @@ def _in_place(simulation: Simulation) -> Iterator[None]:
         for module in (lease, objects, cleanup, staging, promotion_log):
             stack.enter_context(patch.object(module, "time", clock))
         for module in (object_artifact, promotion_log):
-            stack.enter_context(patch.object(module, "parallel_map", one_by_one))
+            stack.enter_context(patch.object(module, "parallel_map", serial_map))
         stack.enter_context(patch.object(lease, "Event", lambda: _Event(simulation)))
         stack.enter_context(patch.object(lease, "Thread", lambda **given: _Thread(simulation, **given)))
         stack.enter_context(patch.object(lease, "machine_id", lambda: simulation.current().name))

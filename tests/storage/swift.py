@@ -188,7 +188,7 @@ def credentials(endpoint: str, key: str = KEY, secret: str = SECRET) -> dict[str
 
 
 def _status(url: str) -> int:
-    """Return the HTTP status of a GET, 999 if nobody answers."""
+    """Return the HTTP status of a GET, 999 without an answer."""
     try:
         with urllib.request.urlopen(url, timeout=5) as reply:
             return int(reply.status)
@@ -201,7 +201,7 @@ def _status(url: str) -> int:
 if __name__ == "__main__":
     for sign in (signal.SIGINT, signal.SIGTERM):  # a shell lets what it starts with & ignore the first
         signal.signal(sign, signal.default_int_handler)
-    with swift_server(Path(sys.argv[1])) as found:
-        print(" ".join(f"{name}={value}" for name, value in credentials(found.endpoint).items()), flush=True)
+    with swift_server(Path(sys.argv[1])) as server:
+        print(" ".join(f"{name}={value}" for name, value in credentials(server.endpoint).items()), flush=True)
         with contextlib.suppress(KeyboardInterrupt):
-            os.waitpid(found.running[0].pid, 0)
+            os.waitpid(server.running[0].pid, 0)

@@ -19,39 +19,39 @@ from herd.storage.digests import FileDigest, digest_file, digest_json
 from herd.storage.filesystem import glob, write_atomic
 from herd.storage.root import Root
 from herd.storage.staging import clear_staging
-from tests.storage.commit_samples import build_one, disk_calls, stage_and_wait, started
+from tests.storage.commit_samples import build_on_signal, disk_calls, stage_and_wait, started
 
 
-def design(**parameters: object) -> ArtifactSpec:
+def artifact_spec(**parameters: object) -> ArtifactSpec:
     return ArtifactSpec("curated", "web", 1, dict(parameters), {"sources": "a" * 64})
 
 
-def build(store: Store, intent: ArtifactSpec, text: str = "hello") -> None:
+def build(store: Store, spec: ArtifactSpec, text: str = "hello") -> None:
     with store.staging() as folder:
         (folder / "documents").mkdir()
         (folder / "documents" / "a.txt").write_text(text)
-        store.commit(intent, folder, {"documents": 1}, "test-1", "abc", 0.1)
+        store.commit(spec, folder, {"documents": 1}, "test-1", "abc", 0.1)
 
 
 def test_a_committed_artifact_is_found_by_what_it_is_made_from(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    assert store.find(design(jaccard=0.8)) is None
-    build(store, design(jaccard=0.8))
-    found = store.find(design(jaccard=0.8))
-    assert found is not None
-    assert found.metadata == {"documents": 1}
-    assert found.path.name == f"web-{found.key[:8]}"
-    found.verify()
-    assert store.find(design(jaccard=0.7)) is None
+    assert store.find(artifact_spec(jaccard=0.8)) is None
+    build(store, artifact_spec(jaccard=0.8))
+    artifact = store.find(artifact_spec(jaccard=0.8))
+    assert artifact is not None
+    assert artifact.metadata == {"documents": 1}
+    assert artifact.path.name == f"web-{artifact.key[:8]}"
+    artifact.verify()
+    assert store.find(artifact_spec(jaccard=0.7)) is None
     assert not list((tmp_path / ".staging").iterdir())
 
 
 def test_a_new_key_is_explained_by_its_first_difference(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    assert store.explain(design(jaccard=0.8)) == "curated/web: new, nothing of this name was made before"
-    build(store, design(jaccard=0.8))
-    assert store.explain(design(jaccard=0.7)) == "curated/web: new, jaccard 0.8 -> 0.7"
-    assert store.explain(design(jaccard=0.7, bands=2)) == "curated/web: new, jaccard 0.8 -> 0.7 and 1 more"
+    assert store.explain(artifact_spec(jaccard=0.8)) == "curated/web: new, nothing of this name was made before"
+    build(store, artifact_spec(jaccard=0.8))
+    assert store.explain(artifact_spec(jaccard=0.7)) == "curated/web: new, jaccard 0.8 -> 0.7"
+    assert store.explain(artifact_spec(jaccard=0.7, bands=2)) == "curated/web: new, jaccard 0.8 -> 0.7 and 1 more"
 
 
 def test_nothing_is_visible_before_the_commit(tmp_path: Path) -> None:
@@ -64,34 +64,34 @@ def test_nothing_is_visible_before_the_commit(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError):
         fail_half_way()
-    assert store.find(design()) is None
+    assert store.find(artifact_spec()) is None
     assert not list(tmp_path.rglob("half.txt"))
 
 
 def test_the_second_of_two_writers_gets_the_first_one_s_bytes(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    build(store, design(), "first")
-    build(store, design(), "second")
-    found = store.find(design())
-    assert found is not None
-    assert (found.path / "documents" / "a.txt").read_text() == "first"
+    build(store, artifact_spec(), "first")
+    build(store, artifact_spec(), "second")
+    artifact = store.find(artifact_spec())
+    assert artifact is not None
+    assert (artifact.path / "documents" / "a.txt").read_text() == "first"
 
 
 @pytest.mark.parametrize("harm", [lambda p: p.unlink(), lambda p: p.write_text("hell")], ids=["missing", "truncated"])
 def test_a_damaged_artifact_is_moved_aside(tmp_path: Path, harm: Callable[[Path], None]) -> None:
     store = Store(tmp_path)
-    build(store, design())
+    build(store, artifact_spec())
     harm(store.all("curated")[0].path / "documents" / "a.txt")
-    assert store.find(design()) is None
+    assert store.find(artifact_spec()) is None
     assert len(list((tmp_path / ".damaged").iterdir())) == 1
-    build(store, design())
-    assert store.find(design()) is not None
+    build(store, artifact_spec())
+    assert store.find(artifact_spec()) is not None
 
 
 def test_parts_and_names(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    build(store, design())
-    artifact = store.load(design().label)
+    build(store, artifact_spec())
+    artifact = store.load(artifact_spec().label)
     assert artifact.path_of("documents") == artifact.path / "documents"
     assert artifact.path_of("documents/a.txt").read_text() == "hello"
     assert artifact.uri == artifact.path.as_uri()
@@ -110,25 +110,25 @@ def test_labels_that_leave_the_root_are_refused(tmp_path: Path, label: str) -> N
 
 def test_a_manifest_that_changed_is_not_believed(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    build(store, design(loss=1))
-    place = tmp_path / design(loss=1).label / "manifest.json"
-    text = place.read_text()
-    place.write_text(text.replace('"documents": 1', '"documents": 7'))
+    build(store, artifact_spec(loss=1))
+    path = tmp_path / artifact_spec(loss=1).label / "manifest.json"
+    text = path.read_text()
+    path.write_text(text.replace('"documents": 1', '"documents": 7'))
     with pytest.raises(DamagedArtifact, match="changed since it was written"):
-        store.load(design(loss=1).label)
+        store.load(artifact_spec(loss=1).label)
     assert store.all("curated") == []
-    assert store.find(design(loss=1)) is None
-    build(store, design(loss=1))
+    assert store.find(artifact_spec(loss=1)) is None
+    build(store, artifact_spec(loss=1))
     assert len(store.all("curated")) == 1
 
 
 def test_a_manifest_without_a_seal_is_refused(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    build(store, design())
-    place = tmp_path / design().label / "manifest.json"
-    place.write_text(store.load(design().label).manifest.model_dump_json(exclude={"attempt", "pages"}))
+    build(store, artifact_spec())
+    path = tmp_path / artifact_spec().label / "manifest.json"
+    path.write_text(store.load(artifact_spec().label).manifest.model_dump_json(exclude={"attempt", "pages"}))
     with pytest.raises(DamagedArtifact, match="has no seal"):
-        store.load(design().label)
+        store.load(artifact_spec().label)
 
 
 def sealed(folder: Path, **changes: object) -> None:
@@ -164,17 +164,17 @@ def test_one_broken_manifest_hides_nothing_else_and_its_artifact_is_made_again(
     tmp_path: Path, harm: Callable[[Path], None]
 ) -> None:
     store = Store(tmp_path)
-    build(store, design(n=1))
-    build(store, design(n=2))
-    harm(tmp_path / design(n=1).label)
-    assert [artifact.label for artifact in store.all("curated")] == [design(n=2).label]
+    build(store, artifact_spec(n=1))
+    build(store, artifact_spec(n=2))
+    harm(tmp_path / artifact_spec(n=1).label)
+    assert [artifact.label for artifact in store.all("curated")] == [artifact_spec(n=2).label]
     assert store.all("curated")[0].created > 0
     with pytest.raises(DamagedArtifact, match="web-"):
-        store.load(design(n=1).label)
-    build(store, design(n=1), "again")
-    found = store.find(design(n=1))
-    assert found is not None
-    assert found.path_of("documents/a.txt").read_text() == "again"
+        store.load(artifact_spec(n=1).label)
+    build(store, artifact_spec(n=1), "again")
+    artifact = store.find(artifact_spec(n=1))
+    assert artifact is not None
+    assert artifact.path_of("documents/a.txt").read_text() == "again"
     assert len(list((tmp_path / ".damaged").iterdir())) == 1
 
 
@@ -186,60 +186,60 @@ def flipped(path: Path, bit: int) -> None:
 
 def test_every_flipped_bit_is_found_on_reuse_named_and_mended(tmp_path: Path) -> None:
     store, random = Store(tmp_path), Random(1)
-    intent, text = design(), "".join(random.choices("abcdefgh", k=10_000))
-    words: list[str] = []
+    spec, text = artifact_spec(), "".join(random.choices("abcdefgh", k=10_000))
+    messages: list[str] = []
     for _ in range(100):
-        build(store, intent, text)
-        assert store.find(intent, words.append) is not None
-        flipped(tmp_path / intent.label / "documents" / "a.txt", random.randrange(80_000))
+        build(store, spec, text)
+        assert store.find(spec, messages.append) is not None
+        flipped(tmp_path / spec.label / "documents" / "a.txt", random.randrange(80_000))
         with pytest.raises(DamagedArtifact, match=r"documents/a\.txt changed"):
-            _ = store.load(intent.label).path
-        assert store.find(intent, words.append) is None
-    assert len(words) == len(list((tmp_path / ".damaged").iterdir())) == 100
-    assert all(word.startswith(f"artifact {intent.label}: documents/a.txt changed") for word in words)
+            _ = store.load(spec.label).path
+        assert store.find(spec, messages.append) is None
+    assert len(messages) == len(list((tmp_path / ".damaged").iterdir())) == 100
+    assert all(word.startswith(f"artifact {spec.label}: documents/a.txt changed") for word in messages)
 
 
 def test_a_file_is_read_once_a_boot_and_again_after_a_write_or_a_boot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, read = Store(tmp_path), []
-    build(store, design())
-    path = tmp_path / design().label / "documents" / "a.txt"
+    build(store, artifact_spec())
+    path = tmp_path / artifact_spec().label / "documents" / "a.txt"
     os.utime(path, (1e9, 1e9))
 
-    def digest(place: Path) -> FileDigest:
-        read.append(place.name)
-        return digest_file(place)
+    def digest(path: Path) -> FileDigest:
+        read.append(path.name)
+        return digest_file(path)
 
     monkeypatch.setattr(herd.storage.artifact, "digest_file", digest)
     for _ in range(3):
-        assert store.load(design().label).path_of("documents/a.txt") == path
+        assert store.load(artifact_spec().label).path_of("documents/a.txt") == path
     assert read == ["a.txt"]
     os.utime(path, (1e9, 1e9 + 1))
-    assert store.find(design(), print) is not None
-    assert store.find(design(), print) is not None
+    assert store.find(artifact_spec(), print) is not None
+    assert store.find(artifact_spec(), print) is not None
     assert read == ["a.txt"] * 2
     monkeypatch.setattr(herd.storage.artifact, "_boot_name", lambda: "another boot")
-    assert store.find(design(), print) is not None
+    assert store.find(artifact_spec(), print) is not None
     assert read == ["a.txt"] * 3
-    store.load(design().label).verify()
+    store.load(artifact_spec().label).verify()
     assert read == ["a.txt"] * 4
-    store.delete(design().label)
-    assert not (tmp_path / ".verified" / design().label).exists()
+    store.delete(artifact_spec().label)
+    assert not (tmp_path / ".verified" / artifact_spec().label).exists()
 
 
 def test_hosts_that_share_a_root_verify_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build(Store(tmp_path), design())
+    build(Store(tmp_path), artifact_spec())
     together = threading.Barrier(2)
 
-    def digest(place: Path) -> FileDigest:
+    def digest(path: Path) -> FileDigest:
         together.wait(10)
-        return digest_file(place)
+        return digest_file(path)
 
     monkeypatch.setattr(herd.storage.artifact, "digest_file", digest)
     monkeypatch.setattr(herd.storage.artifact, "_boot_name", lambda: threading.current_thread().name)
     with ThreadPoolExecutor(2, thread_name_prefix="host") as hosts:
-        list(hosts.map(verify_folder, [tmp_path / design().label] * 2))
+        list(hosts.map(verify_folder, [tmp_path / artifact_spec().label] * 2))
 
 
 @given(
@@ -249,17 +249,17 @@ def test_hosts_that_share_a_root_verify_side_by_side(tmp_path: Path, monkeypatch
     )
 )
 def test_seals_survive_reading_and_writing(value: object) -> None:
-    manifest = design(value=value).manifest({}, {"value": value}, "test-1", "abc", 0.1)
+    manifest = artifact_spec(value=value).manifest({}, {"value": value}, "test-1", "abc", 0.1)
     read = Manifest.parse(manifest.text(), manifest.label)
     assert read.text() == manifest.text()
 
 
 def test_deleting_is_idempotent(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    build(store, design())
+    build(store, artifact_spec())
     for _ in range(2):
-        store.delete(design().label)
-    assert store.find(design()) is None
+        store.delete(artifact_spec().label)
+    assert store.find(artifact_spec()) is None
     assert not list((tmp_path / "curated").iterdir())
     assert not list((tmp_path / ".staging").iterdir())
 
@@ -268,20 +268,20 @@ def test_the_newest_of_the_same_name_explains(tmp_path: Path) -> None:
     """Names that begin alike, and manifests that cannot be read, do not."""
     store = Store(tmp_path)
     for age, loss in ((30, 0.1), (20, 0.2), (10, 0.3)):
-        build(store, design(loss=loss))
-        place = tmp_path / design(loss=loss).label / "manifest.json"
-        os.utime(place, (1e9 - age, 1e9 - age))
-    place.write_text("{")
+        build(store, artifact_spec(loss=loss))
+        path = tmp_path / artifact_spec(loss=loss).label / "manifest.json"
+        os.utime(path, (1e9 - age, 1e9 - age))
+    path.write_text("{")
     other = ArtifactSpec("curated", "web-2", 1, {"loss": 9}, {"sources": "a" * 64})
     build(store, other)
-    assert store.explain(design(loss=0.4)) == "curated/web: new, loss 0.2 -> 0.4"
+    assert store.explain(artifact_spec(loss=0.4)) == "curated/web: new, loss 0.2 -> 0.4"
 
 
 @pytest.mark.slow
 def test_of_processes_that_commit_the_same_one_wins(tmp_path: Path) -> None:
     for number in range(5):
         root = Root.parse(tmp_path / str(number))
-        writers = [started(build_one, root, design(), f"text {n}", b"") for n in range(4)]
+        writers = [started(build_on_signal, root, artifact_spec(), f"text {n}", b"") for n in range(4)]
         for _, pipe in writers:
             pipe.send("go")
         assert len({pipe.recv().text() for _, pipe in writers}) == 1
@@ -310,7 +310,7 @@ def test_only_what_the_dead_left_in_staging_is_removed(tmp_path: Path) -> None:
 
 def test_a_flipped_bit_is_named(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    build(store, design())
+    build(store, artifact_spec())
     artifact = store.all("curated")[0]
     (artifact.path / "documents" / "a.txt").write_text("hellp")
     with pytest.raises(ValueError, match=r"documents/a.txt changed since it was committed"):
@@ -320,8 +320,8 @@ def test_a_flipped_bit_is_named(tmp_path: Path) -> None:
 @given(st.dictionaries(st.sampled_from("abcd"), st.one_of(st.integers(), st.text("aß漢", max_size=3)), max_size=4))
 def test_keys_depend_on_content_not_on_order(parameters: dict[str, object]) -> None:
     turned = dict(reversed(list(parameters.items())))
-    assert design(**parameters).key == design(**turned).key
-    assert design(**parameters).key != design(**{**parameters, "e": 1}).key
+    assert artifact_spec(**parameters).key == artifact_spec(**turned).key
+    assert artifact_spec(**parameters).key != artifact_spec(**{**parameters, "e": 1}).key
 
 
 def test_flattening_keeps_lists_whole_and_stops_where_told() -> None:
@@ -356,8 +356,8 @@ def test_an_atomic_write_is_on_the_disk_before_its_name_and_the_name_after(
 
 def test_an_artifact_is_on_the_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, store = disk_calls(monkeypatch), Store(tmp_path)
-    build(store, design())
-    artifact = store.find(design())
+    build(store, artifact_spec())
+    artifact = store.find(artifact_spec())
     assert artifact is not None
     visible = calls.index(artifact.folder)
     assert {path.stat().st_ino for path in artifact.folder.rglob("*")} < set(calls[:visible])

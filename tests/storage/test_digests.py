@@ -19,11 +19,11 @@ def test_a_folder_is_every_file_by_size_and_content(files: dict[str, bytes], syn
         for name, data in files.items():
             (Path(folder) / name).parent.mkdir(exist_ok=True)
             (Path(folder) / name).write_bytes(data)
-        found = digest_folder(Path(folder), sync)
-        assert list(found) == sorted(files, key=lambda name: Path(name).parts)
+        digests = digest_folder(Path(folder), sync)
+        assert list(digests) == sorted(files, key=lambda name: Path(name).parts)
         for name, data in files.items():
-            assert found[name] == digest_file(Path(folder) / name)
-            assert (found[name].bytes, found[name].sha256) == (len(data), hashlib.sha256(data).hexdigest())
+            assert digests[name] == digest_file(Path(folder) / name)
+            assert (digests[name].bytes, digests[name].sha256) == (len(data), hashlib.sha256(data).hexdigest())
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
@@ -34,18 +34,18 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
 def test_objects_come_and_go(tmp_path: Path) -> None:
     """The same calls serve a folder; the object store is tested where checkpoints use it."""
     (tmp_path / "file").write_bytes(b"12345")
-    place = str(tmp_path / "store")
+    uri = str(tmp_path / "store")
     (tmp_path / "store" / "deep").mkdir(parents=True)
-    put_file(tmp_path / "file", f"{place}/a")
-    put_bytes(f"{place}/deep/b", b"12")
-    assert list_children(place) == {"a": 5, "deep": list_children(place)["deep"]}
-    assert list_children(f"{place}/deep") == {"b": 2}
-    assert get_bytes(f"{place}/deep/b") == b"12"
-    assert list_children(f"{place}/nowhere") == {}
+    put_file(tmp_path / "file", f"{uri}/a")
+    put_bytes(f"{uri}/deep/b", b"12")
+    assert list_children(uri) == {"a": 5, "deep": list_children(uri)["deep"]}
+    assert list_children(f"{uri}/deep") == {"b": 2}
+    assert get_bytes(f"{uri}/deep/b") == b"12"
+    assert list_children(f"{uri}/nowhere") == {}
     for _ in range(2):
-        remove(f"{place}/a")
-        remove_all(f"{place}/deep")
-    assert list_children(place) == {}
+        remove(f"{uri}/a")
+        remove_all(f"{uri}/deep")
+    assert list_children(uri) == {}
 
 
 def test_files_that_are_created_can_be_read_by_others_as_those_that_are_replaced_can(tmp_path: Path) -> None:

@@ -117,24 +117,24 @@ def test_a_fault_at_any_request_costs_a_request_or_names_itself(
 ) -> None:
     get(tmp_path / "whole")
     requests, state, there, failed = len(hub.log), source_state(DATA), contents(DATA), 0
-    for place in range(1, requests + 1, step):
-        hub.use(fault, first=place)
+    for number in range(1, requests + 1, step):
+        hub.use(fault, first=number)
         if fault == 403:  # the Hub refuses; a store behind it may only have lost patience with a signed address
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(fetch, "TRIES", 2)
                 with suppress(FetchRefused):
-                    get(tmp_path / f"once-{place}", jobs=1)
+                    get(tmp_path / f"once-{number}", jobs=1)
         else:
-            get(tmp_path / f"once-{place}", jobs=1)
-        hub.use(fault, first=place, times=10**6)
-        folder = tmp_path / f"always-{place}"
+            get(tmp_path / f"once-{number}", jobs=1)
+        hub.use(fault, first=number, times=10**6)
+        folder = tmp_path / f"always-{number}"
         try:
             get(folder, jobs=1)
         except (StoreError, FetchRefused) as error:
-            said = str(error)
-            assert DATA[:26] in said
-            assert TOKEN not in said
-            assert "Signature=secret" not in said
+            message = str(error)
+            assert DATA[:26] in message
+            assert TOKEN not in message
+            assert "Signature=secret" not in message
             assert not list(folder.glob("listings/*"))
             failed += 1
         hub.use()
@@ -146,7 +146,7 @@ def test_a_fault_at_any_request_costs_a_request_or_names_itself(
 
 def test_wrong_bytes_never_become_a_copy(hub: Hub, tmp_path: Path) -> None:
     """A flipped bit of a file with a SHA-256 and of one with a blob id; a file longer than listed."""
-    for uri, fault, said in (
+    for uri, fault, message in (
         ("hf://datasets/people/words/data/a.parquet", "flip", "do not have the stated sha256:"),
         ("hf://datasets/people/words/data/b.jsonl", "flip", "do not have the stated git:"),
         ("hf://datasets/people/words/data/b.jsonl", "longer", "4,201 bytes come, its store lists 4,200"),
@@ -155,7 +155,7 @@ def test_wrong_bytes_never_become_a_copy(hub: Hub, tmp_path: Path) -> None:
         folder = tmp_path / f"{fault}-{uri[-7:]}"
         prepare(folder, uri, lambda listed: [], False)
         hub.use(fault, first=len(hub.log) + 1, times=10**6)
-        with pytest.raises(StoreError, match=said):
+        with pytest.raises(StoreError, match=message):
             get(folder, uri)
         assert not [path for path in folder.glob("hf/**/*") if path.is_file()]
         hub.use()
@@ -181,11 +181,11 @@ def test_killed_at_any_request_it_goes_on(hub: Hub, tmp_path: Path, step: int) -
     get(tmp_path / "whole")
     requests, there = len(hub.log), contents(DATA)
     ends = []
-    for place in range(1, requests + 1, step):
-        folder, pids = tmp_path / str(place), list[int]()
+    for number in range(1, requests + 1, step):
+        folder, pids = tmp_path / str(number), list[int]()
 
-        def kill(number: int, place: int = place, pids: list[int] = pids) -> None:
-            if number == place:
+        def kill(request: int, number: int = number, pids: list[int] = pids) -> None:
+            if request == number:
                 while not pids:
                     time.sleep(0.001)
                 os.kill(pids[0], signal.SIGKILL)
@@ -206,23 +206,23 @@ def test_killed_at_any_request_it_goes_on(hub: Hub, tmp_path: Path, step: int) -
 
 
 def test_a_killed_file_goes_on_at_its_last_byte(hub: Hub, tmp_path: Path) -> None:
-    uri, came = "hf://datasets/people/words/data/a.parquet", list[int]()
+    uri, received = "hf://datasets/people/words/data/a.parquet", list[int]()
 
     def kill(count: int) -> None:
-        came.append(count)
-        if len(came) == 2:
+        received.append(count)
+        if len(received) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert killed(lambda: get(tmp_path, uri, progress=kill)) == -signal.SIGKILL
-    (part,) = tmp_path.glob(".partial/*")
-    begun = part.stat().st_size
+    (partial_copy,) = tmp_path.glob(".partial/*")
+    begun = partial_copy.stat().st_size
     assert 0 < begun < len(BIG)
     hub.use()
     target = prepare(tmp_path, uri, lambda listed: [name for name, _ in listed], False)
     assert missing_bytes(tmp_path, [target]) == len(BIG) - begun
-    get(tmp_path, uri, progress=came.append)
+    get(tmp_path, uri, progress=received.append)
     assert hub.ranges == [f"bytes={begun}-"] * 2  # the Hub, and the store that it leads to
-    assert sum(came) == len(BIG) - begun
+    assert sum(received) == len(BIG) - begun
     with copies(tmp_path):
         assert contents(uri) == {uri: BIG}
 
@@ -254,18 +254,18 @@ def test_a_revision_stays_until_it_is_asked_to_move(hub: Hub, tmp_path: Path) ->
 
 
 def test_a_repository_is_at_one_commit_for_all_addresses(hub: Hub, tmp_path: Path) -> None:
-    one, both = "hf://datasets/people/words/data/b.jsonl", "hf://datasets/people/words/data/*.jsonl"
+    file_uri, both = "hf://datasets/people/words/data/b.jsonl", "hf://datasets/people/words/data/*.jsonl"
     first = get(tmp_path, both)
     hub.files["data/b.jsonl"] = b"newer"
-    assert get(tmp_path, one).commit == first.commit
+    assert get(tmp_path, file_uri).commit == first.commit
     time.sleep(1)  # the newest wins, by the second
-    assert get(tmp_path, one, update=True).commit == hub.commit()
+    assert get(tmp_path, file_uri, update=True).commit == hub.commit()
     with copies(tmp_path):
-        assert contents(one) == {one: b"newer"}
+        assert contents(file_uri) == {file_uri: b"newer"}
         with pytest.raises(StoreError, match=r"b\.jsonl of another revision; run herd fetch --update"):
             list_files(both)
         get(tmp_path, both, update=True)
-        assert contents(both) == {one: b"newer"}
+        assert contents(both) == {file_uri: b"newer"}
 
 
 def test_a_branch_that_moves_while_it_is_read_gives_one_commit(hub: Hub, tmp_path: Path) -> None:
@@ -285,13 +285,13 @@ def test_what_the_hub_refuses_is_said_with_the_remedy(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = f"{hub.endpoint}/datasets/people/words"
-    for uri, said in (
+    for uri, message in (
         (DATA.replace("words", "wrods"), f"shows no such repository to you; .*{hub.endpoint}/datasets/people/wrods"),
         (DATA.replace("words", "words@v9"), "has no revision v9"),
         (DATA.replace("*", "absent.txt"), "matches no file"),
         ("hf://people", "write hf://datasets/OWNER/NAME"),
     ):
-        with pytest.raises(FetchRefused, match=said):
+        with pytest.raises(FetchRefused, match=message):
             get(tmp_path, uri)
     hub.gated = True
     with pytest.raises(FetchRefused, match=f"is gated; accept its terms at {page} and wait until its owner accepts"):
@@ -449,41 +449,41 @@ def test_an_object_that_changes_while_it_comes_begins_again(
     store, uri, newer = filesystem_of(bucket), f"{bucket}/moving/a.jsonl", BIG.upper() + b"more"
     store.pipe_file(uri, BIG)
     monkeypatch.setattr(fetch, "PIECE", 1 << 16)
-    came = list[int]()
+    received = list[int]()
 
     def change(count: int) -> None:
-        came.append(count)
-        if len(came) == 1:
+        received.append(count)
+        if len(received) == 1:
             store.pipe_file(uri, newer)
 
     get(tmp_path, uri, progress=change)
     state = source_state(uri)
     with copies(tmp_path):
         assert (source_state(uri), contents(uri)) == (state, {uri: newer})
-    assert sum(came) == len(newer)
+    assert sum(received) == len(newer)
 
 
 def test_a_store_that_sends_nothing_is_given_up(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    uri, asked = f"{bucket}/silent/a.jsonl", list[int]()
+    uri, ranges_sent = f"{bucket}/silent/a.jsonl", list[int]()
     filesystem_of(uri).pipe_file(uri, BIG)
 
     def nothing(file: Any, begin: int) -> Iterator[bytes]:
-        asked.append(begin)
-        assert len(asked) < 20, "it asks without end"
+        ranges_sent.append(begin)
+        assert len(ranges_sent) < 20, "it asks without end"
         yield b""
 
     monkeypatch.setattr(fetch, "_get_object", nothing)
     monkeypatch.setattr(fetch, "TRIES", 2)
     with pytest.raises(StoreError, match=r"a\.jsonl: StoreError: the store sends no more bytes \(2 tries\)"):
         get(tmp_path, uri)
-    assert asked == [0, 0]
+    assert ranges_sent == [0, 0]
 
 
 @pytest.mark.slow
 def test_faults_on_the_way_to_a_bucket_end_in_the_object(
     moto_endpoint: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "PIECE", 1 << 16)  # a part of an object has no checksum of its own
+    monkeypatch.setattr(fetch, "PIECE", 1 << 16)  # a range of an object has no checksum
     with before_moto(moto_endpoint) as proxy:
         uri = f"{proxy.uri}/set/a.jsonl"
         filesystem_of(uri).pipe_file(uri, BIG)
@@ -505,7 +505,9 @@ def test_faults_on_the_way_to_a_bucket_end_in_the_object(
 @contextmanager
 def web(ranges: bool, etag: bool) -> Iterator[SimpleNamespace]:
     """Serve `files` by path; `cut`: how many of the next bodies end after half; `change` runs after such a cut."""
-    state = SimpleNamespace(files={}, cut=0, change=lambda: None, asked=[], kind="application/octet-stream", url="")
+    state = SimpleNamespace(
+        files={}, cut=0, change=lambda: None, ranges_sent=[], kind="application/octet-stream", url=""
+    )
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -515,11 +517,11 @@ def web(ranges: bool, etag: bool) -> Iterator[SimpleNamespace]:
             if data is None:
                 self.send_error(404)
                 return
-            tag, begin, wanted = f'"{hash(data)}"', 0, self.headers.get("Range", "")
+            tag, begin, range_header = f'"{hash(data)}"', 0, self.headers.get("Range", "")
             if self.command == "GET":
-                state.asked.append(wanted)
-            if ranges and wanted and self.headers.get("If-Range", tag) == tag:
-                begin = int(wanted.removeprefix("bytes=").partition("-")[0])
+                state.ranges_sent.append(range_header)
+            if ranges and range_header and self.headers.get("If-Range", tag) == tag:
+                begin = int(range_header.removeprefix("bytes=").partition("-")[0])
             self.send_response(206 if begin else 200)
             self.send_header("Content-Type", state.kind)
             self.send_header("Content-Length", str(len(data) - begin))
@@ -562,10 +564,10 @@ def test_a_web_server_is_read_on_if_it_can_and_from_the_start_if_not(
         state = source_state(uri)
         server.cut = 2
         get(tmp_path, uri)
-        assert [bool(wanted) for wanted in server.asked] == [False, etag, etag]
+        assert [bool(range_header) for range_header in server.ranges_sent] == [False, etag, etag]
         newer = BIG.upper()
         server.cut, server.change = 1, lambda: server.files.update({"/set/a.jsonl": newer})
-        server.asked.clear()
+        server.ranges_sent.clear()
         if etag:
             get(tmp_path / "changed", uri)
             with copies(tmp_path / "changed"):

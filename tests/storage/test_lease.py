@@ -55,7 +55,7 @@ class Other:
     def hears(self) -> str:
         return str(self.pipe.recv())
 
-    def told(self, word: str) -> str:
+    def reply(self, word: str) -> str:
         self.pipe.send(word)
         return self.hears()
 
@@ -67,12 +67,12 @@ class Other:
 @contextmanager
 def other(root: Root, name: str) -> Iterator[Other]:
     """Yield another process that tries to hold `name`; it is killed in the end."""
-    made = Other(root, name)
+    other = Other(root, name)
     try:
-        yield made
+        yield other
     finally:
-        made.process.kill()
-        made.process.join()
+        other.process.kill()
+        other.process.join()
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -89,7 +89,7 @@ def test_the_holder_is_named_and_release_is_immediate(root: Root) -> None:
         with pytest.raises(LeaseHeld, match=pattern), lease(root, "runs/a-1", "mine", timing=FAST):
             pass
         assert list(lease_holders(root, ["runs/a-1", "runs/b-1"], FAST)) == ["runs/a-1"]
-        assert holder.told("end") == "released"
+        assert holder.reply("end") == "released"
         assert not lease_holders(root, ["runs/a-1"], FAST)
         with lease(root, "runs/a-1", "mine", timing=FAST) as held:
             assert held.fence == 2
@@ -107,17 +107,17 @@ def test_a_killed_holder_frees_it_at_once_on_its_own_machine(root: Root) -> None
 
 
 def test_waiting_is_told_once_and_ends_with_the_holder(root: Root) -> None:
-    told: list[str] = []
+    messages: list[str] = []
 
     def tell(text: str) -> None:
-        told.append(text)
-        threading.Thread(target=holder.told, args=("end",)).start()
+        messages.append(text)
+        threading.Thread(target=holder.reply, args=("end",)).start()
 
     with other(root, "tokens/x-1") as holder:
         assert holder.hears() == "held 1"
         with lease(root, "tokens/x-1", "mine", tell, timing=FAST) as held:
             assert held.fence == 2
-        assert [text.partition(" (")[0] for text in told] == ["quickstart-1"]
+        assert [text.partition(" (")[0] for text in messages] == ["quickstart-1"]
 
 
 def test_an_error_inside_releases(root: Root) -> None:
@@ -162,16 +162,16 @@ def test_a_stopped_holder_of_a_remote_lease_wakes_up_to_find_it_lost(bucket: str
     root = Root.parse(f"{bucket}/{tmp_path.name}", str(tmp_path))
     with other(root, "checkpoint/x-1") as holder:
         assert holder.hears() == "held 1"
-        assert holder.told("check") == "ours"
+        assert holder.reply("check") == "ours"
         holder.signal(signal.SIGSTOP)
         began = time.monotonic()
         with lease(root, "checkpoint/x-1", "mine", lambda _: None, timing=FAST) as held:
             assert held.fence == 2
             assert time.monotonic() - began >= FAST.lease_timeout_s
             holder.signal(signal.SIGCONT)
-            words = holder.told("check")
-            assert words.startswith("lost lease")
-            assert "mine" in words
+            reply = holder.reply("check")
+            assert reply.startswith("lost lease")
+            assert "mine" in reply
             held.check()
 
 

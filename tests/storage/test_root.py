@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from herd.storage.filesystem import cache_folder, use_writable_cache
 from herd.storage.lease import lease
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root, check_format
@@ -29,10 +27,10 @@ def test_a_name_cannot_leave_the_root(tmp_path: Path, name: str) -> None:
 def test_whatever_is_accepted_lies_below(name: str) -> None:
     root = Root.parse("/somewhere/herd")
     try:
-        place = root.file(name)
+        path = root.file(name)
     except ValueError:
         return
-    assert Path("/somewhere/herd") in [place.resolve(), *place.resolve().parents]
+    assert Path("/somewhere/herd") in [path.resolve(), *path.resolve().parents]
 
 
 def test_a_remote_root_has_a_folder_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -54,19 +52,6 @@ def test_a_root_is_an_absolute_folder_without_dots(monkeypatch: pytest.MonkeyPat
     (tmp_path / "a").mkdir()
     monkeypatch.chdir(tmp_path / "a")
     assert Root.parse("../x") == Root.parse(tmp_path / "x")
-
-
-def test_without_a_cache_folder_that_can_be_written_there_is_a_temporary_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("XDG_CACHE_HOME", "MPLCONFIGDIR", "HF_HOME"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    use_writable_cache()
-    assert "XDG_CACHE_HOME" not in os.environ
-    monkeypatch.setenv("HOME", "/proc/nowhere")
-    use_writable_cache()
-    assert os.access(cache_folder().parent, os.W_OK)
-    assert os.environ["MPLCONFIGDIR"] == os.environ["XDG_CACHE_HOME"]
-    assert os.environ["HF_HOME"] == "/proc/nowhere/.cache/huggingface"
 
 
 def test_documents(tmp_path: Path) -> None:

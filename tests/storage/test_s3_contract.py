@@ -48,7 +48,7 @@ GAPS: dict[str, dict[str, Gap]] = {
         "test_a_wrong_digest_of_the_body_is_refused": Gap("compares no Content-MD5"),
     },
     "swift": {
-        "test_a_stored_checksum_comes_back_with_the_object": Gap("stores no checksums: nobody notices a flipped bit"),
+        "test_a_stored_checksum_comes_back_with_the_object": Gap("stores no checksums: a flipped bit is not noticed"),
         "test_a_race_of_exclusive_creates_has_one_winner": Gap("the condition is not atomic: 1 to 4 of 16", False),
         "test_put_if_match": Gap("501 Not Implemented"),
     },
@@ -59,11 +59,11 @@ GAPS: dict[str, dict[str, Gap]] = {
 @pytest.fixture(scope="module", params=["moto", pytest.param("swift", marks=pytest.mark.slow)])
 def running(request: pytest.FixtureRequest) -> Iterator[Server]:
     if request.param == "moto":
-        made: AbstractContextManager[Server] = moto(request.getfixturevalue("moto_endpoint"))
+        context: AbstractContextManager[Server] = moto(request.getfixturevalue("moto_endpoint"))
     else:
-        found = request.getfixturevalue("swift_of_run")
-        made = nullcontext(openstack_swift(found["endpoint"], Path(found["folder"])))
-    with made as server, s3.pointed_at(server.variables), restless():
+        swift = request.getfixturevalue("swift_of_run")
+        context = nullcontext(openstack_swift(swift["endpoint"], Path(swift["folder"])))
+    with context as server, s3.pointed_at(server.variables), restless():
         yield server
 
 
@@ -229,31 +229,31 @@ def test_a_reader_sees_the_old_object_or_the_new_one(server: Server) -> None:
         writing.result()
 
 
-# Multipart uploads that nobody finished
+# Unfinished multipart uploads
 
 
 def test_an_unfinished_upload_is_invisible_listed_and_can_be_aborted(server: Server) -> None:
     uri, key = server.fresh()
-    place = {"Bucket": server.bucket, "Key": f"{key}/half"}
-    upload = server.client.create_multipart_upload(**place)["UploadId"]
-    server.client.upload_part(**place, UploadId=upload, PartNumber=1, Body=b"x" * 5 * MIB)
+    address = {"Bucket": server.bucket, "Key": f"{key}/half"}
+    upload = server.client.create_multipart_upload(**address)["UploadId"]
+    server.client.upload_part(**address, UploadId=upload, PartNumber=1, Body=b"x" * 5 * MIB)
     assert list_children(uri) == {}
     listed = filesystem_of(uri).list_multipart_uploads(server.bucket)
     assert (f"{key}/half", upload) in [(entry["Key"], entry["UploadId"]) for entry in listed]
-    server.client.abort_multipart_upload(**place, UploadId=upload)
+    server.client.abort_multipart_upload(**address, UploadId=upload)
     assert not [
-        entry for entry in filesystem_of(uri).list_multipart_uploads(server.bucket) if entry["Key"] == place["Key"]
+        entry for entry in filesystem_of(uri).list_multipart_uploads(server.bucket) if entry["Key"] == address["Key"]
     ]
 
 
 def test_a_part_that_was_not_sent_cannot_be_completed(server: Server) -> None:
     _, key = server.fresh()
-    place = {"Bucket": server.bucket, "Key": f"{key}/half"}
-    upload = server.client.create_multipart_upload(**place)["UploadId"]
+    address = {"Bucket": server.bucket, "Key": f"{key}/half"}
+    upload = server.client.create_multipart_upload(**address)["UploadId"]
     parts = {"Parts": [{"PartNumber": 1, "ETag": f'"{"0" * 32}"'}]}
-    assert refused(server.client.complete_multipart_upload, **place, UploadId=upload, MultipartUpload=parts) == 400
-    assert refused(server.client.head_object, **place) == 404
-    server.client.abort_multipart_upload(**place, UploadId=upload)
+    assert refused(server.client.complete_multipart_upload, **address, UploadId=upload, MultipartUpload=parts) == 400
+    assert refused(server.client.head_object, **address) == 404
+    server.client.abort_multipart_upload(**address, UploadId=upload)
 
 
 # What a server may lack
@@ -281,10 +281,10 @@ def test_a_stored_checksum_comes_back_with_the_object(server: Server) -> None:
 
 def test_put_if_match(server: Server) -> None:
     _, key = server.fresh()
-    place = {"Bucket": server.bucket, "Key": key}
-    etag = server.client.put_object(**place, Body=b"1")["ETag"]
-    server.client.put_object(**place, Body=b"2", IfMatch=etag)
-    assert refused(server.client.put_object, **place, Body=b"3", IfMatch=etag) == 412
+    address = {"Bucket": server.bucket, "Key": key}
+    etag = server.client.put_object(**address, Body=b"1")["ETag"]
+    server.client.put_object(**address, Body=b"2", IfMatch=etag)
+    assert refused(server.client.put_object, **address, Body=b"3", IfMatch=etag) == 412
 
 
 @pytest.mark.slow

@@ -123,12 +123,12 @@ def test_a_write_that_is_read_back_changed_is_no_success(world: World, uri: str)
 
 def test_a_file_in_parts_outlasts_a_reset_part_and_a_lost_completion(world: World, uri: str, tmp_path: Path) -> None:
     (tmp_path / "big").write_bytes(os.urandom(2**20) * 11)  # in three parts: see `restless`
-    part, complete = world.proxy.use(
+    part_fault, completion_fault = world.proxy.use(
         Rule("reset", "PUT", query="partNumber=2"), Rule("drop-reply", "POST", query="^uploadId")
     )
     with world.faulty():
         put_file(tmp_path / "big", f"{uri}/big")
-    assert (part.done, complete.done) == (1, 1)
+    assert (part_fault.done, completion_fault.done) == (1, 1)
     with world.direct():
         assert list_children(uri) == {"big": 11 * 2**20}
     assert not world.server.client.list_multipart_uploads(Bucket=world.server.bucket).get("Uploads")

@@ -28,7 +28,7 @@ from herd.tasks.promotion.log import (
     logged_label,
     read_log,
 )
-from tests.storage.test_signing import key
+from tests.storage.test_digests_signing import key
 from tests.tasks.promotion_samples import FAMILY, add, append_to, judged_record
 
 

@@ -21,7 +21,7 @@ from herd.tasks.operate.integrity import verify
 from herd.tasks.runs.records import DamagedRecord, Runs, now
 from herd.tasks.study.records import RECORD, Studies, StudyRecord
 from tests.llama3.train.checkpoint_samples import ALONE, State
-from tests.storage.test_signing import key
+from tests.storage.test_digests_signing import key
 from tests.tasks.promotion_samples import add
 from tests.tasks.standing_root import begun, commit, tiny
 from tests.tasks.trained_run import TrainedRun

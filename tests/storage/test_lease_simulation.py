@@ -71,13 +71,13 @@ def test_a_broken_protocol_is_found(fault: str, monkeypatch: pytest.MonkeyPatch)
     owner, name, line, other = BROKEN[fault]
     source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
     assert source.count(line) == 1
-    made: dict[str, Any] = {}
+    namespace: dict[str, Any] = {}
     source = source.replace(line, other).replace("super()", f"super({owner.__name__}, self)")
-    exec(compile(source, f"<{fault}>", "exec"), vars(inspect.getmodule(owner)), made)
-    monkeypatch.setattr(owner, name, made[name])
+    exec(compile(source, f"<{fault}>", "exec"), vars(inspect.getmodule(owner)), namespace)
+    monkeypatch.setattr(owner, name, namespace[name])
     if owner is objects:
-        monkeypatch.setattr(object_artifact, name, made[name])
-        monkeypatch.setattr("herd.storage.root.create_bytes", made[name])
+        monkeypatch.setattr(object_artifact, name, namespace[name])
+        monkeypatch.setattr("herd.storage.root.create_bytes", namespace[name])
     for seed in range(1_000):
         try:
             simulate(seed)

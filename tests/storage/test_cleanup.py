@@ -26,23 +26,23 @@ def root(bucket: str, tmp_path: Path) -> Root:
 
 
 def build(root: Root, number: int = 1) -> Artifact:
-    intent = ArtifactSpec("curated", "web", 1, {"number": number}, {})
+    spec = ArtifactSpec("curated", "web", 1, {"number": number}, {})
     store = open_store(root)
     with store.staging() as folder:
         (folder / "a.txt").write_text("hello")
-        return store.commit(intent, folder, {}, "test-1", "abc", 0.1)
+        return store.commit(spec, folder, {}, "test-1", "abc", 0.1)
 
 
 def test_attempts_that_no_manifest_names_go(root: Root) -> None:
-    made = build(root)
-    put_bytes(root.join(made.label, "0" * 32, "deep/left.bin"), b"x" * 100)
+    artifact = build(root)
+    put_bytes(root.join(artifact.label, "0" * 32, "deep/left.bin"), b"x" * 100)
     put_bytes(root.join("curated/gone-1a2b3c4d", "1" * 32, "left.bin"), b"x" * 10)
     assert clean_up_root(root, LATER) == NOTHING
     assert clean_up_root(root, AT_ONCE) == CleanupResult(0, 2, 0, 0, 110)
     assert clean_up_root(root, AT_ONCE) == NOTHING
     assert set(list_objects(root.join("curated"))) == {
-        f"{made.folder.name}.json",
-        f"{made.folder.name}/{made.manifest.attempt}/a.txt",
+        f"{artifact.folder.name}.json",
+        f"{artifact.folder.name}/{artifact.manifest.attempt}/a.txt",
     }
 
 
@@ -55,9 +55,9 @@ def test_what_is_not_an_attempt_stays(root: Root) -> None:
 
 
 def test_a_damaged_manifest_leaves_its_attempts_alone(root: Root) -> None:
-    made = build(root)
-    put_bytes(root.join(made.label, "0" * 32, "left.bin"), b"x")
-    put_bytes(root.join(f"{made.label}.json"), b"{")
+    artifact = build(root)
+    put_bytes(root.join(artifact.label, "0" * 32, "left.bin"), b"x")
+    put_bytes(root.join(f"{artifact.label}.json"), b"{")
     assert clean_up_root(root, AT_ONCE) == NOTHING
 
 
@@ -75,15 +75,15 @@ def test_uploads_that_were_never_finished_go(root: Root, bucket: str) -> None:
 
 
 def test_copies_of_what_is_gone_go(root: Root) -> None:
-    kept, gone, part = (build(root, number) for number in range(3))
-    os.replace(part.folder / "manifest.json", part.folder / ".bringing")
+    kept, gone, incomplete = (build(root, number) for number in range(3))
+    os.replace(incomplete.folder / "manifest.json", incomplete.folder / ".downloading")
     scratch = root.local / "work" / "main-1a2b3c4d" / "journal"
     cache = root.local / "lazy" / gone.label / gone.manifest.attempt / "shard"
     working = root.local / "work" / "ramp-1a2b3c4d" / "manifest.json"
     for path in (scratch, working, cache):
         path.parent.mkdir(parents=True)
         path.write_text("x")
-    for artifact in (gone, part):
+    for artifact in (gone, incomplete):
         remove(root.join(f"{artifact.label}.json"))
     assert clean_up_root(root, LATER) == NOTHING
     tidied = clean_up_root(root, AT_ONCE)
@@ -107,9 +107,9 @@ def test_a_local_root_has_only_staging_to_tidy(tmp_path: Path) -> None:
 
 
 def test_an_attempt_is_as_old_as_its_newest_file(root: Root) -> None:
-    place = root.join("curated/gone-1a2b3c4d", "1" * 32)
-    put_bytes(f"{place}/first.bin", b"x")
+    attempt = root.join("curated/gone-1a2b3c4d", "1" * 32)
+    put_bytes(f"{attempt}/first.bin", b"x")
     time.sleep(4.2)  # the server's clock counts whole seconds
-    put_bytes(f"{place}/second.bin", b"x")
+    put_bytes(f"{attempt}/second.bin", b"x")
     assert clean_up_root(root, 3.0) == NOTHING
     assert clean_up_root(root, AT_ONCE) == CleanupResult(0, 1, 0, 0, 2)

@@ -16,12 +16,12 @@ from herd.storage.artifact import DamagedArtifact
 from herd.storage.cleanup import clean_up_root
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
-from tests.storage.commit_samples import AT_ONCE, FILES, attempts, commit, contents, design, in_scratch
+from tests.storage.commit_samples import AT_ONCE, FILES, artifact_spec, attempts, commit, contents, in_scratch
 from tests.storage.fault_proxy import Fault, Rule
 from tests.storage.fault_world import BURSTS, SHORT, World, fails_in_time
 
 SLOW = pytest.mark.slow
-"""What test_s3_faults.py shows of one object, or test_remote_store.py with a server that answers faster."""
+"""What test_s3_faults.py shows of one object, or test_object_artifact.py with a server that answers faster."""
 OTHERS: tuple[Fault, ...] = (*BURSTS, "reset-in-body", "flip")
 
 
@@ -37,7 +37,7 @@ def test_a_commit_outlasts_a_burst(world: World, root: Root, fault: Fault, tmp_p
     method = "PUT" if fault == "flip-sent" else ""
     (rule,) = world.proxy.use(Rule(fault, method, skip=1, times=4))
     with world.faulty():
-        commit(root, design())
+        commit(root, artifact_spec())
     assert rule.done == 4
     with world.direct():
         assert_whole(in_scratch(root, tmp_path / "other"))
@@ -51,11 +51,11 @@ def test_a_commit_to_a_broken_server_ends_and_can_be_done_again(
     (rule,) = world.proxy.use(Rule(fault, skip=skip, times=None))
     size = len(FILES["weights.bin"]) / 2**20
     with world.faulty(SHORT), fails_in_time(SHORT + size):
-        commit(root, design())
+        commit(root, artifact_spec())
     assert rule.done
     with world.direct():
-        assert open_store(root).find(design()) is None
-        commit(root, design())
+        assert open_store(root).find(artifact_spec()) is None
+        commit(root, artifact_spec())
         assert_whole(root)
 
 
@@ -64,12 +64,12 @@ def test_a_commit_to_a_broken_server_ends_and_can_be_done_again(
 def test_a_commit_is_ours_when_the_reply_to_its_manifest_is_lost(world: World, root: Root) -> None:
     (rule,) = world.proxy.use(Rule("drop-reply", "PUT", path=r"\.json$", skip=0))
     with world.faulty():
-        made = commit(root, design())
+        committed = commit(root, artifact_spec())
     assert rule.done == 1
     with world.direct():
-        found = open_store(root).find(design())
-        assert found is not None
-        assert (found.uri, attempts(root, design())) == (made.uri, {made.uri.rsplit("/", 1)[1]})
+        artifact = open_store(root).find(artifact_spec())
+        assert artifact is not None
+        assert (artifact.uri, attempts(root, artifact_spec())) == (committed.uri, {committed.uri.rsplit("/", 1)[1]})
 
 
 @pytest.mark.slow
@@ -80,13 +80,13 @@ def test_writers_who_race_through_faults_leave_one_whole_artifact(world: World, 
     )
     roots = [in_scratch(root, tmp_path / f"writer-{number}") for number in range(4)]
     with world.faulty(), ThreadPoolExecutor(len(roots)) as pool:
-        made = list(pool.map(lambda mine: commit(mine, design()), roots))
+        committed = list(pool.map(lambda mine: commit(mine, artifact_spec()), roots))
     assert all(rule.done for rule in rules)
     with world.direct():
-        assert all(contents(artifact) == FILES for artifact in made)
+        assert all(contents(artifact) == FILES for artifact in committed)
         clean_up_root(root, AT_ONCE)
-        found = assert_whole(in_scratch(root, tmp_path / "reader"))
-        assert attempts(root, design()) == {found}
+        attempt = assert_whole(in_scratch(root, tmp_path / "reader"))
+        assert attempts(root, artifact_spec()) == {attempt}
 
 
 # Bringing
@@ -95,7 +95,7 @@ def test_writers_who_race_through_faults_leave_one_whole_artifact(world: World, 
 @pytest.mark.parametrize("fault", ["truncate", *(pytest.param(fault, marks=SLOW) for fault in OTHERS)])
 def test_what_is_brought_is_what_was_committed(world: World, root: Root, fault: Fault, tmp_path: Path) -> None:
     with world.faulty():
-        commit(root, design())
+        commit(root, artifact_spec())
         (rule,) = world.proxy.use(Rule(fault, "GET", path="weights.bin$", times=2))
         assert_whole(in_scratch(root, tmp_path / "other"))
     assert rule.done == 2
@@ -105,12 +105,12 @@ def test_what_is_brought_is_what_was_committed(world: World, root: Root, fault: 
 def test_a_manifest_that_comes_changed_is_read_again_and_stays(world: World, root: Root) -> None:
     for flips in (1, 2):
         with world.faulty():
-            commit(root, design(flips=flips))
+            commit(root, artifact_spec(flips=flips))
             (rule,) = world.proxy.use(Rule("flip", "GET", path=r"\.json$", times=flips))
-            first = open_store(root).find(design(flips=flips))
+            first = open_store(root).find(artifact_spec(flips=flips))
             assert (first is not None) == (flips == 1), "two in a row look like a damaged one: made again"
             assert rule.done == flips
-            assert open_store(root).find(design(flips=flips)) is not None
+            assert open_store(root).find(artifact_spec(flips=flips)) is not None
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_a_manifest_that_comes_changed_is_read_again_and_stays(world: World, roo
 def test_a_file_that_never_comes_right_is_never_there(world: World, root: Root, fault: Fault, tmp_path: Path) -> None:
     other = in_scratch(root, tmp_path / "other")
     with world.direct():
-        commit(root, design())
-        artifact = open_store(other).find(design())
+        commit(root, artifact_spec())
+        artifact = open_store(other).find(artifact_spec())
         assert artifact is not None
     (rule,) = world.proxy.use(Rule(fault, "GET", path="weights.bin$", times=None))
     with world.faulty(SHORT):
@@ -136,13 +136,13 @@ def test_a_bit_that_flips_on_the_servers_disk_is_found(world: World, root: Root,
     other = in_scratch(root, tmp_path / "other")
     with world.direct():
         rotten = os.urandom(2**20 + 99)
-        commit(root, design(), {**FILES, "weights.bin": rotten})
-        places = [path for path in world.server.folder.rglob("*.data") if path.stat().st_size == len(rotten)]
-        (place,) = [path for path in places if path.read_bytes() == rotten]
-        with place.open("r+b") as file:
+        commit(root, artifact_spec(), {**FILES, "weights.bin": rotten})
+        paths = [path for path in world.server.folder.rglob("*.data") if path.stat().st_size == len(rotten)]
+        (path,) = [path for path in paths if path.read_bytes() == rotten]
+        with path.open("r+b") as file:
             file.seek(500_000)
             file.write(bytes([rotten[500_000] ^ 1]))
-        artifact = open_store(other).find(design())
+        artifact = open_store(other).find(artifact_spec())
         assert artifact is not None
         with pytest.raises(DamagedArtifact, match="weights"):
             artifact.path  # noqa: B018
@@ -150,8 +150,8 @@ def test_a_bit_that_flips_on_the_servers_disk_is_found(world: World, root: Root,
 
 
 def assert_whole(root: Root) -> str:
-    """Check the artifact of `design()` as a machine finds it that has nothing yet; return its attempt."""
-    found = open_store(root).find(design())
-    assert found is not None
-    assert contents(found) == FILES
-    return found.uri.rsplit("/", 1)[1]
+    """Check the artifact of `artifact_spec()` as a machine finds it that has nothing yet; return its attempt."""
+    artifact = open_store(root).find(artifact_spec())
+    assert artifact is not None
+    assert contents(artifact) == FILES
+    return artifact.uri.rsplit("/", 1)[1]

@@ -1,7 +1,8 @@
-"""An object store of another kind is one class and one line of `OBJECT_STORES`."""
+"""Clients of object stores, and the cache folder of the user."""
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from herd.storage import filesystem
 from herd.storage.artifact import ArtifactSpec
 from herd.storage.cleanup import clean_up_root
+from herd.storage.filesystem import cache_folder, use_writable_cache
 from herd.storage.object_artifact import open_store
 from herd.storage.objects import list_objects
 from herd.storage.root import Root
@@ -42,14 +44,27 @@ def test_a_store_of_another_kind_is_one_class_and_one_line(tmp_path: Path, monke
         Root.parse("ram://team/herd")
     monkeypatch.setitem(filesystem.OBJECT_STORES, "ram", f"{__name__}:MemoryStore")
     root, spec = Root.parse("ram://team/herd", str(tmp_path / "here")), ArtifactSpec("curated", "web", 1, {}, {})
-    made = build(root, spec)
-    found = open_store(in_scratch(root, tmp_path / "there")).find(spec)
-    assert found is not None
-    assert found.uri == made.uri
-    found.verify()
+    built = build(root, spec)
+    loaded = open_store(in_scratch(root, tmp_path / "there")).find(spec)
+    assert loaded is not None
+    assert loaded.uri == built.uri
+    loaded.verify()
     assert root.create("mine", "open", "a")
     assert not root.create("yours", "open", "a")
     assert root.read("open", "a") == b"mine"
     stored = set(list_objects(root.uri))
     assert sum(clean_up_root(root, 0)[:2]) == 0
     assert set(list_objects(root.uri)) == stored
+
+
+def test_without_a_cache_folder_that_can_be_written_there_is_a_temporary_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XDG_CACHE_HOME", "MPLCONFIGDIR", "HF_HOME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    use_writable_cache()
+    assert "XDG_CACHE_HOME" not in os.environ
+    monkeypatch.setenv("HOME", "/proc/nowhere")
+    use_writable_cache()
+    assert os.access(cache_folder().parent, os.W_OK)
+    assert os.environ["MPLCONFIGDIR"] == os.environ["XDG_CACHE_HOME"]
+    assert os.environ["HF_HOME"] == "/proc/nowhere/.cache/huggingface"

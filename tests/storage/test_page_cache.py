@@ -1,4 +1,4 @@
-"""Lazy folders: right bytes or an error, within the limit, whoever else reads, drops pages, or dies."""
+"""Lazy folders: right bytes or an error, within the limit, while other processes read, drop pages, or die."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from herd.storage.digests import PAGE
 from herd.storage.object_artifact import WrongBytes
 from herd.storage.page_cache import LazyFolder, ensure_local, lazy_folder_of, make_lazy
 from tests.dist import forkserver
-from tests.storage.lazy_samples import PAGES, SMALL, die_while_bringing, lazily, page_of, read_at_random, written
+from tests.storage.lazy_samples import PAGES, SMALL, die_while_downloading, lazily, page_of, read_at_random, written
 
 
 @pytest.fixture(scope="module")
@@ -45,22 +45,24 @@ def test_small_files_come_whole_and_once(source: Path, tmp_path: Path) -> None:
 
 
 @given(
-    asked=st.lists(st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=4, unique=True), min_size=1, max_size=8),
+    page_lists=st.lists(
+        st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=4, unique=True), min_size=1, max_size=8
+    ),
     limit=st.integers(1, PAGES + 1),
 )
 def test_held_pages_have_their_bytes_and_the_limit_is_kept(
-    source: Path, tmp_path_factory: pytest.TempPathFactory, asked: list[list[int]], limit: int
+    source: Path, tmp_path_factory: pytest.TempPathFactory, page_lists: list[list[int]], limit: int
 ) -> None:
     folder = lazily(tmp_path_factory.mktemp("lazy") / "x", source, limit)
     lazy, most = LazyFolder(folder), limit
-    for pages in asked:
+    for pages in page_lists:
         most = max(most, len(pages))
         with lazy.held(np.array(sorted(pages))):
             for page in pages:
                 right, mine = page_of(source, lazy, page)
                 assert right == mine
             assert on_disk(folder) <= most
-    last = asked[-1]
+    last = page_lists[-1]
     assert lazy.table.marks[last].all()
 
 
@@ -97,9 +99,9 @@ def test_processes_share_and_drop_and_none_reads_a_hole(source: Path, tmp_path: 
     assert on_disk(folder) <= 3
 
 
-def test_who_dies_while_bringing_leaves_neither_locks_nor_marks(source: Path, tmp_path: Path) -> None:
+def test_who_dies_while_downloading_leaves_neither_locks_nor_marks(source: Path, tmp_path: Path) -> None:
     folder = lazily(tmp_path / "lazy", source, 4)
-    process = forkserver().Process(target=die_while_bringing, args=(folder,))
+    process = forkserver().Process(target=die_while_downloading, args=(folder,))
     process.start()
     process.join(30)
     assert process.exitcode == -signal.SIGKILL

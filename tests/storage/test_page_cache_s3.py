@@ -19,7 +19,7 @@ DESIGN = ArtifactSpec("tokens", "web", 1, {}, {"curated": "a" * 64})
 
 
 @pytest.fixture(scope="module", autouse=True)
-def made(proxy: FaultProxy, tmp_path_factory: pytest.TempPathFactory) -> None:
+def shared_source(proxy: FaultProxy, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The server holds one artifact."""
     store = open_store(Root.parse(f"{proxy.uri}/root", str(tmp_path_factory.mktemp("maker"))))
     with store.staging() as staged:

@@ -14,22 +14,22 @@ from herd.storage.artifact import ArtifactSpec, Store, UntrustedArtifact
 from herd.storage.digests import SIGNING, TRUSTED, digest_json, sign, signature_error
 
 
-def design(**parameters: object) -> ArtifactSpec:
+def artifact_spec(**parameters: object) -> ArtifactSpec:
     return ArtifactSpec("evaluation", "tiny", 1, dict(parameters), {})
 
 
-def build(store: Store, intent: ArtifactSpec) -> Path:
+def build(store: Store, spec: ArtifactSpec) -> Path:
     with store.staging() as folder:
         (folder / "scores.json").write_text("{}")
-        return store.commit(intent, folder, {"eval/bpb": 2.5}, "tiny-1", "abc", 0.1).path
+        return store.commit(spec, folder, {"eval/bpb": 2.5}, "tiny-1", "abc", 0.1).path
 
 
 def key(folder: Path, name: str) -> tuple[str, str]:
     """Write a private and a public key; return their paths."""
-    made, private, public = Ed25519PrivateKey.generate(), folder / f"{name}.pem", folder / f"{name}.pub"
-    private.write_bytes(made.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    secret, private, public = Ed25519PrivateKey.generate(), folder / f"{name}.pem", folder / f"{name}.pub"
+    private.write_bytes(secret.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     private.chmod(0o600)
-    public.write_bytes(made.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    public.write_bytes(secret.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
     return str(private), str(public)
 
 
@@ -43,7 +43,7 @@ def forge(folder: Path, **changes: object) -> None:
 
 
 def test_without_a_key_nothing_is_signed_or_asked_for(tmp_path: Path) -> None:
-    folder = build(Store(tmp_path), design())
+    folder = build(Store(tmp_path), artifact_spec())
     assert "signature" not in json.loads((folder / "manifest.json").read_text())
     assert signature_error("manifest", "00", "") == ""
 
@@ -52,16 +52,17 @@ def test_what_one_key_signs_those_believe_who_trust_it(tmp_path: Path, monkeypat
     (private, public), (other, other_public) = key(tmp_path, "one"), key(tmp_path, "other")
     store = Store(tmp_path / "root")
     monkeypatch.setenv(SIGNING, private)
-    build(store, design())
+    build(store, artifact_spec())
     for signing, trusted in ((private, ""), ("", public), (other, f"{other_public}:{public}")):
         monkeypatch.setenv(SIGNING, signing)
         monkeypatch.setenv(TRUSTED, trusted)
-        assert store.find(design()) is not None
-        assert store.load(design().label).metadata == {"eval/bpb": 2.5}
+        assert store.find(artifact_spec()) is not None
+        assert store.load(artifact_spec().label).metadata == {"eval/bpb": 2.5}
     monkeypatch.setenv(SIGNING, other)
     monkeypatch.delenv(TRUSTED)
-    with pytest.raises(UntrustedArtifact, match=rf"{design().label}/manifest.json: is signed by none of the 1 keys"):
-        store.load(design().label)
+    label = artifact_spec().label
+    with pytest.raises(UntrustedArtifact, match=rf"{label}/manifest.json: is signed by none of the 1 keys"):
+        store.load(label)
 
 
 def test_forged_and_unsigned_manifests_are_refused_by_name_and_left_where_they_are(
@@ -69,18 +70,18 @@ def test_forged_and_unsigned_manifests_are_refused_by_name_and_left_where_they_a
 ) -> None:
     private, _ = key(tmp_path, "one")
     store = Store(tmp_path / "root")
-    old = build(store, design(n=1))
+    old = build(store, artifact_spec(n=1))
     monkeypatch.setenv(SIGNING, private)
-    new = build(store, design(n=2))
+    new = build(store, artifact_spec(n=2))
     forge(new, facts={"eval/bpb": 0.1})
-    for intent, why in ((design(n=1), "is not signed"), (design(n=2), "is signed by none of")):
-        with pytest.raises(UntrustedArtifact, match=rf"{intent.label}/manifest.json: {why}"):
-            store.find(intent, print)
+    for spec, why in ((artifact_spec(n=1), "is not signed"), (artifact_spec(n=2), "is signed by none of")):
+        with pytest.raises(UntrustedArtifact, match=rf"{spec.label}/manifest.json: {why}"):
+            store.find(spec, print)
     assert store.all("evaluation") == []
     assert old.is_dir()
     assert not (tmp_path / "root" / ".damaged").exists()
-    store.sign(design(n=1).label)
-    assert store.find(design(n=1), print) is not None
+    store.sign(artifact_spec(n=1).label)
+    assert store.find(artifact_spec(n=1), print) is not None
 
 
 def test_a_signature_is_of_one_kind_of_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,13 +97,13 @@ def test_a_key_that_cannot_be_used_is_refused_by_name(tmp_path: Path, monkeypatc
     other = tmp_path / "x25519.pem"
     other.write_bytes(X25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     other.chmod(0o600)
-    for signing, words in (
+    for signing, fault in (
         ("/nowhere", "cannot be used"),
         (public, "others can read it"),
         (str(other), "is not an Ed25519"),
     ):
         monkeypatch.setenv(SIGNING, signing)
-        with pytest.raises(ValueError, match=f"{SIGNING}: {signing}: .*{words}.*openssl genpkey"):
+        with pytest.raises(ValueError, match=f"{SIGNING}: {signing}: .*{fault}.*openssl genpkey"):
             sign("manifest", "ab")
     monkeypatch.delenv(SIGNING)
     for trusted in ("/nowhere", private):
