@@ -68,14 +68,18 @@ def fast_fp32() -> None:
         torch.set_float32_matmul_precision("highest")
 
 
-def adamw(named: Mapping[str, nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:
-    """Return the optimizer with its state already allocated, so that a checkpoint can be loaded into it."""
+def adamw(named: Mapping[str, nn.Parameter], settings: Optimizer, fused: bool = True) -> torch.optim.AdamW:
+    """Return the optimizer with its state already allocated, so that a checkpoint can be loaded into it.
+
+    On a CPU the bits of a fused step depend on the size of a shard: torch's kernel rounds the last elements, too few
+    for a vector, otherwise than the rest.
+    """
     decays = {"matrix": True, "norm": settings.decay_norms, "embedding": settings.decay_embeddings}
     groups: dict[float, list[nn.Parameter]] = {}
     for name, parameter in named.items():
         groups.setdefault(settings.weight_decay if decays[param_row(name).kind] else 0.0, []).append(parameter)
     lists = [{"params": parameters, "weight_decay": decay} for decay, parameters in groups.items()]
-    optimizer = torch.optim.AdamW(lists, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+    optimizer = torch.optim.AdamW(lists, lr=0.0, betas=settings.betas, eps=settings.eps, fused=fused)
     for parameter in named.values():
         moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
         optimizer.state[parameter] = {"step": torch.zeros((), device=to_local(parameter).device), **moments}
@@ -96,7 +100,7 @@ class TrainState:
     ) -> None:
         """Allocate weights and moments; the weights are not initialized (see `reset`, `fill` and `load_state`).
 
-        `exact` sums gradients in fp64, so that they do not depend on the number of data-parallel processes.
+        With `exact`, gradients (sums in fp64) and the update do not depend on the number of data-parallel processes.
         """
         self.config, self.rows = recipe.model, rows
         self.parts: Mapping[int, Transformer]
@@ -123,7 +127,7 @@ class TrainState:
         self.parameters: dict[str, nn.Parameter] = {
             name: parameter for part in self.parts.values() for name, parameter in part.named_parameters()
         }
-        self.optimizer = adamw(self.parameters, recipe.optimizer)
+        self.optimizer = adamw(self.parameters, recipe.optimizer, fused=not exact or world.device.type != "cpu")
         self.position = position
         self.sum: dict[str, Tensor] = {}
         """Running sum of the weights at the positions averaged so far, in fp64 from FP32_SUM_TERMS on.

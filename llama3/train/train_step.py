@@ -125,8 +125,11 @@ class Engine:
             optimizer: Any = state.optimizer
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            optimizer.found_inf = bad
-            optimizer.step()
+            fused = optimizer.defaults["fused"]
+            if fused:
+                optimizer.found_inf = bad
+            if fused or not bad:
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         state.position = step.end
 

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from herd.llama3.model.linear import GRID, local_weight
 from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.sections import Model, Optimizer
-from herd.llama3.train.state import adamw
+from herd.llama3.train.state import Precision, TrainState, adamw
 from herd.llama3.train.train_step import scale, squared_norm
 from tests.dist import run
 from tests.llama3.parallel.layout_samples import norm_of_replicated_and_sharded
+from tests.llama3.train.checkpoint_samples import ALONE
+from tests.llama3.train.train_samples import ROWS, recipe
 
 
 def named(tied: bool = False) -> dict[str, torch.nn.Parameter]:
@@ -56,6 +58,31 @@ def test_a_bad_step_changes_neither_weights_nor_moments() -> None:
         after = [float(moments["step"]) for moments in optimizer.state.values()]
         assert after == [step + finite for step in steps]
         assert all(moments["exp_avg"].isfinite().all() for moments in optimizer.state.values())
+
+
+def updated(weights: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
+    """Return the weights and both moments [3, D] of a norm after deterministic steps."""
+    model = {"layers": 1, "dim": len(weights), "ffn": 8, "heads": 1, "kv_heads": 1, "max_seq_len": 32}
+    settings = recipe(precision="fp32", model=model)
+    state = TrainState(settings, ROWS, Precision(torch.float32), ALONE, 0, exact=True)
+    norm = state.parameters["norm.weight"]
+    with torch.no_grad():
+        norm.copy_(weights)
+    for group in state.optimizer.param_groups:
+        group["lr"] = 0.01
+    for gradient in gradients:
+        norm.grad = gradient.clone()
+        state.optimizer.step()
+    moments = state.optimizer.state[norm]
+    return torch.stack([norm.detach(), moments["exp_avg"], moments["exp_avg_sq"]])
+
+
+def test_a_deterministic_update_has_the_same_bits_in_shards_of_any_size() -> None:
+    """A fused one rounds the last elements, which fill no vector, otherwise than the first."""
+    values = torch.randn(6, 48, generator=torch.Generator().manual_seed(1))
+    weights, gradients = values[0], values[1:]
+    shards = [updated(weights[first : first + 12], gradients[:, first : first + 12]) for first in range(0, 48, 12)]
+    assert torch.equal(torch.cat(shards, 1), updated(weights, gradients))
 
 
 def test_norm_and_scale() -> None:
