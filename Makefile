@@ -36,10 +36,11 @@ suite: .venv/dev
 	@$(BIN)/pytest --numprocesses 3 --no-loadscope-reorder
 
 # For releases and at night (.ci/nightly): every test, more examples of each property, and the coverage of branches.
+# SHARD=2/5 runs the second of five shards; without it all run in turn. What was stopped or failed runs again, not the rest.
 test-all: .venv/dev .venv/pyright/bin/basedpyright-langserver check
-	@HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --numprocesses 2 --no-loadscope-reorder -m '' \
-	    --cov --cov-report=term:skip-covered
-	@if [ -d $(NULLCUDA_SOURCE) ]; then $(MAKE) test-cuda; else echo "test-cuda skipped: no $(NULLCUDA_SOURCE)"; fi
+	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m tests.shards $(SHARD) $(TESTS)
+	@if [ -n "$(SHARD)$(TESTS)" ]; then :; elif [ -d $(NULLCUDA_SOURCE) ]; then $(MAKE) test-cuda; \
+	    else echo "test-cuda skipped: no $(NULLCUDA_SOURCE)"; fi
 
 # What only GPUs run, on a CUDA device that computes nothing: torch's CUDA build (5 GB) in an environment of its own.
 test-cuda: .venv/cuda/null/libnullcuda.so

@@ -87,9 +87,7 @@ def _python(folder: Path, *words: str, timeout_s: float | None = None) -> subpro
 
 def _pytest(folder: Path, tests: list[str], timeout_s: float | None = None) -> tuple[int, str]:
     """Return the exit status of pytest, and the first test that fails or the end of what it says."""
-    done = _python(
-        folder, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--durations=0", *tests, timeout_s=timeout_s
-    )
+    done = _python(folder, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests, timeout_s=timeout_s)
     failed = FIRST_FAILED.search(done.stdout)
     return done.returncode, failed[1] if failed else (done.stdout + done.stderr)[-2000:]
 
