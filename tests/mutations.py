@@ -48,17 +48,23 @@ class Result(NamedTuple):
 
 
 def load() -> list[Mutant]:
+    """Return the mutants. Raises SystemExit if a text is not in its file exactly once, or a test does not exist."""
     rows = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
     mutants = [Mutant(**{**row, "tests": row["tests"].split()}) for row in rows]
-    doubles = {one.id for one in mutants if [other.id for other in mutants].count(one.id) > 1}
-    odd = [f"{one.id}: {one.file} has its old text {count} times" for one in mutants if (count := _count(one)) != 1]
-    if doubles or odd:
-        raise SystemExit("\n".join([*odd, *(f"{name}: is given twice" for name in sorted(doubles))]))
+    ids = [mutant.id for mutant in mutants]
+    wrong = [f"{name}: is given twice" for name in sorted(set(ids)) if ids.count(name) > 1]
+    for mutant in mutants:
+        path = ROOT / mutant.file
+        if (count := path.read_text().count(mutant.old) if path.exists() else 0) != 1:
+            wrong.append(f"{mutant.id}: {mutant.file} has its old text {count} times")
+        for test in mutant.tests:
+            file, _, name = test.partition("::")
+            function = f"def {name.partition('[')[0]}(" if name else ""
+            if not (ROOT / file).exists() or function not in (ROOT / file).read_text():
+                wrong.append(f"{mutant.id}: there is no test {test}")
+    if wrong:
+        raise SystemExit("\n".join(wrong))
     return mutants
-
-
-def _count(mutant: Mutant) -> int:
-    return (ROOT / mutant.file).read_text().count(mutant.old)
 
 
 def copy_checkout(folder: Path) -> Path:
