@@ -190,7 +190,7 @@ def annotate(
     for shard in job.shards:
         text_files[shard.domain].append(shard.text)
     facts = _prepare_models(recipe.curate, text_files, f"{scratch}/{MODELS}")
-    if needs_divergence(recipe.curate):
+    if recipe.curate.needs_divergence:
         count_words(runner, job)
     run_step(runner, job, STEP, annotate_shard, range(len(job.shards)))
     return {"shards": len(job.shards), "classifiers": facts}
@@ -212,25 +212,6 @@ def list_shards(collected: str | Path, annotated: str | Path) -> tuple[Shard, ..
         Shard(number, domain, uri, f"{annotated}/{STEP}/{index:05}.parquet", documents, size)
         for index, (number, domain, uri, documents, size) in enumerate(collected_shards(collected))
     )
-
-
-def needs_divergence(curate: Curate) -> bool:
-    """Return whether any rule bounds word divergence, which needs an extra pass over the text."""
-    rules = [curate.quality, *(curate.quality.changed(fields) for fields in curate.quality_for.values())]
-    return any(rule.max_divergence is not None for rule in rules)
-
-
-def attribute_settings(curate: Curate) -> dict[str, Any]:
-    """Return what of the recipe decides attributes: everything but thresholds. Part of the artifact's key."""
-    dedup, lines, topics = curate.dedup, curate.lines, curate.topics
-    return {
-        "bands": {"shingle": dedup.shingle, "bands": dedup.bands, "rows": dedup.rows},
-        "lines": lines.model_dump(mode="json", include={"min_chars", "domains"}) if lines.max_copies else None,
-        "scores": [score.model_dump(mode="json", exclude={"min"}) for score in curate.scores],
-        "topics": topics.model_dump(mode="json", exclude={"caps"}) if topics else None,
-        "dirty_words": curate.dirty_words,
-        "divergence": needs_divergence(curate),
-    }
 
 
 def attribute_files(curate: Curate) -> list[str]:
@@ -290,7 +271,7 @@ def document_statistics(texts: Any) -> pa.Table:
 def _divergence(job: CurationJob, domain: Domain, documents: pa.Table) -> Any:
     """Return each document's divergence from the words of its domain and language; 0 if no rule bounds it."""
     result = np.zeros(documents.num_rows)
-    if not needs_divergence(job.recipe.curate):
+    if not job.recipe.curate.needs_divergence:
         return result
     languages = documents["language"].to_numpy(zero_copy_only=False)
     for language in np.unique(languages):

@@ -54,6 +54,7 @@ from herd.llama3.data.write_shards import ITEM_BITS, ShardWriter
 from herd.llama3.data.write_shards import SHARD_BYTES as MOST_TEXT
 from herd.llama3.recipe.base import Domain
 from herd.llama3.recipe.data_schema import Curate
+from herd.llama3.recipe.keys import collected
 from herd.llama3.recipe.schema import Recipe
 from herd.storage.objects import atomic_file, file_names, read_file, remove_tree
 
@@ -112,9 +113,7 @@ def collect(recipe: Recipe, folder: str | Path, runner: Runner = run_serial) -> 
     """
     job = plan_job(recipe, str(folder))
     # Remove the items of a job with other files or settings, so that only items of this job count as done.
-    settings = recipe.curate.model_dump(mode="json", include={"on_error", "extractor", "repair"})
-    sources = {domain: [source.model_dump(mode="json") for source in each] for domain, each in recipe.sources.items()}
-    state = json.dumps([sources, settings, recipe.documents_seed, job.items])
+    state = json.dumps([collected(recipe), job.items])
     listing = f"{folder}/{LISTING}"
     if LISTING not in file_names(job.folder) or read_file(listing).decode() != state:
         for step in (STEP, TEXT):

@@ -29,7 +29,6 @@ from herd.llama3.evaluate.generate import generate, generate_batch
 from herd.llama3.evaluate.held_out import (
     ValidationDocument,
     document_bytes,
-    longest_sequence,
     read_validation_documents,
 )
 from herd.llama3.evaluate.needle import KINDS, context_lengths, find_needles
@@ -310,7 +309,7 @@ def evaluate(
                 f"model {model} has {network.rows} embedding rows, tokenizer {tokenizer} {coder.rows}: "
                 "give the tokenizer that the model was trained with"
             )
-        window = min(network.config.max_seq_len, longest_sequence(recipe))
+        window = min(network.config.max_seq_len, recipe.longest_sequence)
         results = _run_tasks(network, coder, suite.tasks, window, device, ranks)
         answers: tuple[dict[str, Score], list[Sample]] = {}, []
         if conversations is not None:

@@ -46,12 +46,7 @@ def document_bytes(recipe: Recipe) -> int:
 
     A document then mostly fits one window, so the evaluation of a small recipe takes seconds.
     """
-    return min(DOCUMENT_BYTES, BYTES_PER_POSITION * longest_sequence(recipe))
-
-
-def longest_sequence(recipe: Recipe) -> int:
-    """Return the longest sequence that `recipe` trains on, in positions."""
-    return max(max(stage.lengths) for stage in recipe.stages)
+    return min(DOCUMENT_BYTES, BYTES_PER_POSITION * recipe.longest_sequence)
 
 
 def read_validation_documents(folder: Path, count: int, size: int) -> list[ValidationDocument]:

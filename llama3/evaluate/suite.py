@@ -40,7 +40,7 @@ from herd.llama3.evaluate.task_yaml import (
     parse_task,
     validation_errors,
 )
-from herd.llama3.recipe.base import Section, read_yaml
+from herd.llama3.recipe.base import FrozenModel, read_yaml
 from herd.llama3.recipe.data_schema import Benchmark
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.statistics.estimates import Estimate, normal, weighted_mean
@@ -70,10 +70,10 @@ QUESTION_LINES: dict[str, Any] = {
 }
 """The task fields of a JSON-lines file of questions (`query`, `choices`, `gold`)."""
 BuiltIn = Literal["bits", "arithmetic", "continuation", "needle"]
-Model = TypeVar("Model", bound=Section)
+Model = TypeVar("Model", bound=FrozenModel)
 
 
-class SuiteEntry(Section):
+class SuiteEntry(FrozenModel):
     """A task of a suite, and the fields of the task that it changes, such as `shots: 5`."""
 
     model_config = ConfigDict(extra="allow", populate_by_name=True)
@@ -83,7 +83,7 @@ class SuiteEntry(Section):
     """Name in this suite, so that one task may be listed twice."""
 
 
-class SuiteFile(Section):
+class SuiteFile(FrozenModel):
     version: int = Field(default=1, ge=1)
     include: list[str] = Field(default_factory=list)
     """Other suites, by name or path, whose tasks come first."""
@@ -95,7 +95,7 @@ class SuiteFile(Section):
     included suite, or else every task that has a chance level counts, above that."""
 
 
-class Baselines(Section):
+class Baselines(FrozenModel):
     version: int = Field(ge=1)
     """Raised with every change of a number: means by different versions are not compared."""
     baselines: dict[str, float]

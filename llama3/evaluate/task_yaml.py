@@ -25,7 +25,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from herd.llama3.evaluate.answer_extraction import check_generation_settings
 from herd.llama3.evaluate.task import GenerationSettings, Normalize
-from herd.llama3.recipe.base import Section
+from herd.llama3.recipe.base import FrozenModel
 from herd.storage.filesystem import filesystem_of, is_local, local_path
 
 TASK_NAME = r"[a-z0-9][a-z0-9_.-]*"
@@ -44,7 +44,7 @@ _OF_SOME = set().union(*(needed | allowed for needed, allowed in CONTENT.values(
 FORMATS = (".jsonl", ".json", ".parquet", ".txt")
 
 
-class Shots(Section):
+class Shots(FrozenModel):
     """Solved examples before each question; never the question itself."""
 
     count: int = Field(default=0, ge=0)
@@ -57,7 +57,7 @@ class Shots(Section):
     """Only from the question's own `group`."""
 
 
-class TaskFile(Section):
+class TaskFile(FrozenModel):
     """One task."""
 
     name: str = Field(pattern=f"^{TASK_NAME}$")

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}")
 Name = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
@@ -23,8 +28,156 @@ SPECIAL_TOKENS = 256
 """Reserved ids after the base vocabulary."""
 
 
-class Section(BaseModel):
+class FrozenModel(BaseModel):
+    """Contents of a YAML file."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+# What a field decides, and from when. Keys of artifacts (`keys.py`) and the frozen past (`frozen.py`) derive from it.
+
+ArtifactKind = Literal[
+    "collected",
+    "annotated",
+    "curated",
+    "tokenizer",
+    "tokens",
+    "conversations",
+    "weights",
+    "checkpoint",
+    "evaluation",
+    "gate",
+    "promotion",
+]
+"""A kind of artifact, or the decision about a promotion."""
+DECISIONS: dict[str, tuple[ArtifactKind, ...]] = {
+    "data": ("collected", "annotated", "curated"),
+    "tokens": ("tokenizer", "tokens", "conversations"),
+    "training": ("weights", "checkpoint"),
+    "judgement": ("evaluation", "gate", "promotion"),
+}
+"""What a recipe decides -> its kinds of artifacts, in the order of the pipeline."""
+Since = Literal["start", "stage", "use", "never"]
+
+
+@dataclass(frozen=True)
+class Decides:
+    """What a field decides; see `decides`."""
+
+    kinds: tuple[ArtifactKind, ...]
+    since: Since
+
+    @property
+    def decisions(self) -> list[str]:
+        """The keys of DECISIONS; empty: nothing."""
+        return [name for name, kinds in DECISIONS.items() if set(kinds) & set(self.kinds)]
+
+
+def decides(*kinds: ArtifactKind | Literal["nothing"], since: Since = "start") -> Decides:
+    """Return the mark of a field: the first artifacts that it decides, whose keys have its value, or `nothing`.
+
+    An artifact that is made from these follows by its inputs. `since`: from where a started run cannot change the
+    field: the first token (`start`), the first of its stage (`stage`), the first that a computed part of the past uses
+    it for (`use`), or `never`: only artifacts tell. What decides only a judgement never changes a token.
+    """
+    named = tuple(kind for kind in kinds if kind != "nothing")
+    if not kinds or 0 < len(named) < len(kinds) or set(named) - set(get_args(ArtifactKind)):
+        raise ValueError(f"decides{kinds}: write nothing, or some of {', '.join(get_args(ArtifactKind))}")
+    return Decides(named, since)
+
+
+def left_out(value: object) -> Any:
+    """Return the mark of a field that recipes did not have at first, with the value that changes nothing.
+
+    Keys and resolved recipes leave this value out, so they are what they were before the field.
+    """
+    return Field(exclude_if=lambda given: bool(given == value))
+
+
+class Section(FrozenModel):
+    """A part of a recipe. Each field is marked with what it decides, or leaves that to the sections in it."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Raise TypeError for a field that does not say what it decides."""
+        for name, field in cls.model_fields.items():
+            if mark_of(field) is None and not _leads_to_sections(field.annotation):
+                raise TypeError(
+                    f"{cls.__name__}.{name}: does not say what it decides; write {name}: Annotated[..., "
+                    "decides('checkpoint', since='stage')] with the kinds of artifacts that its value changes "
+                    f"({', '.join(get_args(ArtifactKind))}), or decides('nothing')"
+                )
+
+
+def _leads_to_sections(annotation: Any) -> bool:
+    """Return whether all values of the type are sections, lists or mappings of them, or None."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (list, dict):
+        return _leads_to_sections(arguments[-1])
+    if origin in (Union, UnionType):
+        return all(_leads_to_sections(argument) for argument in arguments if argument is not NoneType)
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def mark_of(field: FieldInfo) -> Decides | None:
+    """Return what a field decides; None: the sections in it say that."""
+    return next((mark for mark in field.metadata if isinstance(mark, Decides)), None)
+
+
+def models_in(annotation: object) -> list[type[BaseModel]]:
+    """Return all models in the annotation of a field."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in models_in(argument)]
+
+
+@cache
+def _fields(model: type[BaseModel]) -> list[tuple[str, str, Decides | None]]:
+    """Return the name, the key in YAML and the mark of each field."""
+    return [(name, field.alias or name, mark_of(field)) for name, field in model.model_fields.items()]
+
+
+@cache
+def declared(model: type[BaseModel], path: str = "") -> dict[str, Decides]:
+    """Return the mark of each field of a section and of those in it, by path (`stages.lr`), in reading order."""
+    marks: dict[str, Decides] = {}
+    for name, key, mark in _fields(model):
+        below = f"{path}.{key}" if path else key
+        if mark is not None:
+            marks[below] = mark
+        else:
+            for inner in models_in(model.model_fields[name].annotation):
+                marks |= declared(inner, below)
+    return marks
+
+
+def chosen_fields(section: Section, choose: Callable[[str, Decides], bool], path: str = "") -> dict[str, Any]:
+    """Return, as plain data, the fields below `path` that `choose` takes by path and mark; without empty sections."""
+    chosen: dict[str, Any] = _chosen(section, section.model_dump(mode="json", by_alias=True), choose, path)
+    return chosen
+
+
+def _chosen(value: Any, plain: Any, choose: Callable[[str, Decides], bool], path: str) -> Any:
+    if isinstance(value, list):
+        items = [_chosen(item, part, choose, path) for item, part in zip(value, plain, strict=True)]
+        return items if any(items) else None
+    if isinstance(value, dict):
+        parts = {key: _chosen(item, plain[key], choose, path) for key, item in value.items()}
+        return {key: part for key, part in parts.items() if part}
+    if value is None:
+        return None
+    model: type[BaseModel] = type(value)
+    fields: dict[str, Any] = {}
+    for name, key, mark in _fields(model):
+        below = f"{path}.{key}" if path else key
+        if key not in plain:
+            continue
+        if mark is None:
+            if part := _chosen(getattr(value, name), plain[key], choose, below):
+                fields[key] = part
+        elif choose(below, mark):
+            fields[key] = plain[key]
+    return fields
 
 
 MAX_ALIASED = 100_000

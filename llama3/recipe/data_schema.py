@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, FiniteFloat, field_validator, model_validator
 
-from herd.llama3.recipe.base import DOMAINS, Domain, Name, Section
+from herd.llama3.recipe.base import DOMAINS, Domain, Name, Section, decides, left_out
 from herd.llama3.recipe.units import Bytes, Share, Tokens
 
 # Published rule sets (`rules: [gopher, fineweb]`); a bound in the recipe wins over them, and null switches one off.
@@ -78,10 +78,10 @@ _FINEWEB2: dict[str, tuple[Any, ...]] = {
 TUNED = tuple(_FINEWEB2)
 """Languages with bounds in `fineweb2`."""
 
-Count = Annotated[int, Field(ge=0)]
-Portion = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[Annotated[int, Field(ge=0)] | None, decides("curated")]
+Portion = Annotated[Annotated[float, Field(ge=0, le=1)] | None, decides("curated")]
 """A share as a number, as in the published rule sets: 0.3, not 30%."""
-Amount = Annotated[float, Field(ge=0)]
+Amount = Annotated[Annotated[float, Field(ge=0)] | None, decides("curated")]
 
 
 def rule_set_bounds(rules: Any) -> dict[str, Any]:
@@ -95,62 +95,66 @@ def rule_set_bounds(rules: Any) -> dict[str, Any]:
 class Quality(Section):
     """Bounds on the statistics of a document. The first violated bound is the reason to drop it; null: no bound."""
 
-    rules: list[RuleSet] = Field(default_factory=list)
+    rules: Annotated[list[RuleSet], decides("curated")] = Field(default_factory=list)
     """Published rule sets: gopher, repetition, c4, fineweb, fineweb2. `fineweb2` has bounds for 30 languages; in other
     languages and in English it uses the bounds of Gopher and FineWeb."""
-    min_chars: Count | None = 100
+    min_chars: Count = 100
     """Minimum characters; short documents teach little, and each costs a begin and an end token."""
-    max_chars: Count | None = 2_000_000
+    max_chars: Count = 2_000_000
     """Maximum characters; longer documents are often dumps and concatenations."""
-    max_symbol_chars: Portion | None = 0.4
+    max_symbol_chars: Portion = 0.4
     """Maximum share of characters that are not letters, digits or blanks."""
-    min_words: Count | None = None
+    min_words: Count = None
     """Minimum words."""
-    max_words: Count | None = None
+    max_words: Count = None
     """Maximum words. A word is about two characters in scripts without spaces, four in Thai and Lao."""
-    min_mean_word: Amount | None = None
+    min_mean_word: Amount = None
     """Minimum mean length of a word in characters."""
-    max_mean_word: Amount | None = None
+    max_mean_word: Amount = None
     """Maximum mean length of a word in characters; lists of addresses have long words."""
-    max_symbols_per_word: Amount | None = None
+    max_symbols_per_word: Amount = None
     """Maximum number signs per word, and maximum ellipses per word."""
-    max_bullet_lines: Portion | None = None
+    max_bullet_lines: Portion = None
     """Maximum share of lines that start with a list mark; `*` counts only before a blank."""
-    max_ellipsis_lines: Portion | None = None
+    max_ellipsis_lines: Portion = None
     """Maximum share of lines that end with an ellipsis."""
-    min_alphabetic_words: Portion | None = None
+    min_alphabetic_words: Portion = None
     """Minimum share of words, here split at blanks, with at least one letter."""
-    min_stop_words: Count | None = None
+    min_stop_words: Count = None
     """Minimum number of different words among the, be, to, of, and, that, have, with; for English."""
-    max_duplicate_lines: Portion | None = 0.3
+    max_duplicate_lines: Portion = 0.3
     """Maximum share of lines that repeat an earlier line; lines without a letter or digit do not count as repeats."""
-    max_duplicate_paragraphs: Portion | None = None
+    max_duplicate_paragraphs: Portion = None
     """Maximum share of paragraphs that repeat an earlier paragraph."""
-    max_duplicate_line_chars: Portion | None = None
+    max_duplicate_line_chars: Portion = None
     """Maximum share of characters in lines that repeat an earlier line."""
-    max_duplicate_paragraph_chars: Portion | None = None
+    max_duplicate_paragraph_chars: Portion = None
     """Maximum share of characters in paragraphs that repeat an earlier paragraph."""
-    max_top_ngram: dict[int, Amount] = Field(default_factory=lambda: {2: 0.2})
+    max_top_ngram: Annotated[dict[int, Annotated[float, Field(ge=0)]], decides("curated")] = Field(
+        default_factory=lambda: {2: 0.2}
+    )
     """n -> maximum share of characters in the most frequent word n-gram (n from 2 to 4)."""
-    max_duplicate_ngrams: dict[int, Amount] = Field(default_factory=dict)
+    max_duplicate_ngrams: Annotated[dict[int, Annotated[float, Field(ge=0)]], decides("curated")] = Field(
+        default_factory=dict
+    )
     """n -> maximum share of characters in word n-grams that repeat an earlier one (n from 5 to 10)."""
-    min_punctuated_lines: Portion | None = None
+    min_punctuated_lines: Portion = None
     """Minimum share of lines that end with punctuation."""
-    max_short_lines: Portion | None = None
+    max_short_lines: Portion = None
     """Maximum share of lines of at most 30 characters."""
-    max_duplicate_line_chars_strict: Portion | None = None
+    max_duplicate_line_chars_strict: Portion = None
     """FineWeb's maximum share of characters in repeated lines, of all characters except line ends."""
-    max_newlines_per_word: Amount | None = None
+    max_newlines_per_word: Amount = None
     """Maximum line ends between non-blank lines per word; lists have many."""
-    min_sentences: Count | None = None
+    min_sentences: Count = None
     """Minimum sentences, in lines of three words or more that end with punctuation."""
-    max_braces: Count | None = None
+    max_braces: Count = None
     """Maximum curly braces; code and templates have many."""
-    max_placeholder_text: Count | None = None
+    max_placeholder_text: Count = None
     """Maximum occurrences of `lorem ipsum` text."""
-    max_dirty_words: Amount | None = None
+    max_dirty_words: Amount = None
     """Maximum words from `curate.dirty_words` per word."""
-    max_divergence: Amount | None = None
+    max_divergence: Annotated[float | None, Field(ge=0), decides("annotated", "curated")] = None
     """Maximum KL divergence from the words of the document's domain, in nats per word (arXiv 2407.21783, 3.1.1)."""
 
     @model_validator(mode="before")
@@ -194,57 +198,57 @@ class Quality(Section):
         kept = self.model_dump()
         if "rules" in fields:
             kept = {name: value for name, value in kept.items() if rule_set_bounds(self.rules).get(name, ...) != value}
-        return Quality.model_validate({**kept, **rule_set_bounds(fields.get("rules", [])), **fields})
+        return self.model_validate({**kept, **rule_set_bounds(fields.get("rules", [])), **fields})
 
 
 class Dedup(Section):
     """Removal of repeated documents within each domain and language: by URL, exact, and near (MinHash)."""
 
-    url: Literal["newest", "all"] = "newest"
+    url: Annotated[Literal["newest", "all"], decides("curated")] = "newest"
     """Of the documents of one URL, keep the newest (arXiv 2407.21783, section 3.1.1) and those without a date, or keep
     all."""
-    jaccard: float = Field(default=0.8, gt=0, le=1)
+    jaccard: Annotated[float, decides("curated")] = Field(default=0.8, gt=0, le=1)
     """Minimum overlap of the word shingles of two near duplicates; 1: only exact copies."""
-    shingle: int = Field(default=5, ge=1)
+    shingle: Annotated[int, decides("annotated")] = Field(default=5, ge=1)
     """Words per shingle."""
-    bands: int = Field(default=20, ge=1, le=64)
+    bands: Annotated[int, decides("annotated")] = Field(default=20, ge=1, le=64)
     """MinHash bands; more bands find more candidate pairs. 20 x 6 finds 99.8 % of pairs at Jaccard 0.8, the usual
     14 x 8 finds 92 %; a check of each pair removes false candidates."""
-    rows: int = Field(default=6, ge=1, le=64)
+    rows: Annotated[int, decides("annotated")] = Field(default=6, ge=1, le=64)
     """Hashes per band; more rows find fewer candidate pairs."""
 
 
 class Lines(Section):
     """Removal of lines that many documents share, and of lines that repeat themselves."""
 
-    domains: list[Domain] = Field(["general", "multilingual"])
+    domains: Annotated[list[Domain], decides("annotated")] = Field(["general", "multilingual"])
     """Domains to clean; in code and math repeated lines are normal."""
-    max_copies: int | None = Field(default=6, ge=1)
+    max_copies: Annotated[int | None, decides("annotated", "curated")] = Field(default=6, ge=1)
     """Remove all copies of a line with more copies than this in one bucket; null: keep all."""
-    bucket_documents: int = Field(default=30_000_000, ge=1)
+    bucket_documents: Annotated[int, decides("curated")] = Field(default=30_000_000, ge=1)
     """Documents per bucket; each domain and language is split into buckets by document id."""
-    min_chars: int = Field(default=8, ge=1)
+    min_chars: Annotated[int, decides("annotated")] = Field(default=8, ge=1)
     """Minimum characters of a line to count as a copy; fences of code never count."""
-    max_repeated_ngrams: Share | None = None
+    max_repeated_ngrams: Annotated[Share | None, decides("curated")] = None
     """Remove a line if more than this share of its words is in repeated n-grams, as in logs; null: keep all."""
-    ngram: int = Field(default=5, ge=2)
+    ngram: Annotated[int, decides("curated")] = Field(default=5, ge=2)
     """Words per n-gram of `max_repeated_ngrams`."""
 
 
 class QualityScore(Section):
     """A quality score of each document, and the minimum to keep a document."""
 
-    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
+    name: Annotated[str, decides("annotated")] = Field(pattern=r"^[a-z][a-z0-9_]*$")
     """Column of the score; deduplication keeps the copy with the highest value of the first score."""
-    domains: list[Domain] = Field(default_factory=list)
+    domains: Annotated[list[Domain], decides("annotated")] = Field(default_factory=list)
     """Domains to score; empty: all."""
-    good: list[str] = Field(default_factory=list)
+    good: Annotated[list[str], decides("annotated")] = Field(default_factory=list)
     """Files, folders or globs of good documents, to train a linear classifier."""
-    bad: list[str] = Field(default_factory=list)
+    bad: Annotated[list[str], decides("annotated")] = Field(default_factory=list)
     """Files of bad documents; empty: a sample of the documents to score."""
-    model: str | None = None
+    model: Annotated[str | None, decides("annotated")] = None
     """Folder of a Hugging Face sequence classifier, instead of `good`; it runs in batches, on a GPU if there is one."""
-    min: float | None = Field(default=None, ge=0, le=1)
+    min: Annotated[float | None, decides("curated")] = Field(default=None, ge=0, le=1)
     """Drop documents with a lower score; null: drop none."""
 
     @model_validator(mode="after")
@@ -257,11 +261,11 @@ class QualityScore(Section):
 class Topics(Section):
     """Classification of documents by topic, to limit topics that are too frequent on the web."""
 
-    seeds: dict[str, list[str]] = Field(min_length=2)
+    seeds: Annotated[dict[str, list[str]], decides("annotated")] = Field(min_length=2)
     """Topic -> files of example documents, to train a linear classifier."""
-    domains: list[Domain] = Field(["general"])
+    domains: Annotated[list[Domain], decides("annotated")] = Field(["general"])
     """Domains to classify."""
-    caps: dict[str, Share] = Field(default_factory=dict)
+    caps: Annotated[dict[str, Share], decides("curated")] = Field(default_factory=dict)
     """Topic -> maximum share of its domain's text; the documents with the lowest score are dropped, then by hash."""
 
     @model_validator(mode="after")
@@ -277,51 +281,51 @@ class Topics(Section):
 class Benchmark(Section):
     """An evaluation set; its examples must not be in the training data."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")
-    uri: str
+    name: Annotated[str, decides("curated")] = Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")
+    uri: Annotated[str, decides("curated")]
     """jsonl or parquet files with one example per line."""
-    fields: list[str] = Field(min_length=1)
+    fields: Annotated[list[str], decides("curated")] = Field(min_length=1)
     """Fields of an example, in order; the items of a list are joined with blanks. Documents are compared with all
     fields together and with each field of at least 8 words."""
-    threshold: Share = Share.parse("50%")
+    threshold: Annotated[Share, decides("curated")] = Share.parse("50%")
     """An example is contaminated if at least this share of its words is in n-grams of the training text."""
-    action: Literal["drop", "report"] = "drop"
+    action: Annotated[Literal["drop", "report"], decides("curated")] = "drop"
     """`drop` documents that alone contain an example to the threshold, or only `report` them."""
 
 
 class Curate(Section):
     """How raw documents become training documents. A step runs with its defaults, or not if the default is empty."""
 
-    on_error: Literal["fail", "skip"] = "fail"
+    on_error: Annotated[Literal["fail", "skip"], decides("collected")] = "fail"
     """On an unreadable file, line or document: `fail` before any output, or `skip` and count it. A store that does not
     answer and a file that changes during the run always fail."""
-    max_lost: Share = Share.parse("1%")
+    max_lost: Annotated[Share, decides("collected")] = Share.parse("1%")
     """With `skip`: maximum share of unreadable files or bytes in a domain."""
-    extractor: Literal["resiliparse", "trafilatura"] = "resiliparse"
+    extractor: Annotated[Literal["resiliparse", "trafilatura"], decides("collected")] = "resiliparse"
     """HTML to text; trafilatura is about ten times slower and removes boilerplate more precisely."""
-    repair: bool = True
+    repair: Annotated[bool, decides("collected")] = True
     """Repair wrongly decoded text (mojibake) in documents where a fast test finds it."""
-    block: list[str] = Field(default_factory=list)
+    block: Annotated[list[str], decides("curated")] = Field(default_factory=list)
     """Files of hosts, one per line; documents of these hosts and their subdomains are dropped."""
-    redact: list[Literal["email", "ip"]] = Field(default_factory=list)
+    redact: Annotated[list[Literal["email", "ip"]], decides("curated")] = Field(default_factory=list)
     """Kinds of personal data to replace by a placeholder."""
-    languages: list[str] = Field(default_factory=list)
+    languages: Annotated[list[str], decides("curated")] = Field(default_factory=list)
     """Languages to keep in the multilingual domain; empty: all."""
     dedup: Dedup = Dedup()
     lines: Lines = Lines()
     quality: Quality = Quality()
-    quality_for: dict[str, dict[str, Any]] = Field(
+    quality_for: Annotated[dict[str, dict[str, Any]], decides("annotated", "curated")] = Field(
         default_factory=lambda: {"code": {"max_symbol_chars": 0.8, "max_duplicate_lines": 0.75}}
     )
     """Domain or two-letter language -> its changes to `quality`; a language wins over its domain. `rules` here replace
     those of `quality`."""
-    dirty_words: list[str] = Field(default_factory=list)
+    dirty_words: Annotated[list[str], decides("annotated")] = Field(default_factory=list)
     """Files of words, one per line, to count in each document; `quality.max_dirty_words` bounds the count."""
     scores: list[QualityScore] = Field(default_factory=list)
     topics: Topics | None = None
-    decontaminate: list[Benchmark | Literal["evaluated"]] = Field(default_factory=list)
+    decontaminate: Annotated[list[Benchmark | Literal["evaluated"]], decides("curated")] = Field(default_factory=list)
     """Evaluation sets to search the documents for; `evaluated`: the data files of the suites that `evaluate` names."""
-    validation_fraction: Share = Share.parse("2%")
+    validation_fraction: Annotated[Share, decides("curated", "conversations")] = Share.parse("2%")
     """Share of documents to keep for evaluation and not train on, chosen by a hash of the text."""
 
     @model_validator(mode="after")
@@ -341,6 +345,12 @@ class Curate(Section):
         named = [benchmark for benchmark in self.decontaminate if benchmark != "evaluated"]
         assert len(named) == len(self.decontaminate)
         return named
+
+    @property
+    def needs_divergence(self) -> bool:
+        """Whether any rule bounds word divergence, which needs an extra pass over the text."""
+        rules = [self.quality, *(self.quality.changed(fields) for fields in self.quality_for.values())]
+        return any(rule.max_divergence is not None for rule in rules)
 
     def quality_of(self, domain: str, language: str) -> Quality:
         """Return the rules for documents of `domain` in `language`."""
@@ -371,18 +381,18 @@ StudyDigest = Annotated[str, Field(pattern="^[0-9a-f]{12,64}$")]
 class AnnealingVerdict(Section):
     """The result of a study of a data source: the gain from annealing a model on it."""
 
-    study: Name
-    digest: StudyDigest
+    study: Annotated[Name, decides("nothing")]
+    digest: Annotated[StudyDigest, decides("nothing")]
     """At least the first 12 digits of the digest of the study."""
-    says: Effect
+    says: Annotated[Effect, decides("nothing")]
     """Effect over all scores; `mixed`: it helps some scores and hurts others."""
-    score: str
+    score: Annotated[str, decides("nothing")]
     """Score with the clearest effect, such as `eval/bpb/math`."""
-    gain: FiniteFloat
+    gain: Annotated[FiniteFloat, decides("nothing")]
     """Improvement of that score with the source; negative: it is worse."""
-    low: FiniteFloat
+    low: Annotated[FiniteFloat, decides("nothing")]
     """Lower end of the 95 % interval of the gain."""
-    high: FiniteFloat
+    high: Annotated[FiniteFloat, decides("nothing")]
     """Upper end of the interval."""
 
     @model_validator(mode="after")
@@ -398,9 +408,9 @@ class AnnealingVerdict(Section):
 class Studied(Section):
     """A study whose verdict changed this recipe."""
 
-    study: Name
-    digest: StudyDigest
-    changed: list[str] = Field(min_length=1)
+    study: Annotated[Name, decides("nothing")]
+    digest: Annotated[StudyDigest, decides("nothing")]
+    changed: Annotated[list[str], decides("nothing")] = Field(min_length=1)
     """Changed fields, named as for `--set`."""
 
     def __str__(self) -> str:
@@ -410,34 +420,37 @@ class Studied(Section):
 class Source(Section):
     """Documents of one domain."""
 
-    uri: str
+    uri: Annotated[str, decides("collected")]
     """`installed` (text on this machine), or a file, folder or glob: `data/*.jsonl.gz`, `s3://...`, `hf://...`. A
     recipe with a `<placeholder>` in any text can be planned but not run."""
-    format: Literal["auto", "txt", "md", "html", "json", "jsonl", "csv", "tsv", "warc", "parquet", "arrow"] = "auto"
+    format: Annotated[
+        Literal["auto", "txt", "md", "html", "json", "jsonl", "csv", "tsv", "warc", "parquet", "arrow"],
+        decides("collected"),
+    ] = "auto"
     """File format; `auto`: from the file name. Compressed files (.gz, .zst, .bz2, .xz) are unpacked."""
-    ignore: list[str] = Field(default_factory=list, exclude_if=lambda ignore: not ignore)
+    ignore: Annotated[list[str], decides("collected"), left_out([])] = Field(default_factory=list)
     """Globs of file names, or of paths below the folder, to skip: `["*.png", "old/*"]`. Hidden files, checksums and,
     beside records, README and LICENSE are always skipped; any other file that is not text is an error."""
-    text: str = "text"
+    text: Annotated[str, decides("collected")] = "text"
     """Column or JSON field of the text."""
-    contents: str | None = Field(default=None, exclude_if=lambda contents: contents is None)
+    contents: Annotated[str | None, decides("collected"), left_out(None)] = None
     """Where the texts are, if the column `text` has ids: a remote address with `{}` for the id, such as
     `https://softwareheritage.s3.amazonaws.com/content/{}`. Gzip is unpacked. A content is checked against an id that is
     its git hash."""
-    language: str | None = None
+    language: Annotated[str | None, decides("collected")] = None
     """Two-letter language of all documents; null: detected per document."""
-    license: str = "unknown"
+    license: Annotated[str, decides("collected")] = "unknown"
     """License to store with each document."""
-    weight: float | None = Field(default=None, gt=0)
+    weight: Annotated[float | None, decides("tokens", "checkpoint")] = Field(default=None, gt=0)
     """Share of the domain's tokens relative to its other sources; null in all sources: their documents are pooled."""
-    limit: Bytes | None = None
+    limit: Annotated[Bytes | None, decides("collected")] = None
     """Maximum text to read; null: all."""
-    name: Name | None = None
+    name: Annotated[Name | None, decides("curated", "tokens", "checkpoint")] = None
     """Name for `extra_sources` of stages. Mixes do not use a named source, and none of its documents is kept for
     validation, so that models with and without it are scored on the same text."""
-    annealing_verdict: AnnealingVerdict | None = Field(default=None, exclude_if=lambda verdict: verdict is None)
+    annealing_verdict: Annotated[AnnealingVerdict | None, left_out(None)] = None
     """Result of a study of kind `annealing`, written by `herd study apply`; it does not change any artifact."""
-    system: bool = True
+    system: Annotated[bool, decides("collected")] = True
     """`installed` only: also read manual pages, /usr/share/doc and system translations."""
 
     @field_validator("contents")
@@ -456,14 +469,14 @@ class ConversationSource(Section):
     `completion`). The first line of a file decides its form. A broken line is an error before any work starts.
     """
 
-    uri: str
+    uri: Annotated[str, decides("conversations", since="use")]
     """A file, folder or glob of `.jsonl` files, also packed: `chats/*.jsonl.gz`, `s3://...`, `hf://...`; or `problems`:
     worked math problems that herd generates."""
-    ignore: list[str] = Field(default_factory=list)
+    ignore: Annotated[list[str], decides("conversations", since="use")] = Field(default_factory=list)
     """Globs of file names, or of paths below the folder, to skip."""
-    license: str = "unknown"
+    license: Annotated[str, decides("conversations", since="use")] = "unknown"
     """License of the conversations; `unknown`: that of a line's own field `license`, if it has one."""
-    limit: int | None = Field(default=None, ge=1)
+    limit: Annotated[int | None, decides("conversations", since="use")] = Field(default=None, ge=1)
     """Maximum conversations to read; null: all. `problems` needs a limit."""
 
     @model_validator(mode="after")
@@ -476,11 +489,11 @@ class ConversationSource(Section):
 class TrainTokenizer(Section):
     """Train a byte-level BPE on the curated documents."""
 
-    vocab: int = Field(ge=256, le=128_000)
+    vocab: Annotated[int, decides("tokenizer")] = Field(ge=256, le=128_000)
     """Base tokens; 256 special tokens are added."""
-    sample: Bytes = Bytes.parse("8GB")
+    sample: Annotated[Bytes, decides("tokenizer")] = Bytes.parse("8GB")
     """Maximum text to train on, sampled by domain in the shares of `mix`."""
-    mix: str | None = None
+    mix: Annotated[str | None, decides("tokenizer")] = None
     """Mix of the sample; null: the mix of the first stage."""
 
 
@@ -488,7 +501,7 @@ class TokenizerConfig(Section):
     """A tokenizer to train or a tokenizer to use; write exactly one."""
 
     train: TrainTokenizer | None = None
-    use: str | None = None
+    use: Annotated[str | None, decides("tokenizer")] = None
     """A tiktoken `tokenizer.model` in the Llama 3 format, or a Hugging Face `tokenizer.json` of that kind; or the
     tokenizer of a model of the root, by alias (`quickstart@champion`); or an address that `herd fetch` downloads."""
 
@@ -502,14 +515,12 @@ class TokenizerConfig(Section):
 class TokenShards(Section):
     """Storage and order of tokens."""
 
-    dtype: Literal["auto", "uint16", "uint32"] = "auto"
+    dtype: Annotated[Literal["auto", "uint16", "uint32"], decides("tokens", "conversations", since="never")] = "auto"
     """Integer type on disk; `auto`: the smallest type for the vocabulary."""
-    chunk_tokens: Tokens | None = None
+    chunk_tokens: Annotated[Tokens | None, decides("checkpoint")] = None
     """Tokens to take from one domain in a row; null: the longest sequence, so that long documents stay whole."""
-    shuffle: Literal["documents", "chunks"] = Field(
-        default="documents", exclude_if=lambda shuffle: shuffle == "documents"
-    )
+    shuffle: Annotated[Literal["documents", "chunks"], decides("checkpoint"), left_out("documents")] = "documents"
     """`chunks`: after a domain's documents also its chunks, so that a small batch has pieces of many documents, not the
     next pages of a few; up to twice as many documents are cut."""
-    max_epochs: float = Field(default=4.0, gt=0)
+    max_epochs: Annotated[float, decides("nothing")] = Field(default=4.0, gt=0)
     """Maximum repetitions of a domain (arXiv 2305.16264: up to 4 epochs cost almost nothing)."""

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
-from functools import reduce
 from typing import Any
 
 import yaml
 
+from herd.llama3.recipe.base import DECISIONS, Decides, chosen_fields
+from herd.llama3.recipe.keys import Part, is_covered
 from herd.llama3.recipe.load import RecipeError, resolved
-from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schedule import Schedule, StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import Share, Tokens, tokens
 
-WHOLE = ("seed", "precision", "sources", "curate", "tokenizer", "tokens", "model", "optimizer", "z_loss", "init_from")
-"""Fields that decide all tokens of a run, in order of comparison."""
-FREE = {"model": ("preset", "max_seq_len"), "sources": ("annealing_verdict",)}
-"""Fields of these sections that decide no token. Of `tokens`, `chunk_tokens` and `shuffle` decide."""
-LENGTH = ("until", "for", "seq_len", "batch")
-"""Fields of a stage that decide its end."""
+PAST = {*DECISIONS["data"], *DECISIONS["tokens"], *DECISIONS["training"]}
+LENGTH = ("stages.until", "stages.for", "stages.seq_len", "stages.batch")
+"""Fields that decide where a stage ends."""
 ABSENT = object()
-Difference = tuple[str, Any, Any]
+Difference = tuple[tuple[str, ...], Any, Any]
 
 
 def frozen_fields(recipe: Recipe, position: int) -> dict[str, Any]:
@@ -36,49 +34,64 @@ def frozen_fields(recipe: Recipe, position: int) -> dict[str, Any]:
     """
     if position <= 0:
         return {}
-    plain, schedule = resolved(recipe), Schedule(recipe)
-    frozen: dict[str, Any] = {}
-    for key in WHOLE:
-        free = FREE.get(key, ())
-        frozen[key] = plain[key]
-        if key == "sources":
-            frozen[key] = {
-                domain: [{name: value for name, value in source.items() if name not in free} for source in sources]
-                for domain, sources in plain[key].items()
+    parts = _parts(recipe, position)
+    covered = [field for part in parts for field in part.covers]
+
+    def by_value(path: str, mark: Decides) -> bool:
+        if mark.since == "never" or not PAST & set(mark.kinds) or is_covered(path, mark, covered):
+            return False
+        assert mark.since != "use", f"{path}: no part of the past covers it; write one, or another `since`"
+        return mark.since == "start" or not path.startswith("stages.")  # of stages, `_segments` has those that begun
+
+    return {**chosen_fields(recipe, by_value), **{part.name: part.value for part in parts}}
+
+
+def _parts(recipe: Recipe, position: int) -> list[Part]:
+    """Return what is compared by its result; the fields that a part covers explain a difference of it, in order."""
+    schedule = Schedule(recipe)
+    spans = [span for span in schedule.spans if span.start < position]
+    last, average = spans[-1], spans[-1].stage.weight_averaging
+    tuned = any(span.stage.kind == "sft" for span in spans)
+    chats = chosen_fields(recipe, lambda path, _: path.startswith("conversations.")) if tuned else {}
+    in_progress = average is not None and position < last.end  # the next stage continues the last weights
+    return [
+        Part("data_seed", ("data_seed",), recipe.documents_seed),
+        Part("tokens.chunk_tokens", ("tokens.chunk_tokens",), str(Tokens(recipe.chunk_tokens))),
+        Part("chats", ("conversations",), chats.get("conversations")),
+        Part("segments", SEGMENT, [values for span in spans for values in _segments(span, position)]),
+        Part(
+            "average",
+            ("stages.weight_averaging", *LENGTH),
+            [str(average), last.start, last.end] if in_progress else None,
+        ),
+        Part("rates", ("lr", "stages.lr", *LENGTH), [list(pair) for pair in schedule.rates(0, position)]),
+    ]
+
+
+SEGMENT = ("mix", "stages.mix", "stages.extra_sources", "stages.name", *LENGTH)
+"""Fields of a stage that its segments have in another form; the others are in them by value."""
+
+
+def _segments(span: StageSpan, position: int) -> Iterator[dict[str, Any]]:
+    """Yield what decides the tokens of each segment of a stage before `position`."""
+    stage = span.stage
+    shared: dict[str, Any] = {
+        "extra_sources": {name: str(share) for name, share in stage.extra_sources.items() if share}
+    }
+    shared |= chosen_fields(stage, lambda path, mark: mark.since == "stage" and path not in SEGMENT, "stages")
+    if stage.kind == "sft":  # the order of conversations depends on it
+        shared["name"] = stage.name
+    if stage.kind == "sft" or stage.data_offset:  # so do replayed sequences; an offset is a multiple of the length
+        shared["need"] = span.tokens
+    for segment in span.segments:
+        if segment.start < position:
+            yield {
+                **shared,
+                "batch": str(Tokens(segment.batch)),
+                "seq_len": segment.seq_len,
+                "mix": {domain: str(share) for domain, share in sorted(span.shares.items())},
+                "end": min(segment.end, position),
             }
-        elif isinstance(plain[key], dict):
-            frozen[key] = {name: value for name, value in plain[key].items() if name not in free}
-    frozen["data_seed"] = recipe.documents_seed
-    shuffle = recipe.tokens.model_dump(include={"shuffle"})  # empty by default
-    frozen["tokens"] = {"chunk_tokens": str(Tokens(recipe.chunk_tokens)), **shuffle}
-    frozen["segments"], frozen["average"] = [], None
-    for span in schedule.spans:
-        stage = span.stage
-        shared: dict[str, Any] = {}
-        extra = {name: str(share) for name, share in stage.extra_sources.items() if share}
-        if extra:
-            shared["extra_sources"] = extra
-        if stage.kind == "sft":  # the order of conversations and replayed sequences depends on the number of both
-            shared |= {"kind": stage.kind, "replay": str(stage.replay), "need": span.tokens}
-            if span.start < position:
-                frozen["conversations"] = plain["conversations"]
-        if stage.data_offset:  # the offset in the data is a multiple of the stage's length
-            shared |= {"data_offset": stage.data_offset, "need": span.tokens}
-        for segment in span.segments:
-            if segment.start < position:
-                frozen["segments"].append(
-                    shared
-                    | {
-                        "batch": str(Tokens(segment.batch)),
-                        "seq_len": segment.seq_len,
-                        "mix": {domain: str(share) for domain, share in sorted(span.shares.items())},
-                        "end": min(segment.end, position),
-                    }
-                )
-        if stage.weight_averaging is not None and span.start < position < span.end:
-            frozen["average"] = [str(stage.weight_averaging), span.start, span.end]
-    frozen["rates"] = [list(pair) for pair in schedule.rates(0, position)]
-    return frozen
 
 
 def check_frozen_fields(trained: Recipe, now: Recipe, position: int) -> None:
@@ -90,8 +103,8 @@ def check_frozen_fields(trained: Recipe, now: Recipe, position: int) -> None:
     difference = next(_differences(frozen_fields(trained, position), frozen_fields(now, position)), None)
     if difference is None:
         return
-    field, old, new = _as_written(difference, trained, now)
-    remedy = "write the old line again, or start a new run"
+    path, old, new = _as_written(difference, trained, now, position)
+    field, remedy = ".".join(path), "write the old line again, or start a new run"
     if field == "tokens.chunk_tokens":
         remedy = f"its default is the longest sequence of all stages: write tokens: {{chunk_tokens: {old}}}"
     before, after = (
@@ -112,42 +125,31 @@ def _differences(old: Any, new: Any, path: tuple[str, ...] = ()) -> Iterator[Dif
         old, new = dict(enumerate(old)), dict(enumerate(new))
     if not (isinstance(old, dict) and isinstance(new, dict)):
         if old != new:
-            yield ".".join(path), old, new
+            yield path, old, new
         return
     for key in dict.fromkeys([*old, *new]):
         yield from _differences(old.get(key, ABSENT), new.get(key, ABSENT), (*path, str(key)))
 
 
-def _as_written(difference: Difference, trained: Recipe, now: Recipe) -> Difference:
-    """Return the difference in the resolved recipes that explains a difference of their frozen fields."""
-    path, old, new = difference
-    kind, _, rest = path.partition(".")
-    if kind in (*WHOLE, "data_seed", "conversations"):
+def _as_written(difference: Difference, trained: Recipe, now: Recipe, position: int) -> Difference:
+    """Return the first difference of the written fields that a part covers, for a difference of its results."""
+    (name, *rest), old, new = difference
+    part = next((part for part in _parts(trained, position) if part.name == name), None)
+    if part is None or part.covers == (name,):
         return difference
-    names = [stage.name for stage in trained.stages]
-    if kind == "segments":
-        number, _, field = rest.partition(".")
-        segments = Schedule(trained).segments
-        stage = (segments if int(number) < len(segments) else Schedule(now).segments)[int(number)].stage
-        if field.startswith("extra_sources."):
-            return f"stages.{stage}.{field}", old, new
-        if field.startswith("mix."):
+    stage, fields = "", part.covers
+    if name == "segments":
+        segments, field = Schedule(trained).segments, rest[1] if len(rest) > 1 else "end"
+        stage = (segments if int(rest[0]) < len(segments) else Schedule(now).segments)[int(rest[0])].stage
+        if field == "mix":  # with another name, or other shares
             old, new = (value if value is ABSENT else str(Share(Fraction(value))) for value in (old, new))
-            return f"stages.{stage}.{field}", old, new
-        own = ("extra_sources", "data_offset", "batch", "seq_len", "kind", "replay")
-        fields = (field,) if field in own else LENGTH
-        paths: list[tuple[str, ...]] = [("stages", stage, name) for name in fields]
-    else:
-        rule = "lr" if kind == "rates" else "weight_averaging"
-        paths = [("lr",), *(("stages", name, field) for field in (rule, *LENGTH) for name in names)]
-    values = [resolved(recipe) for recipe in (trained, now)]
-    for value in values:
-        value["stages"] = {stage["name"]: stage for stage in value["stages"]}
-    for keys in paths:
-        before, after = (
-            reduce(lambda plain, key: plain.get(key, ABSENT) if isinstance(plain, dict) else ABSENT, keys, value)
-            for value in values
-        )
-        for path, old, new in _differences(before, after):
-            return ".".join((*keys, *([path] if path else []))), old, new
+        if field in ("mix", "extra_sources"):
+            return ("stages", stage, *rest[1:]), old, new
+        fields = LENGTH if field in ("end", "need") else (f"stages.{field}",)
+    plain = [resolved(recipe) for recipe in (trained, now)]
+    was, is_now = ({**each, "stages": {written["name"]: written for written in each["stages"]}} for each in plain)
+    for path, before, after in _differences(was, is_now):
+        place = ".".join(("stages", *path[2:]) if path[0] == "stages" else path) + "."
+        if any(place.startswith(f"{field}.") for field in fields) and stage in ("", path[1]):
+            return path, before, after
     return difference

@@ -9,12 +9,12 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from herd.llama3.recipe.base import read_plain, read_yaml
+from herd.llama3.recipe.base import models_in, read_plain, read_yaml
 from herd.llama3.recipe.schema import Recipe
 from herd.storage.artifact import flatten
 from herd.storage.processes import PACKAGE_FOLDER
@@ -249,10 +249,3 @@ def fault_lines(error: ValidationError, model: type[BaseModel], name: str = "", 
         else:
             lines.append(f"{field}: {fault['input']!r}: {message[0].lower()}{message[1:]}")
     return "\n".join(f"{name}: {line}" if name else line for line in lines)
-
-
-def models_in(annotation: object) -> list[type[BaseModel]]:
-    """Return all models in the annotation of a field."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for argument in get_args(annotation) for model in models_in(argument)]

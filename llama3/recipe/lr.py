@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, PlainSerializer, model_validator
 
-from herd.llama3.recipe.base import Section
+from herd.llama3.recipe.base import Section, decides, models_in
 from herd.llama3.recipe.units import Span, Tokens, tokens
 
 FEW_STEPS = 10
@@ -52,7 +52,7 @@ class Decay(Section):
 
     key: ClassVar[str]
     """Name of the field in `LearningRate`."""
-    to: Rate = Field(ge=0)
+    to: Annotated[Rate, decides("checkpoint", since="use")] = Field(ge=0)
     """Learning rate at the end of the decay."""
 
     @abstractmethod
@@ -85,7 +85,7 @@ class _OverDecay(Decay):
     """A decay from the end of the warm-up to a fixed point; it must know the length of the run from the first step."""
 
     shape: ClassVar[str]
-    over: Length
+    over: Annotated[Length, decides("checkpoint", since="use")]
     """End of the decay, counted from the start of the run; the decay starts at the end of the warm-up."""
 
     def remaining(self, now: Point, run: Timeline) -> float:
@@ -153,9 +153,9 @@ class Wsd(Decay):
     """
 
     key = "wsd"
-    decay: Length
+    decay: Annotated[Length, decides("checkpoint", since="use")]
     """Length of the decay; it ends with the last stage that has no learning-rate rule of its own."""
-    shape: Literal["linear", "sqrt"] = "sqrt"
+    shape: Annotated[Literal["linear", "sqrt"], decides("checkpoint", since="use")] = "sqrt"
     """`linear`: 1 - x over the decay; `sqrt`: 1 - sqrt(x), which ends lower for equal length (arXiv 2405.18392)."""
 
     def remaining(self, now: Point, run: Timeline) -> float:
@@ -189,9 +189,9 @@ class Wsd(Decay):
 class LearningRate(Section):
     """Linear warm-up from zero, then exactly one of cosine, linear and wsd."""
 
-    peak: Rate = Field(gt=0)
+    peak: Annotated[Rate, decides("checkpoint", since="use")] = Field(gt=0)
     """Learning rate at the end of the warm-up."""
-    warmup: Span
+    warmup: Annotated[Span, decides("checkpoint", since="use")]
     """Length of the warm-up; the rate of the first step is already above zero."""
     cosine: Cosine | None = None
     linear: LinearDecay | None = None
@@ -199,7 +199,8 @@ class LearningRate(Section):
 
     @model_validator(mode="after")
     def _one_decay(self) -> Self:
-        names = [name for name in type(self).model_fields if name not in ("peak", "warmup")]
+        fields = type(self).model_fields.items()
+        names = [name for name, field in fields if any(issubclass(m, Decay) for m in models_in(field.annotation))]
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"write exactly one of {', '.join(names)} after the warm-up, not {given or 'none'}")

@@ -8,7 +8,8 @@ from typing import Any, get_origin
 
 from pydantic import BaseModel
 
-from herd.llama3.recipe.load import BASE, models_in
+from herd.llama3.recipe.base import models_in
+from herd.llama3.recipe.load import BASE
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.sections import PRESETS
 

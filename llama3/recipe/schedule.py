@@ -222,8 +222,8 @@ class Schedule:
         for segment in self.segments:
             first = max(0, -(-(start - segment.start) // segment.batch))
             steps = min(segment.steps, -(-(stop - segment.start) // segment.batch)) - first
-            for number in range(SAMPLES + 1) if steps > 0 else ():
-                position = segment.start + (first + number * (steps - 1) // SAMPLES) * segment.batch
+            for step in {number * (steps - 1) // SAMPLES for number in range(SAMPLES + 1)} if steps > 0 else ():
+                position = segment.start + (first + step) * segment.batch
                 rates[position] = self.lr_at(position)
         return sorted(rates.items())
 

@@ -7,11 +7,11 @@ their descriptions in the Prefect form and in the reference.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from herd.llama3.recipe.base import SPECIAL_TOKENS, Domain, Name, Section
+from herd.llama3.recipe.base import SPECIAL_TOKENS, Domain, Name, Section, decides, left_out
 from herd.llama3.recipe.data_schema import (
     ENOUGH,
     ConversationSource,
@@ -171,31 +171,33 @@ def _source_faults(recipe: Recipe) -> Iterator[str]:
 class Recipe(Section):
     """The whole chain, from raw text to a promoted model."""
 
-    name: Name
+    name: Annotated[Name, decides("nothing")]
     """Name of the MLflow experiment and registered model; runs are called name-1, name-2, ..."""
-    seed: int = 0
+    seed: Annotated[int, decides("collected", "conversations", "checkpoint")] = 0
     """Seed of initial weights, document order and generated problems."""
-    data_seed: int | None = None
+    data_seed: Annotated[int | None, decides("collected", "conversations")] = None
     """Seed of generated problems; default: `seed`. Set it to share documents between runs with different seeds."""
-    precision: Literal["fp8", "bf16", "fp32", "fp64"] = "bf16"
+    precision: Annotated[Literal["fp8", "bf16", "fp32", "fp64"], decides("checkpoint")] = "bf16"
     """Number format of matrix products; weights, gradients and sums have at least fp32. `fp8`: float8 in the blocks and
     bf16 in the rest of the model; an error on devices without float8."""
     sources: dict[Domain, list[Source]]
     """Sources of each domain: general, math, code, multilingual."""
-    conversations: list[ConversationSource] = Field(default_factory=list, exclude_if=lambda sources: not sources)
+    conversations: Annotated[list[ConversationSource], left_out([])] = Field(default_factory=list)
     """Sources of stages of kind `sft`; `curate.validation_fraction` of them is kept for evaluation."""
-    require_annealing_verdict: Level = Field(default="nothing", exclude_if=lambda level: level == "nothing")
+    require_annealing_verdict: Annotated[Level, decides("nothing"), left_out("nothing")] = "nothing"
     """Required `annealing_verdict` of each source in a stage's `extra_sources`. Sources of mixes need none, they are
     the baseline. `not hurting`: the source helps, or the study found no significant difference."""
     curate: Curate = Curate()
     tokenizer: TokenizerConfig
     tokens: TokenShards = TokenShards()
-    mix: dict[str, dict[Domain, Share]]
+    mix: Annotated[
+        dict[str, dict[Domain, Share]], decides("tokenizer", "checkpoint", "evaluation", "gate", since="use")
+    ]
     """Mix name -> share of tokens of each domain; the shares of a mix sum to 100%."""
     model: Model
     lr: LearningRate
     optimizer: Optimizer = Optimizer()
-    z_loss: float = Field(default=0.0, ge=0)
+    z_loss: Annotated[float, decides("checkpoint")] = Field(default=0.0, ge=0)
     """Coefficient of log(Z)^2 in the loss, Z is the sum of the softmax; 1e-4 in PaLM, 0 in Llama 3."""
     init_from: InitFrom | None = None
     """Weights or checkpoint to start from; default: random weights from `seed`."""
@@ -203,13 +205,13 @@ class Recipe(Section):
     """Training stages in order; they are one continuous run over one token stream."""
     checkpoint: Checkpoint = Checkpoint()
     spikes: Spikes = Spikes()
-    non_finite: Literal["stop", "skip"] = "stop"
+    non_finite: Annotated[Literal["stop", "skip"], decides("nothing")] = "stop"
     """After a step with a loss or gradient that is not finite: `stop` the run or `skip` the update."""
     evaluate: Evaluate = Evaluate()
     promote: Promote = Promote()
-    tracking: Tracking = Field(default=Tracking(), exclude_if=lambda tracking: tracking == Tracking())
+    tracking: Annotated[Tracking, left_out(Tracking())] = Tracking()
     """Sinks of metrics besides MLflow; does not affect any artifact."""
-    studies: list[Studied] = Field(default_factory=list, exclude_if=lambda studies: not studies)
+    studies: Annotated[list[Studied], left_out([])] = Field(default_factory=list)
     """Studies whose verdicts changed this recipe, written by `herd study apply`; does not affect any artifact."""
 
     @property
@@ -237,6 +239,16 @@ class Recipe(Section):
         """Tokens to take from one dataset in a row."""
         pretrained = [stage for stage in self.stages if stage.kind == "pretrain"]  # sft must not change their stream
         return self.tokens.chunk_tokens or max(max(stage.lengths) for stage in pretrained or self.stages)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Longest sequence of all stages, in tokens."""
+        return max(max(stage.lengths) for stage in self.stages)
+
+    @property
+    def sft_lengths(self) -> list[int]:
+        """Sequence lengths of the stages of kind `sft`, sorted, each once."""
+        return sorted({stage.lengths[0] for stage in self.stages if stage.kind == "sft"})
 
     @property
     def first_mix(self) -> dict[Domain, Share]:

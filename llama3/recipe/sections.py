@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, PlainSerializer, PlainValidator, field_validator, model_validator
 
-from herd.llama3.recipe.base import Name, Section
+from herd.llama3.recipe.base import Name, Section, chosen_fields, decides, left_out
 from herd.llama3.recipe.gates import GateRule, Metric, StageRate, default_policy
 from herd.llama3.recipe.lr import Rate
 from herd.llama3.recipe.units import Cadence, Duration, Share, Tokens, _Quantity
@@ -24,14 +24,14 @@ class InitFrom(Section):
     to `after`, and their mixes and lengths decide the next tokens of the stream.
     """
 
-    path: str = Field(min_length=1)
+    path: Annotated[str, decides("weights")] = Field(min_length=1)
     """Folder or URI of the weights; with format `herd` also a model of the root by alias (`quickstart@champion`); or a
     checkpoint under the root, by label (`checkpoint/quickstart-main-1a2b3c4d`) or by run and stage
     (`quickstart-7/main`). Its shape must be that of `model`."""
-    format: Literal["hf", "meta", "herd", "checkpoint"] = "hf"
+    format: Annotated[Literal["hf", "meta", "herd", "checkpoint"], decides("weights")] = "hf"
     """`hf`: safetensors and config.json; `meta`: consolidated.*.pth and params.json; `herd`: a herd model folder;
     `checkpoint`: the state at the end of a stage."""
-    after: Name | None = Field(default=None, exclude_if=lambda after: after is None)
+    after: Annotated[Name | None, decides("checkpoint"), left_out(None)] = None
     """`checkpoint` only: the stage of this recipe that ends at the position of the checkpoint."""
 
     @property
@@ -95,42 +95,44 @@ Lengths = Annotated[
 class Stage(Section):
     """A part of the run with its own sequence length, batch, mix and learning-rate rule."""
 
-    name: Name
-    kind: Literal["pretrain", "sft"] = Field(default="pretrain", exclude_if=lambda kind: kind == "pretrain")
+    name: Annotated[Name, decides("checkpoint", since="use")]
+    kind: Annotated[
+        Literal["pretrain", "sft"], decides("conversations", "checkpoint", since="stage"), left_out("pretrain")
+    ] = "pretrain"
     """`pretrain`: next-token prediction on documents of `mix`. `sft`: supervised fine-tuning on `conversations`, with
     the loss on the assistant's messages only; after all stages of kind `pretrain`."""
-    until: Tokens | None = None
+    until: Annotated[Tokens | None, decides("checkpoint", since="stage")] = None
     """Position at the end of the stage; write this or `for`."""
-    length: Lengths | None = Field(default=None, alias="for")
+    length: Annotated[Lengths | None, decides("checkpoint", since="stage")] = Field(default=None, alias="for")
     """Tokens to train on, or a list with one number per sequence length; write this or `until`."""
-    seq_len: int | list[int]
+    seq_len: Annotated[int | list[int], decides("conversations", "checkpoint", "evaluation", "gate", since="stage")]
     """Sequence length; a list splits the stage into equal parts, one per length."""
-    batch: Tokens | None = None
+    batch: Annotated[Tokens | None, decides("checkpoint", since="stage")] = None
     """Tokens per optimizer step; default: as in the stage before."""
-    mix: str
+    mix: Annotated[str, decides("tokenizer", "checkpoint", "evaluation", "gate", since="use")]
     """Name of an entry in `mix`; in a stage of kind `sft` the mix of the replayed tokens."""
-    replay: Share = Field(default=Share.parse("0%"), exclude_if=lambda share: not share)
+    replay: Annotated[Share, decides("checkpoint", since="stage"), left_out(Share.parse("0%"))] = Share.parse("0%")
     """`sft` only: share of the sequences that continue the documents of `mix`, with ordinary loss, so that the model
     forgets less."""
-    epochs: float | None = Field(default=None, gt=0, exclude_if=lambda epochs: epochs is None)
+    epochs: Annotated[float | None, decides("nothing"), left_out(None)] = Field(default=None, gt=0)
     """`sft` only: passes over the conversations that the stage's length must give. Positions must be known before the
     conversations are tokenized, so `for` states the length; another number of epochs is an error with the length to
     write. Default: at most `tokens.max_epochs`."""
-    extra_sources: dict[Name, Share] = Field(default_factory=dict)
+    extra_sources: Annotated[dict[Name, Share], decides("checkpoint", since="stage")] = Field(default_factory=dict)
     """Named source -> its share of the stage's tokens; the rest is from `mix`. `{gsm: 30%}`: 70 % is from the mix."""
-    data_offset: int = Field(default=0, ge=0)
+    data_offset: Annotated[int, decides("checkpoint", since="stage")] = Field(default=0, ge=0)
     """Skip this many times the stage's own tokens of each source first. Stages that differ only in `data_offset` (from
     1) train on different documents of the same mix."""
-    lr: StageRate | None = None
+    lr: Annotated[StageRate | None, decides("checkpoint", since="use")] = None
     """`linear to 0` or `constant`, from the run's schedule at the stage's start; with a rate of its own `linear from
     1e-5 to 0` or `constant at 1e-5`; default: the run's schedule."""
-    weight_averaging: Average | None = None
+    weight_averaging: Annotated[Average | None, decides("checkpoint", since="use")] = None
     """Average of the stage's weights: `last 8` (8 evenly spaced positions), `polyak` (mean after every step) or `ema
     0.99` (exponential moving average); default: none."""
-    select: Literal["average", "best"] = "average"
+    select: Annotated[Literal["average", "best"], decides("checkpoint", since="never")] = "average"
     """Model of the stage: the `average`, or the `best` of average and last weights by bits per byte on the trainer's
     validation documents (`evaluate.val_interval`)."""
-    gates: dict[Gate, GateRule] = Field(default_factory=dict)
+    gates: Annotated[dict[Gate, GateRule], decides("gate")] = Field(default_factory=dict)
     """Gates after each sequence length: `[short-context, needle]`, or with thresholds `{short-context: no worse than
     1%, needle: at least 0.9}`. Each length is a separate step, and a failed gate stops the run. `short-context`: bits
     per byte of validation documents at the sequence length before the stage, against the checkpoint before the stage.
@@ -215,16 +217,19 @@ class Stage(Section):
         return start + (sum(self.length) if isinstance(self.length, list) else self.length)
 
 
+_SHAPE = decides("weights", "checkpoint")
+
+
 class RopeScaling(Section):
     """RoPE frequencies scaled to longer sequences as in Llama 3.1; those between the two bounds are blended."""
 
-    factor: float = Field(default=8.0, gt=1)
+    factor: Annotated[float, _SHAPE] = Field(default=8.0, gt=1)
     """Divisor of low frequencies."""
-    low_freq_factor: float = Field(default=1.0, gt=0)
+    low_freq_factor: Annotated[float, _SHAPE] = Field(default=1.0, gt=0)
     """Frequencies with fewer turns in `original` positions are divided."""
-    high_freq_factor: float = Field(default=4.0, gt=0)
+    high_freq_factor: Annotated[float, _SHAPE] = Field(default=4.0, gt=0)
     """Frequencies with more turns in `original` positions do not change."""
-    original: int = Field(default=8192, ge=2)
+    original: Annotated[int, _SHAPE] = Field(default=8192, ge=2)
     """Sequence length of the model before scaling."""
 
     @model_validator(mode="after")
@@ -262,26 +267,31 @@ INIT_STD = 0.02
 class Model(Section):
     """The shape of the transformer; missing fields come from the preset."""
 
-    preset: str = "custom"
+    preset: Annotated[str, decides("nothing")] = "custom"
     """Name in the table of presets below."""
-    layers: int = Field(ge=1)
-    dim: int = Field(ge=8)
+    layers: Annotated[int, _SHAPE] = Field(ge=1)
+    dim: Annotated[int, _SHAPE] = Field(ge=8)
     """Hidden size."""
-    ffn: int = Field(ge=8)
+    ffn: Annotated[int, _SHAPE] = Field(ge=8)
     """Hidden size of the SwiGLU block."""
-    heads: int = Field(ge=1)
-    kv_heads: int = Field(ge=1)
+    heads: Annotated[int, _SHAPE] = Field(ge=1)
+    kv_heads: Annotated[int, _SHAPE] = Field(ge=1)
     """Key/value heads, shared by groups of query heads (GQA)."""
-    max_seq_len: int = Field(ge=2)
+    max_seq_len: Annotated[int, decides("nothing")] = Field(ge=2)
     """Longest sequence."""
-    tied_embeddings: bool = False
-    rope_theta: float = Field(default=500_000.0, gt=1)
+    tied_embeddings: Annotated[bool, _SHAPE] = False
+    rope_theta: Annotated[float, _SHAPE] = Field(default=500_000.0, gt=1)
     rope_scaling: RopeScaling | None = None
     """Scaled RoPE frequencies; Llama 3.1 has factor 8 (`rope_scaling: {}`), 3.2 factor 32; default: none."""
-    norm_eps: float = 1e-5
-    embedding_std: float = Field(default=INIT_STD, gt=0, exclude_if=lambda std: std == INIT_STD)
+    norm_eps: Annotated[float, _SHAPE] = 1e-5
+    embedding_std: Annotated[float, decides("checkpoint"), left_out(INIT_STD)] = Field(default=INIT_STD, gt=0)
     """Standard deviation of initial embeddings. 1, as in torchtitan, makes a short run learn much faster if embeddings
     are not tied; tied ones are also the output and need a small one."""
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What the model computes, as plain data: the fields that imported weights must match."""
+        return chosen_fields(self, lambda _, mark: "weights" in mark.kinds)
 
     @property
     def head_dim(self) -> int:
@@ -314,15 +324,15 @@ class Model(Section):
 class Optimizer(Section):
     """AdamW and gradient clipping."""
 
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: Rate = 1e-8
-    weight_decay: float = 0.1
+    betas: Annotated[tuple[float, float], decides("checkpoint")] = (0.9, 0.95)
+    eps: Annotated[Rate, decides("checkpoint")] = 1e-8
+    weight_decay: Annotated[float, decides("checkpoint")] = 0.1
     """Decoupled weight decay of the matrices of the blocks and the output, times the learning rate."""
-    decay_norms: bool = False
+    decay_norms: Annotated[bool, decides("checkpoint")] = False
     """Also decay the weights of norms."""
-    decay_embeddings: bool = False
+    decay_embeddings: Annotated[bool, decides("checkpoint")] = False
     """Also decay the embedding table (with tied embeddings also the output matrix)."""
-    clip: float = Field(default=1.0, gt=0)
+    clip: Annotated[float, decides("checkpoint")] = Field(default=1.0, gt=0)
     """Maximum gradient norm."""
 
 
@@ -334,16 +344,16 @@ class Spikes(Section):
     mean to the maximum, so that rare but known batches are not spikes. Each spike is logged with its documents.
     """
 
-    policy: Literal["off", "stop", "skip", "rollback"] = "off"
+    policy: Annotated[Literal["off", "stop", "skip", "rollback"], decides("nothing")] = "off"
     """`stop` the run; `skip` the update of this batch; `rollback` to the newest checkpoint before the spike and skip
     the batches around it (PaLM, arXiv 2204.02311, section 5.1); `off`: no detection."""
-    sigma: float = Field(default=6.0, gt=0)
+    sigma: Annotated[float, decides("nothing")] = Field(default=6.0, gt=0)
     """Threshold, in spreads above the mean."""
-    window: int = Field(default=128, ge=8)
+    window: Annotated[int, decides("nothing")] = Field(default=128, ge=8)
     """Good steps for mean and spread; there are no spikes in a stage before this number of steps."""
-    skip_window_steps: int = Field(default=32, ge=0)
+    skip_window_steps: Annotated[int, decides("nothing")] = Field(default=32, ge=0)
     """`rollback` only: batches to skip before and after the spike, in addition to its own batch."""
-    max_bad_steps: int = Field(default=8, ge=1)
+    max_bad_steps: Annotated[int, decides("nothing")] = Field(default=8, ge=1)
     """Stop the run at this number of bad steps (spikes or not finite) in one stage, with any policy."""
 
     @field_validator("policy", mode="before")
@@ -353,9 +363,9 @@ class Spikes(Section):
 
 
 class Keep(Section):
-    last: int = Field(default=3, ge=1)
+    last: Annotated[int, decides("nothing")] = Field(default=3, ge=1)
     """Number of newest checkpoints to keep while a stage trains."""
-    every: Tokens | None = None
+    every: Annotated[Tokens | None, decides("nothing")] = None
     """Also keep one checkpoint per this many tokens; null: none."""
 
     def kept(self, positions: Iterable[int], pinned: Iterable[int] = ()) -> set[int]:
@@ -374,15 +384,15 @@ class Keep(Section):
 
 
 class Checkpoint(Section):
-    every: Cadence = Cadence.parse("10 min")
+    every: Annotated[Cadence, decides("nothing")] = Cadence.parse("10 min")
     """Interval between checkpoints: a time or a number of tokens."""
     keep: Keep = Keep()
 
 
 class Evaluate(Section):
-    after: list[str] = Field(default_factory=list)
+    after: Annotated[list[str], decides("nothing")] = Field(default_factory=list)
     """Stages after which to evaluate; empty: the last one."""
-    next_stage: Literal["wait", "overlap"] = Field(default="wait", exclude_if=lambda choice: choice == "wait")
+    next_stage: Annotated[Literal["wait", "overlap"], decides("nothing"), left_out("wait")] = "wait"
     """`overlap`: the next stage, or length of a stage, trains while evaluation and gates of the one before run as other
     jobs of Slurm or Kubernetes. A gate that fails ends the run before the stage or length after that; the model of the
     last stage is always evaluated alone."""
@@ -390,62 +400,65 @@ class Evaluate(Section):
         Tokens | Literal["auto", "never"],
         PlainValidator(lambda text: text if text in ("auto", "never") else Tokens.parse(text)),
         PlainSerializer(str),
+        decides("checkpoint", since="never"),
     ] = "auto"
     """Tokens between the trainer's own scores on validation documents (`val/bpb`), such as `50B`; `auto`: 1 % of the
     training time; `never`."""
-    val_documents: int = Field(default=8, ge=1)
+    val_documents: Annotated[int, decides("checkpoint", since="never")] = Field(default=8, ge=1)
     """Validation documents per domain for these scores."""
     every: Annotated[
         Tokens | Literal["never"],
         PlainValidator(lambda text: text if text == "never" else Tokens.parse(text)),
         PlainSerializer(str),
-    ] = Field(default="never", exclude_if=lambda every: every == "never")
+        decides("nothing"),
+        left_out("never"),
+    ] = "never"
     """Tokens between the checkpoints of a stage in progress that the deployment `evaluate-checkpoint` scores while the
     stage goes on, such as `50B`; `never`. By `deferred_suite`, or `suite`."""
-    suite: str = "quick"
+    suite: Annotated[str, decides("curated", "evaluation", since="never")] = "quick"
     """`quick` (needs no data outside the recipe), `core`, `full`, `full-hub`, or a YAML file with tasks."""
-    final: str | None = None
+    final: Annotated[str | None, decides("curated", "evaluation", since="never")] = None
     """Suite for the model of the last stage, which the promotion gate judges, and for the champion; null: `suite`."""
-    deferred_suite: str | None = None
+    deferred_suite: Annotated[str | None, decides("curated", "evaluation", since="never")] = None
     """Suite that the deployment `evaluate` runs on each new checkpoint, on other machines; null: only the evaluations
     that the run has not done."""
-    data: str | None = None
+    data: Annotated[str | None, decides("curated", "evaluation", since="never")] = None
     """Folder or object-store URI of the published data sets for `core` and `full`."""
-    on_missing_data: Literal["refuse", "skip"] = "refuse"
+    on_missing_data: Annotated[Literal["refuse", "skip"], decides("curated", since="never")] = "refuse"
     """If `data` lacks a file of the suite, or this machine cannot sandbox the programs of a code task: `refuse` the
     recipe, or `skip` the task with a warning."""
-    documents: int = Field(default=64, ge=2)
+    documents: Annotated[int, decides("evaluation", "gate")] = Field(default=64, ge=2)
     """Validation documents per domain to score."""
-    questions: int = Field(default=1000, ge=2)
+    questions: Annotated[int, decides("evaluation")] = Field(default=1000, ge=2)
     """Questions per multiple-choice task."""
-    limit: int | None = Field(default=None, ge=2, exclude_if=lambda limit: limit is None)
+    limit: Annotated[int | None, decides("evaluation"), left_out(None)] = Field(default=None, ge=2)
     """Maximum questions of each published task, as for lm-eval's `--limit`; null: all. Scores become noisy."""
-    precision: Literal["fp32", "bf16"] = Field(default="fp32", exclude_if=lambda precision: precision == "fp32")
+    precision: Annotated[Literal["fp32", "bf16"], decides("evaluation", "gate"), left_out("fp32")] = "fp32"
     """Number format of weights and products. bf16 takes half the memory and time on GPUs and rounds likelihoods by a
     hundredth; two models are compared in the same format."""
-    needles: int = Field(default=55, ge=11)
+    needles: Annotated[int, decides("gate")] = Field(default=55, ge=11)
     """Sentences that the `needle` gate hides, spread over eleven depths."""
-    ngram_baseline: bool = Field(default=False, exclude_if=lambda asked: not asked)
+    ngram_baseline: Annotated[bool, decides("evaluation"), left_out(False)] = False
     """Also report the bits per byte of a 5-gram of bytes that counted 5 MB of the training text: what a model must beat
     to have learned more than spelling."""
-    tasks: list[str] = Field(default_factory=list)
+    tasks: Annotated[list[str], decides("curated", "evaluation", since="never")] = Field(default_factory=list)
     """More tasks: YAML files, folders of rendered requests, or JSON-lines files of multiple-choice questions."""
 
 
 class Tracking(Section):
-    tensorboard: bool = False
+    tensorboard: Annotated[bool, decides("nothing")] = False
     """Also write TensorBoard event files, in `tensorboard/<run>/<stage>` of the root; needs `herd-llm[tensorboard]`."""
 
 
 class Promote(Section):
-    to: Name = "champion"
+    to: Annotated[Name, decides("promotion")] = "champion"
     """Alias of the registered model that a candidate gets when it passes."""
-    when: dict[Metric, GateRule] = Field(default_factory=default_policy)
+    when: Annotated[dict[Metric, GateRule], decides("promotion")] = Field(default_factory=default_policy)
     """Score, or pattern of scores -> rule: `better`, `no worse than 0.5%`, `no drop over 5 points`, `no significant
     drop`, `at most 2.5`, `at least 0.3`. `*` matches any text between two slashes; the most exact pattern applies."""
-    approval: Literal["none", "manual"] = "none"
+    approval: Annotated[Literal["none", "manual"], decides("promotion")] = "none"
     """`manual`: a candidate that passes is the `challenger` until a person approves or rejects it."""
-    mlflow_timeout: Duration = Duration.parse("1 h")
+    mlflow_timeout: Annotated[Duration, decides("nothing")] = Duration.parse("1 h")
     """Maximum time to wait for an MLflow server that does not answer; then the run fails."""
 
     @field_validator("to")

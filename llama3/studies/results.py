@@ -15,17 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from herd.llama3.evaluate.scores import Score
 from herd.llama3.model.flops import trained_flops, vocab_rows
-from herd.llama3.recipe.load import digest, resolved
+from herd.llama3.recipe import keys
+from herd.llama3.recipe.load import digest
 from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.statistics.significance import Number
 from herd.llama3.studies.expand import VariantRun
 
 Array = NDArray[np.float64]
-DATA = ("sources", "curate", "tokens", "data_seed")
-"""Recipe fields that determine the token shards, apart from the tokenizer."""
-WHOLE = ("model", "optimizer", "z_loss", "precision", "seed", "init_from")
-"""Recipe fields that determine the weights of every stage."""
 Says = Literal["helps", "hurts", "no significant difference"]
 HELPS: Says = "helps"
 HURTS: Says = "hurts"
@@ -87,22 +84,12 @@ class StageFlops:
 
 def stage_flops(run: VariantRun) -> Iterator[StageFlops]:
     """Yield the training stages of a run, in order."""
-    recipe, rows, plain = run.recipe, vocab_rows(run.recipe), resolved(run.recipe)
+    recipe, rows = run.recipe, vocab_rows(run.recipe)
     # From recipes alone, before any token exists. Two lineages may differ although their artifacts get one key.
-    lineage = data_digest(recipe)
+    start = recipe.init_from and keys.weights(recipe, recipe.init_from.path, rows)
+    lineage = digest([data_digest(recipe), keys.conversations(recipe), start])
     for span in Schedule(recipe).trained:
-        stage = span.stage
-        determines: list[object] = [
-            {name: plain[name] for name in WHOLE},
-            [span.start, span.end, [[segment.seq_len, segment.batch, segment.steps] for segment in span.segments]],
-            digest(Schedule(recipe).rates(span.start, span.end)),
-            {domain: str(share) for domain, share in span.shares.items()},
-            {name: str(share) for name, share in stage.extra_sources.items()},
-            stage.data_offset,
-            str(stage.weight_averaging),
-            stage.select,
-        ]
-        lineage = digest([lineage, determines])
+        lineage = digest([lineage, keys.checkpoint(recipe, span)])
         before, after = (trained_flops(recipe, recipe.model, rows, position) for position in (span.start, span.end))
         yield StageFlops(run.name, span.name, lineage, span.tokens, after - before)
 
@@ -118,13 +105,8 @@ def distinct_stages(runs: Sequence[VariantRun]) -> dict[str, StageFlops]:
 
 def data_digest(recipe: Recipe) -> str:
     """Return a digest of everything that determines the token shards."""
-    plain = resolved(recipe)
-    tokenizer, trained = plain["tokenizer"], recipe.tokenizer.train
-    training_mix = plain["mix"][(trained.mix or recipe.stages[0].mix)] if trained else None
-    if trained:  # the shares of its mix count, not the name
-        tokenizer = {**tokenizer, "train": {**tokenizer["train"], "mix": None}}
-    seed = recipe.seed if recipe.data_seed is None else 0  # a set data_seed is already in DATA
-    return digest([{name: plain[name] for name in DATA}, tokenizer, training_mix, seed])
+    steps = (keys.collected, keys.annotated, keys.curated, keys.tokenizer, keys.tokens)
+    return digest([parameters(recipe) for parameters in steps])
 
 
 # Cost of a token by model size

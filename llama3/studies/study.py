@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainSerializer, PlainValidator, field_validator, model_validator
 
-from herd.llama3.recipe.base import Domain, Name, Section
+from herd.llama3.recipe.base import Domain, FrozenModel, Name, decides
 from herd.llama3.recipe.data_schema import Source
 from herd.llama3.recipe.lr import Rate
 from herd.llama3.recipe.reference import describe_sections, sections
@@ -38,7 +38,7 @@ def _counts(value: object) -> list[float]:
 Budgets = Annotated[list[float], PlainValidator(_counts), PlainSerializer(list)]
 
 
-class Limits(Section):
+class Limits(FrozenModel):
     """The maximum cost of a study. A study with a higher planned cost is refused before its first run."""
 
     flops: Rate | None = None
@@ -47,7 +47,7 @@ class Limits(Section):
     """Devices times hours; checked only where the speed is known (`herd plan calibrate`, or earlier runs)."""
 
 
-class Ladder(Section):
+class Ladder(FrozenModel):
     """IsoFLOP budgets and model sizes (arXiv 2407.21783, section 3.2.1); each budget trains every size."""
 
     budgets: Budgets = Field(min_length=1)
@@ -79,7 +79,7 @@ class Ladder(Section):
         return tuple(Tokens.parse(item) for item in value) if isinstance(value, list | tuple) else value
 
 
-class MixDesign(Section):
+class MixDesign(FrozenModel):
     """The design of the variants of a mix search."""
 
     kind: Literal["around", "lattice", "draws"] = "around"
@@ -96,7 +96,7 @@ class MixDesign(Section):
     seed: int = 0
 
 
-class MixSearch(Section):
+class MixSearch(FrozenModel):
     """A search for the mix of domains with the lowest weighted bits per byte on held-out text."""
 
     of: str = "base"
@@ -128,11 +128,11 @@ class MixSearch(Section):
 class NewSource(Source):
     """A data source to judge."""
 
-    domain: Domain
+    domain: Annotated[Domain, decides("collected")]
     """Domain of its documents."""
 
 
-class Annealing(Section):
+class Annealing(FrozenModel):
     """Data sources judged by annealing (section 3.1.3): the learning rate of a half-trained model decays linearly to
     zero, once on the default mix alone and once with a share of new data."""
 
@@ -150,7 +150,7 @@ class Annealing(Section):
     """Repeats: each anneals from the same checkpoint on other documents."""
 
 
-class Compare(Section):
+class Compare(FrozenModel):
     """Variants against a control that differ in the named fields only."""
 
     control: Name
@@ -170,7 +170,7 @@ class Compare(Section):
         return self
 
 
-class Study(Section):
+class Study(FrozenModel):
     """One question, and the runs that answer it."""
 
     name: Name

@@ -42,11 +42,6 @@ COLUMNS = ("tokens", "targets", "segments")
 conversation inside its sequence; padding is a separate segment without targets."""
 
 
-def sft_lengths(recipe: Recipe) -> list[int]:
-    """Return the sequence lengths of the stages of kind `sft`, sorted, each once."""
-    return sorted({stage.lengths[0] for stage in recipe.stages if stage.kind == "sft"})
-
-
 def prepare_conversations(recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     """Encode the conversations of `recipe`, hold some of them out, and write the packed rest into `folder`.
 
@@ -99,7 +94,7 @@ def prepare_conversations(recipe: Recipe, tokenizer: Tokenizer, folder: Path) ->
     dtype = token_dtype(recipe, tokenizer.rows)
     padding = special_id(tokenizer, PADDING)
     packing = {
-        str(seq_len): write_sequences(folder, seq_len, *columns, dtype, padding) for seq_len in sft_lengths(recipe)
+        str(seq_len): write_sequences(folder, seq_len, *columns, dtype, padding) for seq_len in recipe.sft_lengths
     }
     write_atomic(folder / NAME, json.dumps({"tokenizer": tokenizer.digest, "packing": packing}, indent=1) + "\n")
     dropped = {"duplicate": counts.pop("duplicates")}

@@ -398,9 +398,7 @@ def init_or_load(state: TrainState, job: TrainJob, recipe: Recipe, span: StageSp
 def _check_shape(folder: Path, recipe: Recipe, rows: int) -> None:
     """Raise ValueError unless the model in `folder` has the recipe's shape with `rows` embedding rows."""
     model = open_model(folder)
-    labels = {"preset", "max_seq_len"}
-    expected = (recipe.model.model_dump(mode="json", exclude=labels), rows)
-    stored = (model.config.model_dump(mode="json", exclude=labels), model.rows)
+    expected, stored = (recipe.model.shape, rows), (model.config.shape, model.rows)
     if expected != stored:
         raise ValueError(
             f"init_from: {folder} holds a model of shape {stored}, the recipe asks {expected}; change model: to it"

@@ -18,8 +18,9 @@ from matplotlib.ticker import FuncFormatter
 from herd.llama3.evaluate.scores import read_scores
 from herd.llama3.export.card import Card, MixLine, SourceRow, StageLine, Training, render
 from herd.llama3.model.files import CONFIG, read_config
-from herd.llama3.recipe.base import DOMAINS
-from herd.llama3.recipe.load import resolved, to_yaml
+from herd.llama3.recipe.base import DOMAINS, Decides, chosen_fields
+from herd.llama3.recipe.keys import STREAM
+from herd.llama3.recipe.load import to_yaml
 from herd.llama3.recipe.schedule import Schedule, StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import tokens
@@ -212,20 +213,20 @@ def _short_card(root: Root, run: str, checkpoint: Artifact, folder: Path) -> str
 def data_mix_digest(recipe: Recipe, tokens: str, end: int) -> str:
     """Return the digest of the inputs that determine the training tokens up to `end`.
 
-    They are the key of the shards, the seed, weights inside domains, and the stages with their shapes and mixes.
+    They are the key of the shards, the fields of the recipe that a stream of tokens depends on, and the stages with
+    their shapes and mixes.
     """
+
+    def of_stream(path: str, _: Decides) -> bool:
+        return path in ("seed", "stages.extra_sources", *STREAM)
+
     spans = []
     for span in Schedule(recipe).trained:
         if span.start < end:
             shapes = [[segment.start, segment.steps, segment.seq_len, segment.batch] for segment in span.segments]
-            extra = {name: str(share) for name, share in span.stage.extra_sources.items() if share}
-            offset = span.stage.data_offset
             shares = {domain: str(share) for domain, share in span.shares.items()}
-            spans.append([span.name, shapes, shares, *([extra, offset] if extra or offset else [])])
-    plain = resolved(recipe)
-    weights = {domain: [source["weight"] for source in sources] for domain, sources in plain["sources"].items()}
-    rules = {"seed": recipe.seed, "shards": plain["tokens"], "weights": weights}
-    return digest_json({"tokens": tokens, "end": end, "stages": spans, **rules})
+            spans.append([span.name, shapes, shares, chosen_fields(span.stage, of_stream, "stages")])
+    return digest_json({"tokens": tokens, "end": end, **chosen_fields(recipe, of_stream), "stages": spans})
 
 
 @styled

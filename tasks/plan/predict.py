@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from herd.llama3.evaluate.held_out import document_bytes, longest_sequence
+from herd.llama3.evaluate.held_out import document_bytes
 from herd.llama3.evaluate.needle import KINDS, context_lengths
 from herd.llama3.evaluate.suite import recipe_suite, stage_suite_name, with_suite
 from herd.llama3.evaluate.task import WRITTEN
@@ -202,7 +202,7 @@ def evaluation_cost(recipe: Recipe, cluster: Cluster) -> EvaluationCost:
     layout, processes = place_evaluation(recipe, cluster)
     accelerator, section, rows = load_fabric(cluster.fabric).accelerator, recipe.evaluate, vocab_rows(recipe)
     schedule, domains = Schedule(recipe), sum(bool(sources) for sources in recipe.sources.values())
-    window = min(recipe.model.max_seq_len, longest_sequence(recipe))
+    window = min(recipe.model.max_seq_len, recipe.longest_sequence)
     evaluated = [*(section.after or [recipe.stages[-1].name]), "champion"]
     work: list[tuple[float, int]] = []  # positions, and the sequence length that attention sees
     written = 0.0

@@ -20,9 +20,8 @@ from prefect.cache_policies import NO_CACHE
 from herd.llama3.data.accounting import unscored_domains
 from herd.llama3.data.mapreduce import Runner, read_table, run_step, write_table
 from herd.llama3.evaluate.held_out import nothing_held_out
-from herd.llama3.recipe.load import resolved
+from herd.llama3.recipe import keys
 from herd.llama3.recipe.schedule import Schedule
-from herd.llama3.recipe.schema import Recipe
 from herd.storage.artifact import Artifact, ArtifactSpec
 from herd.storage.digests import digest_file
 from herd.storage.filesystem import is_local, source_state
@@ -36,10 +35,6 @@ from herd.tasks.pipeline_steps import reaches
 from herd.tasks.step import Context, ensure_artifact, ensure_in_scratch, link_files
 
 COLLECT_VERSION = 2
-READING = ("on_error", "max_lost", "extractor", "repair")
-"""Fields of `curate` that decide what is read."""
-LABELS = ("name", "annealing_verdict")
-"""Fields of a source that do not."""
 
 
 @task(name="collect", cache_policy=NO_CACHE, persist_result=False)
@@ -48,16 +43,11 @@ def collect_documents(context: Context) -> Artifact:
     from herd.llama3.data.collect import collect
     from herd.llama3.data.readers.sources import fingerprint
 
-    plain = resolved(context.recipe)
     design = ArtifactSpec(
         kind="collected",
         name=context.recipe.name,
         version=COLLECT_VERSION,
-        parameters={
-            "sources": source_fields(context.recipe),
-            "curate": {field: plain["curate"][field] for field in READING},
-            "seed": context.recipe.documents_seed,
-        },
+        parameters=keys.collected(context.recipe),
         inputs={"sources": fingerprint(context.recipe)},
     )
 
@@ -79,14 +69,14 @@ def collect_documents(context: Context) -> Artifact:
 def annotate_documents(context: Context, collected: Artifact) -> Artifact:
     """Return the attributes of the collected documents."""
     from herd.llama3.data.annotate import STEP as ATTRIBUTES
-    from herd.llama3.data.annotate import VERSION, annotate, attribute_files, attribute_settings
+    from herd.llama3.data.annotate import VERSION, annotate, attribute_files
 
     curation = context.recipe.curate
     design = ArtifactSpec(
         kind="annotated",
         name=context.recipe.name,
         version=VERSION,
-        parameters=attribute_settings(curation),
+        parameters=keys.annotated(context.recipe),
         inputs={"collected": collected.key, "files": _state_of(attribute_files(curation))},
     )
 
@@ -108,17 +98,11 @@ def curate_documents(context: Context, collected: Artifact, annotated: Artifact)
 
     recipe = with_evaluation_sets(context.recipe)
     files = [uri for stage in CURATION for uri in stage.files(recipe.curate)]
-    parameters: dict[str, Any] = {"curate": resolved(recipe)["curate"]}
-    # Written only if set: recipes without them keep the keys of earlier artifacts.
-    if apart := [f"{domain}/{source}" for domain in recipe.sources for source in recipe.places_apart(domain)]:
-        parameters["apart"] = apart
-    if recipe.curate.topics is not None and recipe.curate.topics.caps:
-        parameters["caps"] = ["training text"]  # caps once applied to held-out documents too
     design = ArtifactSpec(
         kind="curated",
         name=recipe.name,
         version=VERSION,
-        parameters=parameters,
+        parameters=keys.curated(recipe),
         inputs={"annotated": annotated.key, "files": _state_of(files)},
     )
 
@@ -188,15 +172,6 @@ def place_files(runner: Runner, work: str, names: Sequence[str], folder: Path) -
     StoredFiles({row["name"]: StoredFile.model_validate_json(row["file"]) for row in rows}).give(folder)
 
 
-def source_fields(recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
-    """Return the fields of the sources that decide what is read: not their names."""
-    domains: dict[str, list[dict[str, Any]]] = resolved(recipe)["sources"]
-    return {
-        domain: [{field: value for field, value in source.items() if field not in LABELS} for source in sources]
-        for domain, sources in domains.items()
-    }
-
-
 def _state_of(uris: list[str]) -> str:
     """Return a digest of the present state of the files `uris`."""
     return hashlib.sha256(json.dumps([source_state(uri) for uri in uris]).encode()).hexdigest()
@@ -218,7 +193,7 @@ def prepare_tokenizer(context: Context, curated: Artifact) -> Artifact:
     if recipe.tokenizer.use:
         local = with_local_models(context.root, recipe)
         inputs["model"] = digest_file(Path(local.tokenizer.use or "")).sha256
-    design = ArtifactSpec("tokenizer", recipe.name, TOKENIZER_VERSION, tokenizer_fields(recipe), inputs)
+    design = ArtifactSpec("tokenizer", recipe.name, TOKENIZER_VERSION, keys.tokenizer(recipe), inputs)
     return ensure_artifact(context, "tokenizer", design, lambda folder, _: make_tokenizer(local, curated.path, folder))
 
 
@@ -237,7 +212,7 @@ def tokenize_documents(context: Context, curated: Artifact, tokenizer: Artifact)
         kind="tokens",
         name=recipe.name,
         version=TOKENS_VERSION,
-        parameters=token_shard_fields(recipe),
+        parameters=keys.tokens(recipe),
         inputs={"curated": curated.key, "tokenizer": tokenizer.key},
     )
 
@@ -272,23 +247,16 @@ def prepare_conversations(context: Context, tokens: Artifact, tokenizer: Artifac
     Raises SourceError for a broken row, ValueError if a stage's length contradicts its epochs.
     """
     from herd.llama3.data.readers.conversations import conversation_files
-    from herd.llama3.tokens.conversations import ConversationStream, prepare_conversations, sft_lengths
+    from herd.llama3.tokens.conversations import ConversationStream, prepare_conversations
     from herd.llama3.tokens.stream import TokenStream
     from herd.llama3.tokens.tokenizer import Tokenizer
 
     recipe = context.recipe
-    generated = any(source.uri == "problems" for source in recipe.conversations)
     design = ArtifactSpec(
         kind="conversations",
         name=recipe.name,
         version=CONVERSATIONS_VERSION,
-        parameters={
-            "sources": resolved(recipe)["conversations"],
-            "validation_fraction": str(recipe.curate.validation_fraction),
-            "seq_len": sft_lengths(recipe),
-            "dtype": recipe.tokens.dtype,
-            **({"seed": recipe.documents_seed} if generated else {}),
-        },
+        parameters=keys.conversations(recipe),
         inputs={
             "tokenizer": tokenizer.key,
             "files": _digest_of([file for source in recipe.conversations for file in conversation_files(source)]),
@@ -328,20 +296,3 @@ def prepare_conversations(context: Context, tokens: Artifact, tokenizer: Artifac
 def _digest_of(files: Sequence[object]) -> str:
     """Return a digest of a listing of files: names, sizes and times."""
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()
-
-
-def tokenizer_fields(recipe: Recipe) -> dict[str, Any]:
-    """Return the fields of the recipe that decide a tokenizer: the shares of its mix, not its name."""
-    tokenizer = resolved(recipe)["tokenizer"]
-    train = {key: value for key, value in (tokenizer["train"] or {}).items() if key != "mix"}
-    shares = {domain: str(share) for domain, share in recipe.tokenizer_mix.items()}
-    return {"tokenizer": {**tokenizer, "train": train or None}, "mix": shares}
-
-
-def token_shard_fields(recipe: Recipe) -> dict[str, Any]:
-    """Return the fields of the recipe that decide the shards: number type, and sources with separate shards."""
-    weights = {domain: [source.weight for source in sources] for domain, sources in recipe.sources.items()}
-    weights = {domain: values for domain, values in weights.items() if any(values)}
-    names = {domain: [source.name for source in sources] for domain, sources in recipe.sources.items()}
-    apart = {domain: values for domain, values in names.items() if any(values)}
-    return {"dtype": recipe.tokens.dtype, "weights": weights, **({"apart": apart} if apart else {})}

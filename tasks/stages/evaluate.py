@@ -30,8 +30,9 @@ from herd.llama3.evaluate.main import MISTAKE, REFUSED, EvaluateJob, GateScores
 from herd.llama3.evaluate.needle import KEY as NEEDLE
 from herd.llama3.evaluate.scores import read_scores
 from herd.llama3.evaluate.suite import mean_bits_per_byte, stage_suite_name, suite_inputs, with_suite
+from herd.llama3.recipe import keys
 from herd.llama3.recipe.base import DOMAINS, Domain
-from herd.llama3.recipe.load import resolved, to_yaml
+from herd.llama3.recipe.load import to_yaml
 from herd.llama3.recipe.schedule import Schedule, StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import Tokens
@@ -201,16 +202,7 @@ def _evaluation(
         kind="evaluation",
         name=name,
         version=VERSION,
-        parameters={
-            "suite": recipe.evaluate.suite,
-            "documents": recipe.evaluate.documents,
-            "questions": recipe.evaluate.questions,
-            **({"limit": recipe.evaluate.limit} if recipe.evaluate.limit else {}),
-            **_precision(recipe),
-            **({"ngram_baseline": True} if recipe.evaluate.ngram_baseline else {}),
-            "weights": resolved(recipe)["mix"][recipe.stages[0].mix],
-            "seed": recipe.seed,
-        },
+        parameters=keys.evaluation(recipe),
         inputs={"checkpoint": checkpoint, "curated": curated.key, **suite_inputs(recipe)},
     )
     if "conversations" not in context.record.steps:
@@ -356,11 +348,6 @@ def evaluate_checkpoint(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _precision(recipe: Recipe) -> dict[str, str]:
-    """Return the parameter of an artifact that is not fp32."""
-    return {} if recipe.evaluate.precision == "fp32" else {"precision": recipe.evaluate.precision}
-
-
 # The gates between the sequence lengths of a long-context stage, as tracked steps.
 #
 # The scores are an artifact, so a restarted run does not measure them again; each run decides from them and the
@@ -410,14 +397,7 @@ def _scores(
         kind="gate",
         name=checkpoint.manifest.name,
         version=GATE_VERSION,
-        parameters={
-            "short": short,
-            "needle": needle,
-            "documents": recipe.evaluate.documents,
-            "needles": recipe.evaluate.needles if needle else None,
-            "weights": resolved(recipe)["mix"][recipe.stages[0].mix],
-            **_precision(recipe),
-        },
+        parameters=keys.gate(recipe, short, needle),
         inputs={"checkpoint": checkpoint.key, "curated": curated.key},
     )
 

@@ -24,7 +24,8 @@ from rich.markup import escape
 
 from herd.llama3.model.files import weight_files
 from herd.llama3.model.flops import parameter_count
-from herd.llama3.recipe.load import RecipeError, digest, resolved
+from herd.llama3.recipe import keys
+from herd.llama3.recipe.load import RecipeError, digest
 from herd.llama3.recipe.schedule import Schedule, StageSpan
 from herd.llama3.recipe.units import Bytes
 from herd.llama3.tokens.tokenizer import Tokenizer
@@ -138,24 +139,9 @@ def _design(
     from herd.llama3.tokens.stream import TokenStream
 
     recipe = context.recipe
-    plain, documents = resolved(recipe), TokenStream(lazy_folder(tokens, 0), recipe)
+    documents = TokenStream(lazy_folder(tokens, 0), recipe)
     stream = documents if conversations is None else ConversationStream(conversations.path, documents, span)
-    schedule = Schedule(recipe).rates(span.start, span.end)
-    rates = [rate for _, rate in schedule]
-    parameters = {
-        "model": {key: value for key, value in plain["model"].items() if key not in ("preset", "max_seq_len")},
-        "optimizer": plain["optimizer"],
-        "lr": f"{rates[0]:.3g} to {rates[-1]:.3g}, peak {max(rates):.3g}",
-        "rates": digest(schedule)[:16],
-        "z_loss": recipe.z_loss,
-        "precision": recipe.precision,
-        "seed": recipe.seed,
-        "mix": {domain: str(share) for domain, share in span.shares.items()},
-        "shape": [[part.start, part.seq_len, part.batch, part.steps] for part in span.segments],
-        "average": str(span.stage.weight_averaging) if span.stage.weight_averaging else None,
-        **({"keep": span.stage.select} if span.stage.select != "average" else {}),
-        "stream": stream.identity(span.start, span.end),
-    }
+    parameters = keys.checkpoint(recipe, span, stream.identity(span.start, span.end))
     inputs = {"tokens": tokens.key, "parent": parent.key if parent else "fresh weights"}
     if conversations is not None:
         inputs["conversations"] = conversations.key
@@ -351,12 +337,7 @@ def init_weights(context: Context, tokenizer: Artifact) -> Artifact:
     assert start is not None
     path = recipe.init_from.path
     label = alias_label(context.root, path)
-    parameters = {
-        "files": label or source_state(path),
-        "format": start.format,
-        "model": resolved(recipe)["model"],
-        "rows": rows,
-    }
+    parameters = keys.weights(recipe, label or source_state(path), rows)
     design = ArtifactSpec("weights", recipe.name, WEIGHTS_VERSION, parameters, {})
 
     def build(folder: Path, _: str) -> dict[str, Any]:

@@ -1,0 +1,363 @@
+"""Each field of a recipe changes the keys of the artifacts that it says it decides, and no other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from copy import copy
+from functools import lru_cache
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import numpy as np
+import pytest
+import yaml
+from pydantic import create_model
+
+from herd.llama3.evaluate.suite import suite_inputs, with_evaluation_sets, with_suite
+from herd.llama3.recipe import keys
+from herd.llama3.recipe.base import ArtifactKind, Decides, Section, chosen_fields, decides, declared
+from herd.llama3.recipe.frozen import PAST, frozen_fields
+from herd.llama3.recipe.load import apply_override, digest, load_recipe, parse_recipe
+from herd.llama3.recipe.reference import sections
+from herd.llama3.recipe.schedule import Schedule
+from herd.llama3.recipe.schema import Recipe
+from herd.llama3.tokens.conversations import ConversationStream
+from herd.llama3.tokens.stream import TokenStream
+from tests.llama3.evaluate.task_samples import CHOICE, quiz, write_lines
+from tests.llama3.train.train_samples import write_tokens
+
+KINDS: tuple[ArtifactKind, ...] = get_args(ArtifactKind)
+FIELDS = declared(Recipe)
+RICH = Path("tests/llama3/recipe/rich.yaml")
+
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "lr.linear": ("lr.cosine=null", "lr.linear={to: 1e-4, over: 40 steps}"),
+    "lr.wsd": ("lr.cosine=null", "lr.wsd={to: 0, decay: 10 steps}"),
+    "init_from.after": ("init_from={path: checkpoint/a-main-1a2b3c4d, format: checkpoint, after: long}",),
+}
+"""Field or section that the rich recipe lacks -> overrides that give it."""
+for section in ("init_from.path", "init_from.format", "model", "tokenizer.use"):
+    VARIANTS[section] = ("tokenizer={use: t.model}", "init_from={path: w}")
+PLACES = {
+    "sources": "sources.general.0",
+    "sources.name": "sources.math.gsm.name",
+    "sources.annealing_verdict": "sources.math.gsm.annealing_verdict",
+    "conversations": "conversations.0",
+    "curate.scores": "curate.scores.0",
+    "studies": "studies.0",
+    "stages": "stages.anneal",
+}
+"""Where a section of a list is changed."""
+OTHER: dict[str, tuple[str, ...]] = {
+    "data_seed": ("data_seed=5",),
+    "mix": ("mix.base={general: 40%, math: 35%, code: 17%, multilingual: 8%}",),
+    "curate.lines.max_copies": ("curate.lines.max_copies=null", "curate.lines.max_copies=7"),
+    "curate.quality.rules": ("curate.quality.rules=[c4]",),
+    "curate.quality.max_divergence": ("curate.quality.max_divergence=2.5",),
+    "curate.quality_for": ("curate.quality_for={code: {max_divergence: 2.5}}",),
+    "curate.topics.seeds": ("curate.topics.seeds.a=[c.txt]",),
+    "curate.topics.caps": ("curate.topics.caps.a=40%",),
+    "curate.decontaminate": ("curate.decontaminate.own.uri=other.jsonl", "curate.decontaminate=[]"),
+    "tokenizer.train.mix": ("tokenizer.train.mix=late",),
+    "sources.name": (
+        "sources.code.1.name=more",
+        "sources.math.gsm.name=apps & stages.anneal.extra_sources={apps: 30%}",
+    ),
+    "sources.contents": ("sources.general.0.contents=s3://bucket/{}",),
+    "sources.annealing_verdict.high": ("sources.math.gsm.annealing_verdict.high=0.017",),
+    "curate.quality.max_top_ngram": ("curate.quality.max_top_ngram={2: 0.1}",),
+    "curate.quality.max_duplicate_ngrams": ("curate.quality.max_duplicate_ngrams={5: 0.1}",),
+    "curate.scores.model": ("curate.scores=[{name: clean, model: folder}]",),
+    "curate.topics.domains": ("curate.topics.domains=[code]",),
+    "model.preset": ("model.preset=2m",),
+    "lr.warmup": ("lr.warmup=5 steps",),
+    "sources.weight": ("sources.general.0.weight=6", "sources.general=[{uri: web/*.jsonl}, {uri: shop/*.jsonl}]"),
+    "model.dim": ("model.dim=128",),
+    "model.heads": ("model.heads=2",),
+    "model.kv_heads": ("model.kv_heads=4",),
+    "lr.wsd.to": ("lr.wsd.to=1e-5",),
+    "init_from.format": ("init_from.format=meta",),
+    "init_from.after": ("init_from.after=anneal",),
+    "stages.name": ("stages.chat.name=talk",),
+    "stages.kind": ("stages.anneal={name: anneal, kind: sft, for: 1Ki, seq_len: 16, mix: late, batch: 256 tokens}",),
+    "stages.until": ("stages.main.until=2Ki",),
+    "stages.for": ("stages.anneal.for=2Ki",),
+    "stages.seq_len": ("stages.main.seq_len=32", "stages.long.seq_len=[16, 64]", "stages.chat.seq_len=16"),
+    "stages.batch": ("stages.anneal.batch=512 tokens",),
+    "stages.mix": ("stages.main.mix=late",),
+    "stages.replay": ("stages.chat.replay=50%",),
+    "stages.epochs": ("stages.chat.epochs=2",),
+    "stages.extra_sources": ("stages.anneal.extra_sources.gsm=20%",),
+    "stages.lr": ("stages.anneal.lr=constant",),
+    "stages.weight_averaging": ("stages.anneal.weight_averaging=polyak",),
+    "stages.gates": ("stages.long.gates=[needle]",),
+    "evaluate.after": ("evaluate.after=[long]",),
+    "evaluate.val_interval": ("evaluate.val_interval=1Ki", "evaluate.val_interval=never"),
+    "evaluate.every": ("evaluate.every=1Ki",),
+    "evaluate.suite": ("evaluate.suite={room}/one.yaml",),
+    "evaluate.final": ("evaluate.final={room}/one.yaml",),
+    "evaluate.deferred_suite": ("evaluate.deferred_suite={room}/one.yaml",),
+    "evaluate.data": ("evaluate.data={room}/other",),
+    "evaluate.tasks": ("evaluate.tasks=[{room}/one-task.yaml]",),
+    "promote.when": ("promote.when={eval/bpb: better}",),
+    "studies.changed": ("studies.0.changed=[lr.peak]",),
+    "sources.annealing_verdict.says": ("sources.math.gsm.annealing_verdict.says=mixed",),
+    "sources.annealing_verdict.gain": ("sources.math.gsm.annealing_verdict.gain=0.013",),
+}
+"""Field -> its changes (` & `: with another field), where the next value of its type changes nothing or is refused."""
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with suites, their tasks and two sets of their data."""
+    folder = tmp_path_factory.mktemp("suites")
+    for name, data in (("quiz", "quiz.jsonl"), ("one-task", "one.jsonl"), ("gone", "gone.jsonl")):
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({**CHOICE, "name": name, "data": data}))
+        if name != "gone":
+            write_lines(folder / "data" / data, quiz(5))
+            write_lines(folder / "other" / data, quiz(6))
+    for suite, tasks in {
+        "suite": ["quiz.yaml"],
+        "last": ["quiz.yaml", {"task": "quiz.yaml", "as": "quiz_3", "shots": 3}, "gone.yaml"],
+        "late": [],
+        "one": ["one-task.yaml"],
+    }.items():
+        (folder / f"{suite}.yaml").write_text(yaml.safe_dump({"built_in": ["bits", "arithmetic"], "tasks": tasks}))
+    return folder
+
+
+def rich(room: Path, *overrides: str) -> Recipe:
+    text = RICH.read_text().replace("{room}", str(room))
+    return parse_recipe(yaml.safe_load(text), "rich", [override.replace("{room}", str(room)) for override in overrides])
+
+
+def shards(room: Path, recipe: Recipe) -> Path:
+    """Return a folder with token shards of the datasets of `recipe`."""
+    folder = room / f"tokens-{digest(keys.tokens(recipe))[:8]}"
+    if not folder.exists():
+        folder.mkdir()
+        write_tokens(folder, recipe)
+    return folder
+
+
+def chats(room: Path, recipe: Recipe) -> Path:
+    """Return a folder with packed conversations of the lengths of `recipe`."""
+    folder = room / f"chats-{digest(recipe.sft_lengths)[:8]}"
+    folder.mkdir(exist_ok=True)
+    packing = {"sequences": 7, "padding": 0, "cut": 0, "dropped": 0}
+    (folder / "conversations.json").write_text(json.dumps({"packing": {str(n): packing for n in recipe.sft_lengths}}))
+    for length in recipe.sft_lengths:
+        for column in ("tokens", "targets", "segments"):
+            np.save(folder / f"{column}-{length}.npy", np.zeros((7, length), np.int32))
+    return folder
+
+
+def run_keys(room: Path, recipe: Recipe) -> dict[ArtifactKind, Any]:
+    """Return what the keys of all artifacts of a run have of its recipe, and the rules of its promotion."""
+    schedule, stream = Schedule(recipe), TokenStream(shards(room, recipe), recipe)
+    checkpoints, gates = [], []
+    for span in schedule.trained:
+        tuned = span.stage.kind == "sft"
+        data = ConversationStream(chats(room, recipe), stream, span) if tuned else stream
+        checkpoints.append(keys.checkpoint(recipe, span, data.identity(span.start, span.end)))
+        if span.stage.gates:
+            first = next(at for at, segment in enumerate(schedule.segments) if segment.stage == span.stage.name)
+            short = schedule.segments[first - 1].seq_len if "short-context" in span.stage.gates else None
+            gates.append(keys.gate(recipe, short, span.lengths[-1] if "needle" in span.stage.gates else None))
+    section = recipe.evaluate
+    judged = [with_suite(recipe, name) for name in (section.suite, section.final, section.deferred_suite) if name]
+    start = recipe.init_from
+    return {
+        "collected": keys.collected(recipe),
+        "annotated": keys.annotated(recipe),
+        "curated": keys.curated(with_evaluation_sets(recipe)),
+        "tokenizer": keys.tokenizer(recipe),
+        "tokens": keys.tokens(recipe),
+        "conversations": keys.conversations(recipe),
+        "weights": keys.weights(recipe, start.path, 556) if start and not start.is_checkpoint else None,
+        "checkpoint": checkpoints,
+        "evaluation": [(keys.evaluation(each), suite_inputs(each)) for each in judged],
+        "gate": gates,
+        "promotion": chosen_fields(recipe, lambda _, mark: "promotion" in mark.kinds),
+    }
+
+
+def past(recipe: Recipe) -> list[dict[str, Any]]:
+    """Return the frozen fields inside each stage."""
+    return [frozen_fields(recipe, span.end - span.segments[-1].batch) for span in Schedule(recipe).spans]
+
+
+@lru_cache
+def described(room: Path, overrides: tuple[str, ...]) -> tuple[Recipe, dict[ArtifactKind, Any], list[dict[str, Any]]]:
+    recipe = rich(room, *overrides)
+    return recipe, run_keys(room, recipe), past(recipe)
+
+
+def changes(path: str, recipe: Recipe) -> Iterator[str]:
+    """Yield overrides that give the field another valid value."""
+    if path in OTHER:
+        yield from OTHER[path]
+        return
+    section = max((known for known in PLACES if f"{path}.".startswith(f"{known}.")), key=len, default="")
+    place = PLACES[section] + path.removeprefix(section) if section else path
+    value: Any = recipe
+    for key in place.split("."):
+        if isinstance(value, list):
+            value = value[int(key)] if key.isdigit() else next(item for item in value if item.name == key)
+        elif isinstance(value, dict):
+            value = value[key]
+        else:
+            name = next(name for name, field in type(value).model_fields.items() if key in (name, field.alias))
+            annotation, value = type(value).model_fields[name].annotation, getattr(value, name)
+    yield f"{place}={json.dumps(another(annotation, value))}"
+
+
+def another(annotation: Any, value: Any) -> Any:
+    """Return another valid value of the type than `value`, as plain data."""
+    inner = [each for each in get_args(annotation) if each is not type(None)]
+    if example := getattr(annotation, "example", None):
+        return example if example != str(value) else f"1{example}"
+    if get_origin(annotation) is Literal:
+        return next(choice for choice in inner if choice != value)
+    if get_origin(annotation) is list:
+        return [another(inner[0], (value or [None])[0])]
+    if get_origin(annotation) is tuple:
+        return [0.8, 0.9]
+    match annotation:
+        case type() if annotation is bool:
+            return not value
+        case type() if annotation is int:
+            return (value or 20) + 1
+        case type() if annotation is float:
+            return value / 2 if value else 0.5
+        case type() if annotation is str:
+            return f"{value or 'x'}1"
+    return another(inner[0], value)
+
+
+@pytest.mark.parametrize("path", FIELDS)
+def test_a_field_changes_the_keys_that_it_says_and_no_other(path: str, room: Path) -> None:
+    base = next((given for lacking, given in VARIANTS.items() if f"{path}.".startswith(f"{lacking}.")), ())
+    mark, changed, moved = FIELDS[path], set[str](), False
+    before, keys_before, past_before = described(room, base)
+    for change in changes(path, before):
+        after = rich(room, *base, *change.split(" & "))
+        assert after != before, change
+        keys_after = run_keys(room, after)
+        changed |= {kind for kind in KINDS if keys_after[kind] != keys_before[kind]}
+        moved |= past(after) != past_before
+    assert changed == set(mark.kinds)
+    assert moved == decides_tokens(mark)
+
+
+def decides_tokens(mark: Decides) -> bool:
+    return bool(PAST & set(mark.kinds)) and mark.since != "never"
+
+
+@pytest.mark.parametrize("section", sections(Recipe), ids=lambda section: section.__name__)
+def test_a_field_that_does_not_say_what_it_decides_is_refused(section: type[Section]) -> None:
+    with pytest.raises(TypeError, match=r"^Forgotten\.label_smoothing: does not say .* write label_smoothing: Annot"):
+        create_model("Forgotten", __base__=section, label_smoothing=(float, 0.0))
+
+
+PLANTED: dict[str, tuple[Decides, ...]] = {
+    "": (decides("checkpoint"), decides("collected"), decides("promotion"), decides("nothing")),
+    "sources": (decides("collected"), decides("curated", "tokens")),
+    "conversations": (decides("conversations"),),
+    "curate": (decides("collected"), decides("curated")),
+    "curate.lines": (decides("annotated"),),
+    "curate.quality": (decides("curated"),),
+    "curate.scores": (decides("annotated"),),
+    "tokenizer.train": (decides("tokenizer"),),
+    "tokens": (decides("tokens"), decides("checkpoint")),
+    "model": (decides("checkpoint"),),
+    "model.rope_scaling": (decides("checkpoint"),),
+    "lr": (decides("checkpoint"),),
+    "lr.cosine": (decides("checkpoint"),),
+    "optimizer": (decides("checkpoint"),),
+    "stages": (decides("checkpoint", since="stage"), decides("checkpoint", since="never"), decides("evaluation")),
+    "spikes": (decides("checkpoint"), decides("nothing")),
+    "evaluate": (decides("evaluation"), decides("gate"), decides("checkpoint", since="never")),
+    "promote": (decides("promotion"),),
+}
+"""Section -> what new fields in it decide, of which no other code knows."""
+
+
+def with_field(model: type[Section], path: str, mark: Decides) -> type[Section]:
+    """Return the model with a field `planted` in the section `path`."""
+    if not path:
+        return create_model(model.__name__, __base__=model, planted=(Annotated[float, mark], 0.0))
+    name, _, rest = path.partition(".")
+    field = model.model_fields[name]
+
+    def planted(annotation: Any) -> Any:
+        if isinstance(annotation, type) and issubclass(annotation, Section):
+            return with_field(annotation, rest, mark)
+        inner = tuple(planted(each) for each in get_args(annotation))
+        origin = get_origin(annotation)
+        return annotation if not inner else Union[inner] if origin in (Union, UnionType) else origin[inner]  # noqa: UP007
+
+    return create_model(model.__name__, __base__=model, **{name: (planted(field.annotation), copy(field))})  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(("path", "mark"), [(path, mark) for path, marks in PLANTED.items() for mark in marks])
+def test_a_new_field_is_in_the_keys_and_the_past_as_it_says(path: str, mark: Decides, room: Path) -> None:
+    model, place = with_field(Recipe, path, mark), f"{PLACES.get(path, path)}.planted".lstrip(".")
+    without, planted = (yaml.safe_load(RICH.read_text().replace("{room}", str(room))) for _ in range(2))
+    apply_override(planted, f"{place}=0.5")
+    before, after = model.model_validate(without), model.model_validate(planted)
+    old, new = run_keys(room, before), run_keys(room, after)
+    assert {kind for kind in KINDS if old[kind] != new[kind]} == set(mark.kinds)
+    assert (past(before) != past(after)) == decides_tokens(mark)
+
+
+TINY = Path("tests/e2e/tiny.yaml")
+NEW = "sources.math=[{uri: installed, limit: 500kB, system: false}, {uri: installed, limit: 1MB%s}]"
+BUCKET = [
+    f'sources.{domain}=[{{uri: "s3://<your-bucket>/{folder}/*.parquet"}}]'
+    for domain, folder in {"general": "web", "math": "math", "code": "code", "multilingual": "multilingual"}.items()
+]
+SHOP = {
+    "general": '{uri: "s3://<your-bucket>/shop/english/*.parquet", weight: 5}, '
+    '{uri: "s3://<your-bucket>/web/*.parquet", weight: 3}',
+    "multilingual": '{uri: "s3://<your-bucket>/shop/multilingual/*.parquet", weight: 5}, '
+    '{uri: "s3://<your-bucket>/multilingual/*.parquet", weight: 3}',
+}
+WORDS = {
+    "domain-adaptation": [*BUCKET, *(f"sources.{domain}=[{sources}]" for domain, sources in SHOP.items())],
+    "llama3-405b": [*BUCKET, "curate.decontaminate=[]", "evaluate.final=full"],
+}
+"""Recipe -> the sources that it had when its digests were written down."""
+KNOWN = {
+    TINY: "bff290 fd0443 c82fcc aa860c ed8fef a5d9fe 61f13c",
+    Path("recipes/domain-adaptation.yaml"): "75abe0 b0155e 4f3052 d541ef 777c31 326e53 e9aa7a",
+    Path("recipes/quickstart.yaml"): "8e44c6 a30380 d23a07 3d277f ed8fef 83d88c c6fbe1",
+    Path("recipes/llama3-405b.yaml"): "b5818f b0155e 4f3052 cf5d19 ed8fef 5c3cd8 7cd715",
+}
+"""Recipe -> collected, annotated, curated, tokenizer, tokens, evaluation, first stage.
+
+Other digests would make every artifact there is again. Last changed when keys became what fields say they decide.
+"""
+
+
+@pytest.mark.parametrize("path", KNOWN, ids=lambda path: path.stem)
+def test_the_keys_of_shipped_recipes_are_what_they_always_were(path: Path) -> None:
+    recipe = load_recipe(path, WORDS.get(path.stem, []))
+    steps = (keys.collected, keys.annotated, keys.curated, keys.tokenizer, keys.tokens, keys.evaluation)
+    made = [*(parameters(recipe) for parameters in steps), keys.checkpoint(recipe, Schedule(recipe).spans[0])]
+    assert " ".join(digest(parameters)[:6] for parameters in made) == KNOWN[path]
+
+
+def test_a_name_decides_the_shards_and_not_what_is_read() -> None:
+    without, gsm, apps = (load_recipe(TINY, [NEW % name]) for name in ("", ", name: gsm", ", name: apps"))
+    assert keys.collected(without) == keys.collected(gsm) == keys.collected(apps)
+    assert len({digest(keys.tokens(recipe)) for recipe in (without, gsm, apps)}) == 3
+
+
+def test_equal_shares_learn_one_tokenizer_whatever_their_mix_is_called() -> None:
+    changed = ["mix.base={general: 40%, math: 35%, code: 17%, multilingual: 8%}"]
+    first = ["mix.first={general: 50%, math: 25%, code: 17%, multilingual: 8%}", "tokenizer.train.mix=first"]
+    plain, other, same = (load_recipe(TINY, words) for words in ([], changed, [*changed, *first]))
+    assert keys.tokenizer(plain) == keys.tokenizer(same) != keys.tokenizer(other)
