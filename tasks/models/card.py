@@ -7,8 +7,9 @@ licenses are counted from the token stream, up to the checkpoint's position.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -111,55 +112,77 @@ def _trained(root: Root, name: str, model: Path) -> TrainedCheckpoint | None:
 
 def _training(trained: TrainedCheckpoint, folder: Path) -> Training:
     """Return stages, token counts and scores, as far as the artifacts exist; the curve is drawn into `folder`."""
-    lines, stages = [], trained.stages
-    for span, artifact in stages:
-        lengths, batch = sorted(set(span.lengths)), span.segments[-1].batch
-        seq_len = str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
-        last_loss = artifact.metadata["last_loss"]
-        lines.append(StageLine(span.name, span.start, span.end, seq_len, batch, span.stage.mix, last_loss))
+    stages = trained.stages
+    lines = [_stage_line(span, artifact) for span, artifact in stages]
     if lines:
         draw_curve([artifact for _, artifact in stages], lines, folder / CURVE)
-    mix, languages = list[MixLine](), list[str]()
-    origins: dict[str, list[SourceRow]] = {"sources": [], "licenses": []}
     shards = None
     with suppress(KeyError, ValueError):  # deleted by garbage collection
         shards = trained.step("tokenize")
-    if shards is not None:
-        begin = Schedule(trained.recipe).trained[0].start  # above 0 if the run continues another run's checkpoint
-        seen = inspect(
-            lazy_folder(shards, 0), trained.recipe, begin, stream_position(trained.recipe, trained.end), limit=0
-        )
-        total = trained.end - begin
-        for domain in DOMAINS:
-            planned = sum(float(span.shares.get(domain, 0)) * span.tokens for span, _ in stages) / total
-            count = seen.domains.get(domain, TokenCount(0, 0)).tokens
-            if planned or count:
-                mix.append(MixLine(domain, planned, count, count / total))
-        for key, counts in (("sources", seen.sources), ("licenses", seen.licenses)):
-            for name, use in counts.items():
-                origins[key].append(SourceRow(name, use.tokens, use.tokens / total, use.documents))
-        spoken = [name for name, use in seen.languages.items() if use.tokens >= SPOKEN * total]
-        languages = [name for name in spoken if re.fullmatch("[a-z]{2,3}", name) and name != "und"]
-        if chats := sum(span.tokens - span.mix_tokens for span, _ in stages):
-            facts = trained.step("conversations").metadata
-            sources = {name: source["tokens"] for name, source in facts["sources"].items()}
-            for key, amounts in (("sources", sources), ("licenses", facts["licenses"])):
-                for name, amount in amounts.items():
-                    share = amount / facts["tokens"]  # every epoch has all conversations
-                    numbers = round(chats * share), chats * share / total, round(facts["conversations"] * share)
-                    origins[key].append(SourceRow(f"conversations: {name}" if key == "sources" else name, *numbers))
+    composition = _composition(trained, shards) if shards else Composition()
     evaluation = evaluation_of(trained.store, trained.record, trained.checkpoint)
     return Training(
         run=trained.record.name,
         tokens=trained.end,
         stages=lines,
-        mix=mix,
-        languages=languages,
-        **origins,
+        mix=composition.mix,
+        languages=composition.languages,
+        sources=composition.sources,
+        licenses=composition.licenses,
         scores=read_scores(evaluation.path) if evaluation else {},
         curve=CURVE if lines else "",
         recipe=to_yaml(trained.recipe),
     )
+
+
+def _stage_line(span: StageSpan, checkpoint: Artifact) -> StageLine:
+    lengths, batch = sorted(set(span.lengths)), span.segments[-1].batch
+    seq_len = str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
+    return StageLine(span.name, span.start, span.end, seq_len, batch, span.stage.mix, checkpoint.metadata["last_loss"])
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What the training tokens consist of, by domain, language, source and license."""
+
+    mix: list[MixLine] = field(default_factory=list)
+    languages: list[str] = field(default_factory=list)
+    sources: list[SourceRow] = field(default_factory=list)
+    licenses: list[SourceRow] = field(default_factory=list)
+
+
+def _composition(trained: TrainedCheckpoint, shards: Artifact) -> Composition:
+    """Count the token stream up to the checkpoint, and the conversations of its stages."""
+    recipe, spans = trained.recipe, [span for span, _ in trained.stages]
+    begin = Schedule(recipe).trained[0].start  # above 0 if the run continues another run's checkpoint
+    seen = inspect(lazy_folder(shards, 0), recipe, begin, stream_position(recipe, trained.end), limit=0)
+    total = trained.end - begin
+
+    def source_rows(uses: Mapping[str, TokenCount]) -> list[SourceRow]:
+        return [SourceRow(name, use.tokens, use.tokens / total, use.documents) for name, use in uses.items()]
+
+    composition = Composition(sources=source_rows(seen.sources), licenses=source_rows(seen.licenses))
+    for domain in DOMAINS:
+        planned = sum(float(span.shares.get(domain, 0)) * span.tokens for span in spans) / total
+        count = seen.domains.get(domain, TokenCount(0, 0)).tokens
+        if planned or count:
+            composition.mix.append(MixLine(domain, planned, count, count / total))
+    for name, use in seen.languages.items():
+        if use.tokens >= SPOKEN * total and re.fullmatch("[a-z]{2,3}", name) and name != "und":
+            composition.languages.append(name)
+    if conversation_tokens := sum(span.tokens - span.mix_tokens for span in spans):
+        metadata = trained.step("conversations").metadata
+
+        def source_row(label: str, tokens_in_source: int) -> SourceRow:
+            share = tokens_in_source / metadata["tokens"]  # every epoch has all conversations
+            count = conversation_tokens * share
+            return SourceRow(label, round(count), count / total, round(metadata["conversations"] * share))
+
+        for name, source in metadata["sources"].items():
+            composition.sources.append(source_row(f"conversations: {name}", source["tokens"]))
+        for name, amount in metadata["licenses"].items():
+            composition.licenses.append(source_row(name, amount))
+    return composition
 
 
 def _digests(trained: TrainedCheckpoint) -> dict[str, str]:

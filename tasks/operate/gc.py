@@ -131,37 +131,18 @@ def plan_gc(
     records, store, at = Runs(root).all(strict=True), open_store(root), time.time() if now is None else now
     kinds = [name for name in root.names() if name not in NO_KINDS and "." not in name]
     artifacts = {artifact.label: artifact for kind in kinds for artifact in store.all(kind)}
-    aliased = {*aliased_labels(root), *aliases}
-    keys = {artifacts[label].key for label in aliased if label in artifacts}
-    evaluations = [  # a champion's card and its next comparison read them
-        label
-        for label, artifact in artifacts.items()
-        if artifact.manifest.kind == "evaluation" and artifact.manifest.inputs.get("checkpoint") in keys
-    ]
-    newest = newest_runs(records, keep_runs)
     open_runs = [record for record in records if is_open(record, at)]
-    of_studies = study_runs(root, records)
-    calibrations: dict[tuple[str, str], str] = {}  # the last of each device and type
-    for artifact in sorted(artifacts.values(), key=lambda artifact: artifact.created):
-        if artifact.manifest.kind == CALIBRATION:
-            parameters = artifact.manifest.parameters
-            calibrations[str(parameters.get("device")), str(parameters.get("dtype"))] = artifact.label
-    live = live_families(root, records)
-    leased = lease_holders(root, list(artifacts)) if artifacts else {}
+    aliased, live = {*aliased_labels(root), *aliases}, live_families(root, records)
 
     def inputs_of(runs: Iterable[RunRecord]) -> set[str]:
         return with_inputs([step.artifact for record in runs for step in record.steps.values()], artifacts)
 
     needed = {
-        "a model with an alias needs it": with_inputs([*aliased, *evaluations], artifacts),
-        "a kept run needs it": inputs_of([*newest, *open_runs]),
-        "a study needs it": inputs_of(of_studies),
-        "predictions need it": set(calibrations.values()),
-        "a process is active": {
-            label
-            for label, artifact in artifacts.items()
-            if label in leased or any(_named(artifact.manifest.name, family) for family in live)
-        },
+        "a model with an alias needs it": with_inputs([*aliased, *evaluations_of(aliased, artifacts)], artifacts),
+        "a kept run needs it": inputs_of([*newest_runs(records, keep_runs), *open_runs]),
+        "a study needs it": inputs_of(study_runs(root, records)),
+        "predictions need it": newest_calibrations(artifacts),
+        "a process is active": active_artifacts(root, live, artifacts),
     }
     items = []
     for label, artifact in artifacts.items():
@@ -171,6 +152,36 @@ def plan_gc(
         items.append(GcItem(label, artifact.manifest.kind, artifact.bytes, age, why))
     items += _copies(root, inputs_of(open_runs), live, older_than_s, at)
     return GcPlan((*items, *_unfinished(root, max(older_than_s, OPEN_S), at)), at)
+
+
+def evaluations_of(labels: Iterable[str], artifacts: Mapping[str, Artifact]) -> list[str]:
+    """Return the evaluations of the checkpoints `labels`: a champion's card and its next comparison read them."""
+    keys = {artifacts[label].key for label in labels if label in artifacts}
+    return [
+        label
+        for label, artifact in artifacts.items()
+        if artifact.manifest.kind == "evaluation" and artifact.manifest.inputs.get("checkpoint") in keys
+    ]
+
+
+def newest_calibrations(artifacts: Mapping[str, Artifact]) -> set[str]:
+    """Return the last calibration of each device and type."""
+    calibrations: dict[tuple[str, str], str] = {}
+    for artifact in sorted(artifacts.values(), key=lambda artifact: artifact.created):
+        if artifact.manifest.kind == CALIBRATION:
+            parameters = artifact.manifest.parameters
+            calibrations[str(parameters.get("device")), str(parameters.get("dtype"))] = artifact.label
+    return set(calibrations.values())
+
+
+def active_artifacts(root: Root, live: set[str], artifacts: Mapping[str, Artifact]) -> set[str]:
+    """Return the artifacts with a lease, and those of the families `live`, of which a process holds a run."""
+    leased = lease_holders(root, list(artifacts)) if artifacts else {}
+    return {
+        label
+        for label, artifact in artifacts.items()
+        if label in leased or any(_named(artifact.manifest.name, family) for family in live)
+    }
 
 
 def delete_items(root: Root, plan: GcPlan) -> list[GcItem]:

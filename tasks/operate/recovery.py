@@ -32,9 +32,9 @@ from herd.storage.lease import LeaseHeld, lease, lease_holders
 from herd.storage.root import DEFAULT_ROOT, Root
 from herd.tasks.promotion.log import PromotionLog, families
 from herd.tasks.promotion.registry import Registry
-from herd.tasks.runs.records import OPEN, DamagedRecord, Runs, State, now
+from herd.tasks.runs.records import OPEN, DamagedRecord, RunRecord, Runs, State, now
 from herd.tasks.stages.backfill import STATUS, backfill_run
-from herd.tasks.study.records import FOLDER, Studies
+from herd.tasks.study.records import FOLDER, Studies, StudyRecord
 from herd.tasks.tracking.events import run_ended
 from herd.tasks.tracking.mlflow import AWAY, MLflowTracker
 
@@ -116,79 +116,149 @@ def reconcile_record(
     `attempt` is the Prefect attempt whose process is known to be dead; 0: unknown.
     """
     folder, _, name = work.partition("/")
-    is_run = folder == "runs"
-    records: Any = Runs(root) if is_run else Studies(root)
-    changes: list[Reconciled] = []
+    dead = DeadRun(root, name) if folder == "runs" else DeadStudy(root, name)
     try:
-        flow_run = _flow_run(client, records.find(name))
-        state: State = "interrupted"
-        if flow_run is not None and flow_run.state is not None:
-            if flow_run.state.is_paused():  # waits for a person's approval, without a process
-                return []
-            if flow_run.state.is_cancelling() or flow_run.state.is_cancelled():
-                state = "cancelled"
-            elif flow_run.state.is_failed():
-                state = "failed"
-        with lease(root, work, f"reconciling {name}"):
-            record = records.find(name)
-            if record.state == "running" or (record.state, state) == ("interrupted", "cancelled"):
-                changes.append(Reconciled(name, "record", record.state, state))
-                record.state, record.ended = state, now()
-                record.error = record.error or (GONE if state == "interrupted" else state)
-                records.save(record)
-                if is_run:
-                    run_ended(record, root.uri)
+        flow_run = _flow_run(client, dead.read().prefect_run)
+        state = flow_run.state if flow_run is not None else None
+        if state is not None and state.is_paused():  # waits for a person's approval, without a process
+            return []
+        changes = dead.end_record(_state_by_prefect(state))
     except (LeaseHeld, DamagedRecord):  # `herd verify` reports a damaged record
         return []
     except ValueError:  # the record was deleted
-        if is_run:
-            root.remove(OPEN, name)
+        dead.unmark()
         return []
+    changes += dead.end_mlflow_runs(tracker or partial(MLflowTracker, root))
+    if client is not None and flow_run is not None:
+        changes += _end_flow_run(client, flow_run, dead.record, attempt, grace_s)
+    if dead.settled(client):
+        dead.unmark()
+    return changes
 
-    mlflow = (tracker or partial(MLflowTracker, root))(record.family if is_run else record.name)
-    status = STATUS[record.state]
 
-    def close_running() -> int:
-        query = mlflow.query(name) if is_run else f"attributes.run_id = '{record.mlflow_run}'"
+class DeadRun:
+    """A run whose process is gone; each method makes the record or another system say so."""
+
+    record: RunRecord
+
+    def __init__(self, root: Root, name: str) -> None:
+        self.root, self.name, self.runs = root, name, Runs(root)
+
+    def read(self) -> RunRecord:
+        """Read the record again and return it. Raises ValueError if it was deleted, or DamagedRecord."""
+        self.record = self.runs.find(self.name)
+        return self.record
+
+    def end_record(self, state: State) -> list[Reconciled]:
+        """End the record with `state` if it says `running`. Raises LeaseHeld if a process works on it."""
+        with lease(self.root, f"runs/{self.name}", f"reconciling {self.name}"):
+            if changes := _end_record(self.read(), state):
+                self.runs.save(self.record)
+                run_ended(self.record, self.root.uri)
+        return changes
+
+    def end_mlflow_runs(self, tracker: Callable[[str], MLflowTracker]) -> list[Reconciled]:
+        """End the run and its steps in MLflow, and send what it missed; if MLflow is away the record says so."""
+        mlflow, record = tracker(self.record.family), self.record
+        ended = _end_mlflow_runs(mlflow, mlflow.query(self.name), STATUS[record.state])
+        changes = [Reconciled(self.name, "MLflow", "RUNNING", STATUS[record.state])] if ended else []
+        if ended is None and not record.mlflow_stale:
+            record.mlflow_stale = True
+            self.runs.save(record)
+        elif ended is not None and record.mlflow_stale:
+            backfill_run(self.root, self.name, mlflow)
+            record.mlflow_stale = self.runs.find(self.name).mlflow_stale
+            if not record.mlflow_stale:
+                changes.append(Reconciled(self.name, "MLflow", "stale", "complete"))
+        return changes
+
+    def settled(self, client: SyncPrefectClient | None) -> bool:
+        """Return whether record, MLflow and Prefect agree and no new attempt has begun."""
+        if self.record.mlflow_stale or (client is None and self.record.prefect_run):
+            return False
+        flow_run, work = _flow_run(client, self.record.prefect_run), f"runs/{self.name}"
+        ended = flow_run is None or (flow_run.state is not None and flow_run.state.is_final())
+        return ended and work not in lease_holders(self.root, [work])
+
+    def unmark(self) -> None:
+        """Remove the mark of an open run: the next passes do not look at it."""
+        self.root.remove(OPEN, self.name)
+
+
+class DeadStudy:
+    """A study whose process is gone. It has one MLflow run, which its next report writes again, and no mark."""
+
+    record: StudyRecord
+
+    def __init__(self, root: Root, name: str) -> None:
+        self.root, self.name, self.studies = root, name, Studies(root)
+
+    def read(self) -> StudyRecord:
+        self.record = self.studies.find(self.name)
+        return self.record
+
+    def end_record(self, state: State) -> list[Reconciled]:
+        with lease(self.root, f"{FOLDER}/{self.name}", f"reconciling {self.name}"):
+            if changes := _end_record(self.read(), state):
+                self.studies.save(self.record)
+        return changes
+
+    def end_mlflow_runs(self, tracker: Callable[[str], MLflowTracker]) -> list[Reconciled]:
+        run, status = self.record.mlflow_run, STATUS[self.record.state]
+        if not run or run.startswith(AWAY):
+            return []
+        ended = _end_mlflow_runs(tracker(self.name), f"attributes.run_id = '{run}'", status)
+        return [Reconciled(self.name, "MLflow", "RUNNING", status)] if ended else []
+
+    def settled(self, client: SyncPrefectClient | None) -> bool:
+        return False
+
+    def unmark(self) -> None: ...
+
+
+def _state_by_prefect(state: PrefectState | None) -> State:
+    """Return how a run ended by the state of its flow run: Prefect knows of cancellations and failures."""
+    if state is not None and (state.is_cancelling() or state.is_cancelled()):
+        return "cancelled"
+    return "failed" if state is not None and state.is_failed() else "interrupted"
+
+
+def _end_record(record: RunRecord | StudyRecord, state: State) -> list[Reconciled]:
+    """Set the end of a record that says `running`, or `interrupted` where Prefect knows that it was cancelled."""
+    if record.state != "running" and (record.state, state) != ("interrupted", "cancelled"):
+        return []
+    change = Reconciled(record.name, "record", record.state, state)
+    record.state, record.ended = state, now()
+    record.error = record.error or (GONE if state == "interrupted" else state)
+    return [change]
+
+
+def _end_mlflow_runs(mlflow: MLflowTracker, query: str, status: str) -> int | None:
+    """End the runs of `query` that MLflow calls RUNNING; return how many, None if MLflow is away."""
+
+    def end() -> int:
         running = mlflow.client.search_runs([mlflow.experiment], f"{query} and attributes.status = 'RUNNING'")
         for run in running:
             mlflow.client.set_terminated(run.info.run_id, status)
         return len(running)
 
-    closed = 0
-    if is_run or (record.mlflow_run and not record.mlflow_run.startswith(AWAY)):
-        closed = mlflow.reach.attempt(close_running, -1)
-    if closed > 0:
-        changes.append(Reconciled(name, "MLflow", "RUNNING", status))
-    if is_run and closed < 0 and not record.mlflow_stale:
-        record.mlflow_stale = True
-        records.save(record)
-    elif is_run and closed >= 0 and record.mlflow_stale:
-        backfill_run(root, name, mlflow)
-        record.mlflow_stale = records.find(name).mlflow_stale
-        if not record.mlflow_stale:
-            changes.append(Reconciled(name, "MLflow", "stale", "complete"))
-
-    if client is not None and flow_run is not None:
-        changes += _end_flow_run(client, flow_run, record, attempt, grace_s)
-    if is_run and not record.mlflow_stale and (client is not None or not record.prefect_run):
-        flow_run = _flow_run(client, record)
-        over = flow_run is None or (flow_run.state is not None and flow_run.state.is_final())
-        if over and work not in lease_holders(root, [work]):
-            root.remove(OPEN, name)
-    return changes
+    return mlflow.reach.attempt(end, None)
 
 
-def _flow_run(client: SyncPrefectClient | None, record: Any) -> FlowRun | None:
-    """Return the flow run of `record`; None if it was deleted or Prefect is left alone."""
-    if client is not None and record.prefect_run:
+def _flow_run(client: SyncPrefectClient | None, flow_run_id: str) -> FlowRun | None:
+    """Return a flow run; None if there is none, it was deleted or Prefect is left alone."""
+    if client is not None and flow_run_id:
         with suppress(ObjectNotFound):
-            return client.read_flow_run(UUID(record.prefect_run))
+            return client.read_flow_run(UUID(flow_run_id))
     return None
 
 
 def _end_flow_run(
-    client: SyncPrefectClient, flow_run: FlowRun, record: Any, attempt: int, grace_s: float
+    client: SyncPrefectClient,
+    flow_run: FlowRun,
+    record: RunRecord | StudyRecord,
+    attempt: int,
+    grace_s: float,
 ) -> Iterator[Reconciled]:
     """Give the flow run of a dead process its final state, if it has none or a wrong one."""
     state = flow_run.state

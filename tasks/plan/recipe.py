@@ -475,39 +475,73 @@ def _falls_short(address: RemoteAddress, recipe: Recipe) -> bool:
     return not reaches_limit(source, address.domain, recipe.documents_seed, files[: address.first])
 
 
+NEWER_COMMIT = "  [yellow]{} is now at {:.12}; the copy stays at {:.12} until herd fetch --update[/]"
+OTHER_LICENSE = "  [yellow]the recipe says license {}, the Hub {}; correct one[/]"
+
+
+@dataclass(frozen=True)
+class FetchedField:
+    """The files that one field of the recipe fetches."""
+
+    address: RemoteAddress
+    """The first of the field."""
+    targets: list[Target]
+    files: list[FetchedFile]
+    listed: int
+    """How many files the targets list; `files` are those selected."""
+    missing_bytes: int
+
+    @classmethod
+    def of(cls, folder: Path, addresses: Sequence[RemoteAddress]) -> FetchedField:
+        """Return the row of the addresses of one field; `folder` has the copies."""
+        targets = targets_of(addresses)
+        files = [file for target in targets for file in target.files if file.uri in set(target.selected)]
+        listed = sum(len(target.files) for target in targets)
+        return cls(addresses[0], targets, files, listed, missing_bytes(folder, targets))
+
+    @property
+    def stated_license(self) -> str:
+        return self.address.source.license if self.address.source else "unknown"
+
+    def facts(self) -> Iterator[str]:
+        """Yield count, size, what is here, revision and license."""
+        target, count, size = self.targets[0], len(self.files), sum(file.size for file in self.files)
+        of = f" of {self.listed:,}" if count < self.listed else ""
+        yield f"{count:,}{of} {'file' if count == self.listed == 1 else 'files'}"
+        yield format_bytes(size)
+        if here := size - self.missing_bytes:
+            yield "here" if here == size else f"{format_bytes(here)} of them here"
+        if target.commit:
+            is_commit = target.revision and target.commit.startswith(target.revision)
+            yield f"at {target.commit[:12]}" if is_commit else f"{target.revision or 'main'} at {target.commit[:12]}"
+        if target.license or self.address.source:
+            yield f"license {target.license or self.stated_license}"
+
+    def sample(self) -> Iterator[str]:
+        """Measure and yield the tokens of a source of text."""
+        if self.address.source and self.address.domain and self.files:
+            self.address.tokens = _text(self.address.source, self.files) * USUAL_TOKENS_PER_BYTE
+            yield f"about {tokens(self.address.tokens)} tokens"
+
+    def warnings(self) -> Iterator[str]:
+        """Yield a line for each newer commit, and for each license that the recipe states otherwise."""
+        stated = self.stated_license
+        for target in self.targets:
+            if target.newer_commit:
+                yield NEWER_COMMIT.format(target.revision or "main", target.newer_commit, target.commit)
+            if target.license not in ("", "other", stated) and stated != "unknown":
+                yield OTHER_LICENSE.format(stated, target.license)
+
+
 def fetch_lines(folder: Path, addresses: Sequence[RemoteAddress], sampled: bool = False) -> list[str]:
     """Return lines of markup for each field: files, size, revision, license; with `sampled` also its text in tokens."""
     lines = []
-    for field, group in groupby(addresses, lambda address: address.field):
-        fields = list(group)
-        first, targets = fields[0], targets_of(fields)
-        target = targets[0]
-        files = [file for each in targets for file in each.files if file.uri in set(each.selected)]
-        size, listed = sum(file.size for file in files), sum(len(each.files) for each in targets)
-        of = f" of {listed:,}" if len(files) < listed else ""
-        here = size - missing_bytes(folder, targets)
-        facts = [f"{len(files):,}{of} {'file' if len(files) == listed == 1 else 'files'}", format_bytes(size)]
-        facts += [] if not here else ["here"] if here == size else [f"{format_bytes(here)} of them here"]
-        if target.commit:
-            is_commit = target.revision and target.commit.startswith(target.revision)
-            named = "" if is_commit else f"{target.revision or 'main'} "
-            facts.append(f"{named}at {target.commit[:12]}")
-        stated = first.source.license if first.source else "unknown"
-        if target.license or first.source:
-            facts.append(f"license {target.license or stated}")
-        if sampled and first.source and first.domain and files:
-            first.tokens = _text(first.source, files) * USUAL_TOKENS_PER_BYTE
-            facts.append(f"about {tokens(first.tokens)} tokens")
-        more = f" and {len(targets) - 1} more" if len(targets) > 1 else ""
-        lines += [f"{field}: {', '.join(facts)}", f"  [dim]{escape(target.uri)}{more}[/]"]
-        for each in targets:
-            if each.newer_commit:
-                lines.append(
-                    f"  [yellow]{each.revision or 'main'} is now at {each.newer_commit[:12]}; the copy stays at "
-                    f"{each.commit[:12]} until herd fetch --update[/]"
-                )
-            if each.license not in ("", "other", stated) and stated != "unknown":
-                lines.append(f"  [yellow]the recipe says license {stated}, the Hub {each.license}; correct one[/]")
+    for name, group in groupby(addresses, lambda address: address.field):
+        field = FetchedField.of(folder, list(group))
+        more = f" and {len(field.targets) - 1} more" if len(field.targets) > 1 else ""
+        lines.append(f"{name}: {', '.join([*field.facts(), *(field.sample() if sampled else ())])}")
+        lines.append(f"  [dim]{escape(field.targets[0].uri)}{more}[/]")
+        lines += field.warnings()
     return lines
 
 
