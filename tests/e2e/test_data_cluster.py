@@ -18,8 +18,8 @@ from herd.storage.objects import list_children
 from herd.storage.root import Root
 from herd.tasks.runs.records import Runs
 from tests.e2e.conftest import Herd
-from tests.flows.test_tutorials import blocks, commands
 from tests.storage.s3 import BUCKET, environment, moto_server, pointed_at
+from tests.test_tutorials import blocks, commands
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PAGE = Path("docs/tutorials/curate-on-a-cluster.md")

@@ -17,8 +17,8 @@ import pytest
 from herd.storage.filesystem import FETCHED
 from herd.tasks.format import format_bytes
 from tests.e2e.conftest import Herd, record
-from tests.flows.test_tutorials import blocks, commands, lines
 from tests.storage.hub import TOKEN, Hub, stand_in_hub
+from tests.test_tutorials import blocks, commands, lines
 
 pytestmark = pytest.mark.slow
 PAGE = Path("docs/tutorials/from-the-hub-to-tokens.md")

@@ -13,8 +13,8 @@ import yaml
 from herd.llama3.train.job import read_outcomes
 from herd.llama3.train.journal import read_journal
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, read_until, wait_for
-from tests.flows.test_tutorials import blocks
 from tests.tasks.slurm_daemons import slurm_for_children
+from tests.test_tutorials import blocks
 
 (PRINTED,) = (yaml.safe_load(text) for text in blocks(Path("docs/tutorials/slurm.md")))
 HERE = {

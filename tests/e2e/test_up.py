@@ -29,7 +29,7 @@ from tests.e2e.conftest import Herd, NewHerd, copy_artifacts
 from tests.e2e.test_browser import CHROMIUM, Pages, opened_pages, try_from_elsewhere
 from tests.e2e.up import Up, running_up
 
-pytestmark = pytest.mark.slow  # the forms themselves: tests/flows/test_parameters.py
+pytestmark = pytest.mark.slow  # the forms themselves: tests/flows/test_recipe_form.py
 
 ASKED = "promote.approval=manual"
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: the pages are not looked at")

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from herd.flows.cli.main import app
 from herd.llama3.recipe.load import to_yaml
 from herd.tasks.cluster import load_cluster
-from tests.flows.cli.test_commands import documented
+from tests.flows.cli.test_main import documented
 from tests.llama3.planner.plan_samples import cluster_file, recipe
 
 

@@ -36,11 +36,11 @@ from herd.tasks.stages.train import StageAttempts
 from herd.tasks.step import Context
 from tests.agents import shared_agents
 from tests.dist import run
-from tests.flows.test_tutorials import blocks
 from tests.llama3.evaluate.suite_samples import make
 from tests.llama3.train.health_samples import library, write_state
 from tests.llama3.train.train_samples import job, losses, recipe, records, stages, train, weights, work
 from tests.tasks.slurm_daemons import slurm_for_children
+from tests.test_tutorials import blocks
 
 GOLDEN = Path("tests/golden/attempt.sbatch")
 WAIT_S = 240

@@ -20,7 +20,7 @@ from herd.storage.processes import free_port
 from herd.storage.root import Root
 from herd.tasks.report import compare
 from herd.tasks.report.compare import TAG, chart_view_key, chart_view_tag
-from tests.flows.cli.test_commands import documented
+from tests.flows.cli.test_main import documented
 from tests.tasks.mlflow_server import use
 from tests.tasks.tracked_run import DOMAINS, TrackedRun, two_runs, write
 

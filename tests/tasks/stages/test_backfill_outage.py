@@ -26,7 +26,7 @@ from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.tasks.mlflow_server import MlflowServer, mlflow_server, use
 from tests.tasks.tracked_run import TrackedRun, points
 
-pytestmark = pytest.mark.slow  # test_republish.py has a run whose server never answered
+pytestmark = pytest.mark.slow  # test_backfill.py has a run whose server never answered
 WRITER = """
 import sys, time, pathlib
 from herd.llama3.train import metrics

@@ -30,7 +30,7 @@ from herd.tasks.operate.doctor import (
     diagnose,
     diagnose_as_node,
 )
-from tests.flows.cli.test_commands import documented
+from tests.flows.cli.test_main import documented
 
 NODES = Cluster.model_validate({"launcher": "slurm", "processes": 8, "slurm": {"processes_per_node": 8}})
 

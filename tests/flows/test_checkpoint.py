@@ -23,7 +23,7 @@ from herd.storage.root import Root
 from herd.tasks.errors import GateFailed, TrainingFailed
 from herd.tasks.promotion.log import PROMOTED, REJECTED, ROLLED_BACK, read_log
 from herd.tasks.runs.records import PENDING_APPROVAL, Runs
-from tests.flows.test_parameters import form, refused
+from tests.flows.test_recipe_form import form, refused
 from tests.tasks.mlflow_server import use
 from tests.tasks.promotion_samples import FAMILY, add, champions
 from tests.tasks.tracked_run import TrackedRun

@@ -42,7 +42,7 @@ CHECKS = ["integrity/files", "integrity/reload", "integrity/export", "integrity/
 def outside_of_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
     """Score without a flow around it, and with MLflow away: no judgement needs either.
 
-    Serving takes a process that loads MLflow: test_serving.py has it.
+    Serving takes a process that loads MLflow: test_served_model.py has it.
     """
     use(monkeypatch, f"http://127.0.0.1:{free_port()}")
     monkeypatch.setattr(gate, "evaluate_model", evaluate_model.fn)
