@@ -26,17 +26,9 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, Field, field_validator
 
-from herd.storage.digests import (
-    FileDigest,
-    digest_file,
-    digest_folder,
-    digest_json,
-    parallel_map,
-    sign,
-    signature_error,
-)
+from herd.storage.digests import FileDigest, digest_file, digest_folder, digest_json, sign, signature_error
 from herd.storage.filesystem import sync_folder, write_atomic
-from herd.storage.processes import boot_id
+from herd.storage.processes import boot_id, parallel_map
 from herd.storage.staging import clear_staging, discard, file_lock, staging_folder
 
 MANIFEST, KIND = "manifest.json", "manifest"

@@ -17,24 +17,18 @@ import hashlib
 import json
 import os
 import re
-import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
 from herd.storage.filesystem import sync_folder
+from herd.storage.processes import parallel_map
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-THREADS = 4
-"""Files read at the same time: hashing releases the GIL, and a disk is faster with several requests."""
-READERS = 16
-"""Small documents read at the same time: each is one request that waits for the network."""
 PAGE = 2**20
 """Bytes of a page; the last one of a file may be shorter."""
 PAGED = ".bin"
@@ -46,9 +40,6 @@ SIGNING, TRUSTED = "HERD_SIGNING_KEY", "HERD_TRUSTED_KEYS"
 OTHERS = 0o077
 """Permission bits of group and others."""
 _PUBLIC = re.compile(rb"-----BEGIN PUBLIC KEY-----.*?-----END PUBLIC KEY-----", re.DOTALL)
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 class FileDigest(BaseModel):
@@ -102,39 +93,11 @@ def digest_folder(folder: Path, sync: bool = False) -> dict[str, FileDigest]:
     """
     entries = sorted(folder.rglob("*"))
     paths = [path for path in entries if path.is_file()]
-    with ThreadPoolExecutor(THREADS) as pool:
-        digests = list(pool.map(lambda path: digest_file(path, sync), paths))
+    digests = parallel_map(lambda path: digest_file(path, sync), paths)
     for path in entries if sync else ():
         if path.is_dir():
             sync_folder(path)
     return {path.relative_to(folder).as_posix(): digest for path, digest in zip(paths, digests, strict=True)}
-
-
-def parallel_map(work: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:
-    """Return the result of `work` for each item, in order. Raises the first error once all threads have ended.
-
-    After an error no queued item is started: `pool.map` would, and a server that hangs would cost its deadline twice.
-    """
-    items = list(items)
-    if len(items) == 1:  # a thread takes longer than a small file
-        return [work(items[0])]
-    failed = threading.Event()
-
-    def guarded(item: T) -> R:
-        if failed.is_set():
-            raise InterruptedError("another file failed first")
-        try:
-            return work(item)
-        except BaseException:
-            failed.set()
-            raise
-
-    with ThreadPoolExecutor(threads) as pool:
-        futures = [pool.submit(guarded, item) for item in items]
-    errors = [error for future in futures if (error := future.exception())]
-    if errors:
-        raise next((error for error in errors if not isinstance(error, InterruptedError)), errors[0])
-    return [future.result() for future in futures]
 
 
 def sign(what: str, digest: str) -> str:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pydantic import TypeAdapter
 
-from herd.storage.digests import digest_file, parallel_map
+from herd.storage.digests import digest_file
 from herd.storage.filesystem import (
     FETCHED,
     HUB_ANSWER_S,
@@ -48,6 +48,7 @@ from herd.storage.filesystem import (
     with_retries,
     write_atomic,
 )
+from herd.storage.processes import parallel_map
 from herd.storage.root import Root
 from herd.storage.staging import file_lock
 

@@ -35,18 +35,7 @@ from herd.storage.artifact import (
     missing_files,
     wrong_files,
 )
-from herd.storage.digests import (
-    PAGE,
-    PAGED,
-    READERS,
-    THREADS,
-    FileDigest,
-    digest_bytes,
-    digest_file,
-    digest_pages,
-    first_wrong_page,
-    parallel_map,
-)
+from herd.storage.digests import PAGE, PAGED, FileDigest, digest_bytes, digest_file, digest_pages, first_wrong_page
 from herd.storage.filesystem import filesystem_of, write_atomic
 from herd.storage.objects import (
     copy_object,
@@ -62,6 +51,7 @@ from herd.storage.objects import (
     remove_all,
     size_of,
 )
+from herd.storage.processes import READERS, THREADS, parallel_map
 from herd.storage.root import Root, check_format
 from herd.storage.staging import discard, file_lock
 

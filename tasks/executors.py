@@ -24,8 +24,8 @@ from prefect.task_runners import TaskRunner
 
 from herd.llama3.data.mapreduce import Runner, run_serial
 from herd.llama3.recipe.units import Bytes
+from herd.storage.files import atomic_file, read_file
 from herd.storage.filesystem import FETCHED
-from herd.storage.objects import atomic_file, read_file
 from herd.tasks.cluster import Cluster
 from herd.tasks.console import count_items
 

@@ -26,8 +26,8 @@ from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import tokens
 from herd.llama3.train.job import PredictedStepTimes
 from herd.storage.artifact import Artifact, ArtifactSpec, Store
+from herd.storage.files import remove_tree
 from herd.storage.lease import Lease, LeaseHeld, lease
-from herd.storage.objects import remove_tree
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
 from herd.tasks.console import Console, working

@@ -46,8 +46,8 @@ from herd.llama3.data.wordlists import count_words_in, read_words
 from herd.llama3.recipe.base import Domain
 from herd.llama3.recipe.data_schema import Curate
 from herd.llama3.recipe.schema import Recipe
+from herd.storage.files import atomic_file, local_folder, open_file, put_folder
 from herd.storage.filesystem import is_local, local_path
-from herd.storage.objects import atomic_file, local_folder, open_file, put_folder
 
 # KL divergence of a document's words from those of its domain and language (arXiv 2407.21783, 3.1.1).
 # KL = sum of p ln(p / q) over words, in nats per word, minus its expectation for as many words drawn at random from

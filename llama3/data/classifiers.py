@@ -40,8 +40,8 @@ from herd.llama3.data.text.extract import plain_text
 from herd.llama3.data.text.normalize import normalize
 from herd.llama3.recipe.base import Domain
 from herd.llama3.recipe.data_schema import Curate, Source
+from herd.storage.files import open_file
 from herd.storage.filesystem import glob, write_atomic
-from herd.storage.objects import open_file
 
 # Not the fasttext package: it loads a truncated model without an error, crashes or hangs on a damaged count, holds the
 # GIL and takes an unspaced Chinese sentence for one word; 20 to 40 MB/s on one core, ours 150 to 300. Eleven kinds of

@@ -56,7 +56,7 @@ from herd.llama3.recipe.base import Domain
 from herd.llama3.recipe.data_schema import Curate
 from herd.llama3.recipe.keys import collected
 from herd.llama3.recipe.schema import Recipe
-from herd.storage.objects import atomic_file, file_names, read_file, remove_tree
+from herd.storage.files import atomic_file, file_names, read_file, remove_tree
 
 STEP, TEXT, LISTING = "items", "text", "listing.json"
 ITEM_BYTES = 64_000_000

@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 from herd.llama3.recipe.base import Domain
 from herd.llama3.recipe.data_schema import Curate
 from herd.llama3.recipe.schema import Recipe
-from herd.storage.digests import READERS, parallel_map
+from herd.storage.files import atomic_file, file_names, open_file, read_range, remove_tree
 from herd.storage.filesystem import StoreError, is_local
-from herd.storage.objects import atomic_file, file_names, open_file, read_range, remove_tree
+from herd.storage.processes import READERS, parallel_map
 
 # DuckDB's defaults (80 % of the memory, a spill folder in the current directory) disturb a trainer beside it.
 

@@ -30,7 +30,7 @@ from herd.llama3.data.mapreduce import (
 )
 from herd.llama3.data.text.pii import redact
 from herd.llama3.recipe.base import Domain
-from herd.storage.objects import atomic_file
+from herd.storage.files import atomic_file
 
 if TYPE_CHECKING:
     from herd.llama3.data.kernels.ngrams import Table

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from herd.llama3.tokens.kernels import Ints
-from herd.storage.objects import atomic_file, read_range
+from herd.storage.files import atomic_file, read_range
 from herd.storage.page_cache import ensure_local
 
 HEADER = struct.Struct("<9sQBQQ")

@@ -28,9 +28,9 @@ from herd.llama3.tokens.kernels import Ints, add_begin_end
 from herd.llama3.tokens.megatron import NARROW_ROWS, read_lengths, write_pair
 from herd.llama3.tokens.mix import MixDataset, mix_datasets
 from herd.llama3.tokens.tokenizer import Tokenizer
-from herd.storage.digests import parallel_map
-from herd.storage.objects import atomic_file, file_names, local_folder, open_file
+from herd.storage.files import atomic_file, file_names, local_folder, open_file
 from herd.storage.page_cache import ensure_local
+from herd.storage.processes import parallel_map
 
 Counts = dict[str, list[int]]
 """Value -> tokens and documents."""

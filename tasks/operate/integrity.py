@@ -15,11 +15,12 @@ from pydantic import BaseModel
 
 from herd.storage.artifact import LABEL, MANIFEST, DamagedArtifact, Manifest, Store, UntrustedArtifact, wrong_files
 from herd.storage.cleanup import NO_KINDS
-from herd.storage.digests import digest_file, parallel_map
+from herd.storage.digests import digest_file
 from herd.storage.fetch import use_fetched
 from herd.storage.filesystem import FetchedFile, fetched_copies, fetched_folder, is_local
 from herd.storage.object_artifact import PAGES, RemoteArtifact, digest_object, open_store
 from herd.storage.objects import get_bytes, list_children
+from herd.storage.processes import parallel_map
 from herd.storage.root import Root
 from herd.tasks.format import format_bytes, format_duration
 from herd.tasks.promotion.log import PromotionLog, families

@@ -19,8 +19,9 @@ from rich.markup import escape
 
 from herd.llama3.evaluate.gate import Decision, Evidence, GateRow
 from herd.llama3.recipe.units import tokens
-from herd.storage.digests import READERS, digest_json, parallel_map, sign, signature_error
+from herd.storage.digests import digest_json, sign, signature_error
 from herd.storage.lease import LeaseTiming
+from herd.storage.processes import READERS, parallel_map
 from herd.storage.root import Root
 from herd.tasks.format import FittedTable
 from herd.tasks.runs.records import PENDING_APPROVAL, RunRecord

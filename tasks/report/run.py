@@ -21,9 +21,9 @@ from herd.llama3.recipe.units import tokens
 from herd.llama3.studies.forecast import EvaluatedPoint, Forecast, ForecastFit, fit_forecast
 from herd.llama3.train import metrics
 from herd.llama3.train.journal import Series
-from herd.storage.digests import READERS, parallel_map
 from herd.storage.filesystem import write_atomic
 from herd.storage.object_artifact import open_store
+from herd.storage.processes import READERS, parallel_map
 from herd.storage.root import Root
 from herd.tasks.format import command, format_duration
 from herd.tasks.html import COLOURS, DIM, GROUPS, INK, Curve, Figure, chart, render

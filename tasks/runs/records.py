@@ -24,9 +24,9 @@ from herd.llama3.recipe.schedule import Schedule, StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.sections import Stage
 from herd.storage.artifact import Artifact, Store
-from herd.storage.digests import READERS, parallel_map
 from herd.storage.filesystem import write_atomic
 from herd.storage.lease import Lease, LeaseLost
+from herd.storage.processes import READERS, parallel_map
 from herd.storage.root import Root
 from herd.tasks.format import command
 from herd.tasks.runs.provenance import Provenance

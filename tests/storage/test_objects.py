@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from herd.storage import objects
-from herd.storage.digests import parallel_map
 from herd.storage.filesystem import StoreTimeout, filesystem_of
 from herd.storage.objects import (
     create_bytes,
@@ -21,13 +18,13 @@ from herd.storage.objects import (
     list_children,
     list_objects,
     list_objects_in,
-    local_folder,
     put_bytes,
     put_file,
     remove,
     remove_all,
     size_of,
 )
+from herd.storage.processes import parallel_map
 from tests.storage.fault_proxy import FaultProxy, Rule
 from tests.storage.s3 import PAGE, environment, pointed_at
 
@@ -78,16 +75,6 @@ def test_what_another_process_wrote_is_seen_at_once(uri: str) -> None:
     other.pipe_file(f"{uri}/new", b"1")
     assert list_children(uri) == {"new": 1}
     assert filesystem_of(uri).exists(f"{uri}/new")
-
-
-@pytest.mark.parametrize("name", ["../evil", "models/../../evil", "/tmp/evil", "a\\..\\evil"])
-def test_a_folder_is_not_copied_to_outside_of_its_place(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = list[Path]()
-    monkeypatch.setattr(objects, "list_objects", lambda uri: [name])
-    monkeypatch.setattr(objects, "get_file", lambda uri, path: written.append(path))
-    with pytest.raises(ValueError, match="is not a name below a folder; delete or rename the object"):
-        local_folder("s3://bucket/folder")
-    assert written == []
 
 
 def test_of_writers_that_create_the_same_one_wins(uri: str) -> None:
@@ -181,20 +168,6 @@ def test_checksums_in_trailers_can_be_switched_off(uri: str) -> None:
         filesystem_of(uri).connect()
         assert filesystem_of(uri).s3.meta.config.request_checksum_calculation == "when_required"
         put_bytes(f"{uri}/plain", b"1")
-
-
-def test_after_the_first_error_nothing_new_is_begun() -> None:
-    begun, gate = [], threading.Barrier(2)
-
-    def work(item: int) -> int:
-        begun.append(item)
-        gate.wait(10)
-        raise OSError(f"item {item}")
-
-    with pytest.raises(OSError, match=r"item [01]"):
-        parallel_map(work, range(100), 2)
-    assert sorted(begun) == [0, 1]
-    assert parallel_map(str, range(20), 3) == [str(item) for item in range(20)]
 
 
 def test_an_answer_with_a_flipped_bit_is_asked_for_again(proxy: FaultProxy, uri: str, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from herd.llama3.data.mapreduce import (
     write_table,
 )
 from herd.llama3.recipe.data_schema import Curate
-from herd.storage.objects import atomic_file
+from herd.storage.files import atomic_file
 
 ROUNDS = 8
 """Maximum number of centers that a bucket is compared with."""

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from herd.llama3.recipe.data_schema import Source
+from herd.storage.files import RemoteFile
 from herd.storage.filesystem import (
     fetched_path,
     filesystem_of,
@@ -30,7 +31,6 @@ from herd.storage.filesystem import (
     version_of,
     with_retries,
 )
-from herd.storage.objects import RemoteFile
 
 # Bad input: stop by default, or skip and count with `curate.on_error: skip`.
 

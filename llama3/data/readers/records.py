@@ -48,8 +48,8 @@ from herd.llama3.data.readers.files import (
     split_lines,
 )
 from herd.llama3.recipe.data_schema import Source
-from herd.storage.digests import parallel_map
 from herd.storage.filesystem import StoreError, filesystem_of, is_local, with_retries
+from herd.storage.processes import parallel_map
 
 BATCH = 4_000_000
 """Approximate characters of text in a batch."""

@@ -41,7 +41,8 @@ from herd.llama3.parallel.mesh import (
 )
 from herd.llama3.train.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint, MalformedManifest
 from herd.llama3.train.checkpoint.storage import SupersededError
-from herd.storage.digests import FileDigest, parallel_map
+from herd.storage.digests import FileDigest
+from herd.storage.processes import parallel_map
 
 WRITE_BYTES = 4 << 20
 """Bytes hashed and written at a time: they stay in the processor's cache between the two."""

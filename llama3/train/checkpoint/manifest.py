@@ -17,8 +17,9 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from herd.storage.digests import THREADS, FileDigest, digest_file
+from herd.storage.digests import FileDigest, digest_file
 from herd.storage.filesystem import sync_folder, write_atomic
+from herd.storage.processes import THREADS
 
 MANIFEST = "manifest.json"
 PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")

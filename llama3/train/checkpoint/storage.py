@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from herd.llama3.parallel.mesh import ParallelContext, raise_on_all_ranks, run_on_rank0_and_broadcast
 from herd.llama3.train.checkpoint.manifest import MANIFEST, CheckpointManifest, DamagedCheckpoint, JournalChunk
-from herd.storage.digests import digest_bytes, digest_file, parallel_map
+from herd.storage.digests import digest_bytes, digest_file
 from herd.storage.filesystem import is_local, local_path, sync_folder, write_atomic
 from herd.storage.lease import LeaseHeld
 from herd.storage.objects import (
@@ -36,6 +36,7 @@ from herd.storage.objects import (
     remove_all,
     size_of,
 )
+from herd.storage.processes import parallel_map
 
 PINS = "pins"
 DAY = 86_400.0

@@ -24,8 +24,8 @@ from herd.llama3.recipe.data_schema import TokenizerConfig
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.tokens.shards import tokenize
 from herd.llama3.tokens.tokenizer import make_tokenizer
+from herd.storage.files import file_names, read_file
 from herd.storage.filesystem import filesystem_of, is_local
-from herd.storage.objects import file_names, read_file
 from herd.storage.processes import free_port
 
 moto = pytest.importorskip("moto.server")
