@@ -1,8 +1,8 @@
 """Files of herd with a called function in `herd run quickstart`, up to the first training step, over all processes.
 
-Each process of the run gets a trace function (`called_files/sitecustomize.py`). Bodies of modules and classes do not
-count, and compiled kernels are not seen. The data steps run as a user's do; the run is killed when its first training
-step begins.
+In each process of the run a called function names its file (`called_files/sitecustomize.py`). Bodies of modules and
+classes do not count, and compiled kernels are not seen. The data steps run as a user's do; the run is killed when its
+first training step begins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import psutil
 
 from tests.test_layers import FLOORS
 
-TRACER = Path(__file__).parent / "called_files"
+RECORDER = Path(__file__).parent / "called_files"
 LONGEST_S = 1_800.0
 POLL_S = 0.2
 
@@ -41,7 +41,7 @@ def called_files(command: Sequence[str], last: str, checkout: Path, folder: Path
     own = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "HERD_", "MLFLOW_"))}
     environment = {
         **own,
-        "PYTHONPATH": os.pathsep.join([str(TRACER), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join([str(RECORDER), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "CALLED_FILES_PACKAGES": os.pathsep.join(f"{checkout / package}{os.sep}" for package in FLOORS),
         "CALLED_FILES_FOLDER": str(folder),
         "CALLED_FILES_LAST": last,

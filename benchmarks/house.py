@@ -49,7 +49,7 @@ REGISTRIES = (
     Registry("decays of the learning rate", "llama3/recipe/lr.py", "key"),
     Registry("steps of a run", "tasks/pipeline_steps.py", "KINDS", 3),
     Registry("kinds of evaluation tasks", "llama3/evaluate/task.py", "Kind"),
-    Registry("fields of a recipe", "llama3/recipe/schema.py", "Recipe", 3, True, ("llama3/recipe/sections.py",)),
+    Registry("fields of a recipe", "llama3/recipe/schema.py", "Recipe", 3, True, ("llama3/recipe/base.py",)),
     Registry("fields of a stage", "llama3/recipe/sections.py", "Stage", 3, True),
 )
 UNDERIVED = ("NO_KINDS",)
@@ -119,7 +119,7 @@ def _callers(session: HouseSession, name: str) -> Row:
 def _first_step(session: HouseSession, name: str) -> Row:
     with tempfile.TemporaryDirectory(prefix="herd-house-") as temporary:
         files = first_step_files(session.settings.folder, Path(temporary))
-    folders = Counter("/".join(file.split("/")[:2]) for file in files)
+    folders = Counter("/".join(Path(file).parent.parts[:2]) for file in files)
     note = ", ".join(f"{folder} {count}" for folder, count in folders.most_common())
     return measured(name, len(files), note, items=files)
 

@@ -187,10 +187,10 @@ def test_the_five_functions_are_found_if_the_server_names_all_their_callers(
 
 
 def test_files_up_to_the_first_step_are_counted_by_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = ["flows/run.py", "llama3/train/loop.py", "llama3/train/other.py"]
+    files = ["flows/run.py", "llama3/train/loop.py", "llama3/train/dcp/other.py"]
     monkeypatch.setattr(house, "first_step_files", lambda *_: files)
     row = figure(checkout(tmp_path), "first-step/files")
-    assert (row.value, row.note, row.detail["items"]) == (3, "llama3/train 2, flows/run.py 1", files)
+    assert (row.value, row.note, row.detail["items"]) == (3, "llama3/train 2, flows 1", files)
 
 
 def test_a_row_that_does_not_exist_is_refused(tmp_path: Path) -> None:
