@@ -62,6 +62,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Let the interpreter free what was frozen: duckdb prints each object that is left, 60 lines."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes one worker longest; begun last, it would end alone."""
     items.sort(key=lambda item: not item.nodeid.startswith(("tests/e2e/", "tests/test_imports.py")))
