@@ -291,7 +291,7 @@ def _side_by_side(context: StudyContext, missing: Sequence[VariantRun]) -> Gener
 
     def work(run: VariantRun) -> Result:
         began = time.monotonic()
-        file, log = _file(context, "arms", run, "json"), _file(context, "logs", run, "log")
+        file, log = _file(context, "variants", run, "json"), _file(context, "logs", run, "log")
         write_atomic(file, _job(context, run, cluster).model_dump_json(indent=1))
         failed = apart.run(file, log) != 0
         lines = log.read_text(errors="replace").splitlines() if failed else []
@@ -311,7 +311,7 @@ def _side_by_side(context: StudyContext, missing: Sequence[VariantRun]) -> Gener
 
 
 def _job(context: StudyContext, run: VariantRun, cluster: Cluster) -> VariantJob:
-    recipe, record = _file(context, "arms", run, "yaml"), context.record
+    recipe, record = _file(context, "variants", run, "yaml"), context.record
     write_atomic(recipe, to_yaml(run.recipe))
     part = StudyPart(study=record.name, variant=run.variant.name, repeat=run.repeat, mlflow_run=record.mlflow_run)
     return VariantJob(recipe=str(recipe.absolute()), part=part, root=context.config.root, cluster=cluster)

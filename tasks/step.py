@@ -123,9 +123,11 @@ class Context:
     def tags(self) -> dict[str, str]:
         """Return the tags of all MLflow runs of this run."""
         study = self.record.study
-        part = {"study": study.study, "study.arm": study.variant, "study.repeat": str(study.repeat)} if study else {}
+        tags = (
+            {"study": study.study, "study.variant": study.variant, "study.repeat": str(study.repeat)} if study else {}
+        )
         return {
-            **part,
+            **tags,
             "herd.run": self.record.name,
             "recipe.digest": self.record.recipe_digest[:16],
             "code.commit": self.record.code,

@@ -179,7 +179,7 @@ class Hall(SourcedFigures):
     """Racks, power and reader hosts of a cluster's site.
 
     Site = racks x servers x nameplate x (1 + others) x PUE. Circuits are built for nameplates, so this is more than the
-    energy that `budget` counts. Data that are prepared while a model trains come from reader hosts, a tier of its own
+    energy that `budget` counts. Data that are prepared while a model trains come from a separate tier of reader hosts
     (Zhao et al., ISCA 2022, arXiv 2108.09373); ready tokens need almost none.
     """
 

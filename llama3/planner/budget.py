@@ -4,7 +4,7 @@
     money = GPU-hours x (1 + spares) x price + storage;
     energy = GPU-hours x (GPU watts x load + server watts / GPUs) x PUE
 
-Most defaults are assumed, since nobody publishes prices. People, failed experiments and network power are not counted.
+Most defaults are assumed: prices are not published. People, failed experiments and network power are not counted.
 """
 
 from __future__ import annotations

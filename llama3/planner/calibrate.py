@@ -242,10 +242,10 @@ def time_calls(call: Call, times: int, device: torch.device) -> float:
     return float(begin.elapsed_time(end)) / 1e3 / times
 
 
-def resolve_device(asked: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
     """Return the device that `asked` (auto, cpu, cuda) names. Raises ValueError if it is missing."""
     present = torch.cuda.is_available()
-    if asked not in ("auto", "cpu", "cuda") or (asked == "cuda" and not present):
+    if name not in ("auto", "cpu", "cuda") or (name == "cuda" and not present):
         has = "cpu and cuda" if present else "cpu alone"
-        raise ValueError(f"device: {asked!r} is not available, this machine has {has}; write auto or one of them")
-    return torch.device("cuda" if present and asked != "cpu" else "cpu")
+        raise ValueError(f"device: {name!r} is not available, this machine has {has}; write auto or one of them")
+    return torch.device("cuda" if present and name != "cpu" else "cpu")

@@ -72,7 +72,7 @@ def collective_curve(
 ) -> CollectiveCurve:
     """Return the time of a collective as a line over its size.
 
-    Raises ValueError for a tree that is not an all-reduce, and for halving in a group whose size is no power of two.
+    Raises ValueError for a tree that is not an all-reduce, and for halving in a group whose size is not a power of two.
     """
     if group.size == 1:
         return CollectiveCurve(0.0, 0.0)
@@ -131,7 +131,7 @@ def algorithm_curves(
 def crossover(
     kind: Kind, group: CommGroup, layers: Sequence[Layer], fast: Algorithm = "halving nearest-first"
 ) -> float:
-    """Return the bytes from which a ring is no slower than `fast`: 0 if it always is, infinite if it never is.
+    """Return the bytes from which a ring is at most as slow as `fast`: 0 if it always is, infinite if it never is.
 
     Two straight lines cross at most once; a ring never has less latency.
     """
@@ -191,7 +191,7 @@ def _halving(ways: int, group: CommGroup, layers: Sequence[Layer], nearest_first
 def _leaving(per_layer: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
     """Return, by step (nearest first) and layer, the members that cross it, over those of a group of the layer below.
 
-    Partners are i and i xor distance. A group of 3,072 is no power of two, so some of its members cross and others do
+    Partners are i and i xor distance. 3,072 is not a power of two, so some of its members cross and others do
     not; the busiest group counts.
     """
     ranks = np.arange(per_layer[-1])

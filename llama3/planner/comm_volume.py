@@ -22,30 +22,30 @@ WIDE = {4: "float32", 8: "float64"}
 
 
 def stage_volumes(
-    part: PipelineStage, config: Model, rows: int, layout: Layout, world: int, load: Load
+    stage: PipelineStage, config: Model, rows: int, layout: Layout, world: int, load: Load
 ) -> list[Collective]:
     """Return the messages of a process of this stage in a step."""
     tokens = load.micro_batch * load.seq_len // layout.cp
     residual = tokens * config.dim * load.narrow  # [T, D], all tokens of this process's tensor-parallel group
     messages = [
-        *(_tensor_layers(part, config, layout, load, residual) if layout.tp > 1 else ()),
-        *(_tensor_ends(part, config, layout, load, residual) if layout.tp > 1 else ()),
-        *(_context(part, config, layout, load) if layout.cp > 1 else ()),
-        *_weights(part, config, rows, layout, world, load),
-        *transfers(part.number, config, layout, load),
+        *(_tensor_layers(stage, config, layout, load, residual) if layout.tp > 1 else ()),
+        *(_tensor_ends(stage, config, layout, load, residual) if layout.tp > 1 else ()),
+        *(_context(stage, config, layout, load) if layout.cp > 1 else ()),
+        *_weights(stage, config, rows, layout, world, load),
+        *transfers(stage.number, config, layout, load),
     ]
     return [message for message in messages if message.count]
 
 
 def _tensor_layers(
-    part: PipelineStage, config: Model, layout: Layout, load: Load, residual: int
+    stage: PipelineStage, config: Model, layout: Layout, load: Load, residual: int
 ) -> Iterator[Collective]:
     """Yield the two gathers and two scatters of a layer (arXiv 2205.05198, section 4.2), and those of recomputation.
 
     Gathered inputs are not kept: each is gathered again in the backward pass. The last scatter of a recomputed layer
     is skipped, since nothing needs its result.
     """
-    layers, dtype = len(part.layers), NAMES[load.precision]
+    layers, dtype = len(stage.layers), NAMES[load.precision]
     again = {"none": 0, "selective": 1, "full": 2}[layout.recompute] if layout.compile else 2
     scatters = 3 if layout.recompute == "full" else 2
     for kind, phase, count, size in (
@@ -64,24 +64,26 @@ def _replicated(config: Model) -> list[tuple[int, int]]:
     return list(Counter(prod(param.shape) for param in layer_params(config) if param.row.tp_axis is None).items())
 
 
-def _tensor_ends(part: PipelineStage, config: Model, layout: Layout, load: Load, residual: int) -> Iterator[Collective]:
+def _tensor_ends(
+    stage: PipelineStage, config: Model, layout: Layout, load: Load, residual: int
+) -> Iterator[Collective]:
     """Yield the messages of the embedding, last norm and loss."""
     tokens, dtype, wide = load.micro_batch * load.seq_len // layout.cp, NAMES[load.precision], WIDE[load.wide]
 
     def message(kind: str, phase: str, size: int, dtype: str, count: int = 1) -> Collective:
         return Collective(kind, "tp", phase, "each", "ends", size, dtype, layout.tp, count)
 
-    if part.first:
+    if stage.first:
         yield message("reduce-scatter", "forward", residual, dtype)
         yield message("all-gather", "backward", residual, dtype)
-    if part.last:
+    if stage.last:
         yield message("all-gather", "forward", residual, dtype)
         yield message("reduce-scatter", "backward", residual, dtype)
         yield message("all-reduce", "forward", tokens * load.wide, wide, 3)  # largest, sum, target's logit
         yield message("all-reduce", "backward", config.dim * load.master, wide)
 
 
-def _context(part: PipelineStage, config: Model, layout: Layout, load: Load) -> Iterator[Collective]:
+def _context(stage: PipelineStage, config: Model, layout: Layout, load: Load) -> Iterator[Collective]:
     """Yield the gathers of keys and values (arXiv 2407.21783, section 3.3.2), which are repeated and not kept."""
     size = load.micro_batch * load.seq_len * 2 * config.kv_dim // layout.tp * load.narrow
     again = 0 if layout.compile and layout.recompute != "full" else 1
@@ -90,18 +92,18 @@ def _context(part: PipelineStage, config: Model, layout: Layout, load: Load) -> 
         ("all-gather", "backward", again),
         ("reduce-scatter", "backward", 1),
     ):
-        count *= len(part.layers)
+        count *= len(stage.layers)
         yield Collective(kind, "cp", phase, "each", "layer", size, NAMES[load.precision], layout.cp, count)
 
 
 def _weights(
-    part: PipelineStage, config: Model, rows: int, layout: Layout, world: int, load: Load
+    stage: PipelineStage, config: Model, rows: int, layout: Layout, world: int, load: Load
 ) -> Iterator[Collective]:
     """Yield FSDP's gathers of weights and reductions of gradients, layer by layer, and of the ends as one group."""
     pieces = shards(layout, world)
     layer = pieces * layer_elements(config, layout.tp, pieces)
-    ends = pieces * shard_elements(part.ends(config, rows), layout.tp, pieces)
-    for place, elements, count, compute in (("layer", layer, len(part.layers), True), ("ends", ends, 1, False)):
+    ends = pieces * shard_elements(stage.ends(config, rows), layout.tp, pieces)
+    for place, elements, count, compute in (("layer", layer, len(stage.layers), True), ("ends", ends, 1, False)):
         if not elements:
             continue
         size = elements * (load.narrow if compute else load.master)

@@ -81,7 +81,7 @@ class ProjectedSegment:
     """Name of the trained part: a stage, or one of its sequence lengths between gates."""
     segment: Segment
     best: Candidate
-    found: SearchResult | None
+    search: SearchResult | None
     """The whole search; None where the layout was given."""
     mfu: float
     """Over the dense peak, 6N and causal attention."""
@@ -100,12 +100,12 @@ class Projection:
     rows: int
     fabric: Fabric
     curves: Curves
-    parts: tuple[ProjectedSegment, ...]
+    segments: tuple[ProjectedSegment, ...]
 
     @property
     def main(self) -> ProjectedSegment:
         """The part that takes longest: the one that pages and tables explain."""
-        return max(self.parts, key=lambda part: part.seconds * part.best.world)
+        return max(self.segments, key=lambda projected: projected.seconds * projected.best.world)
 
 
 def project(
@@ -113,7 +113,7 @@ def project(
     rows: int,
     fabric: Fabric,
     curves: Curves,
-    places: Mapping[str, StagePlacement],
+    placements: Mapping[str, StagePlacement],
     gpus: int = 0,
     most_gpus: int = 0,
 ) -> Projection:
@@ -123,14 +123,14 @@ def project(
     Raises ValueError, one line per fault: too few GPUs in the cluster, a layout that does not fit, or no layout that
     fits, with the smallest number of GPUs that would do.
     """
-    most = max([gpus, *(place.gpus for place in places.values())])
+    most = max([gpus, *(placement.gpus for placement in placements.values())])
     if most > fabric.gpus:
         raise ValueError(f"gpus: {most:,} are more than the {fabric.gpus:,} of {fabric.name}; ask for fewer")
-    parts: list[ProjectedSegment] = []
+    segments: list[ProjectedSegment] = []
     for span in Schedule(recipe).trained:
-        place = places.get(span.name) or places.get(span.stage.name) or StagePlacement(gpus)
-        parts += _project_span(recipe, rows, fabric, curves, span, place, most_gpus or fabric.gpus)
-    return Projection(recipe, rows, fabric, curves, tuple(parts))
+        placement = placements.get(span.name) or placements.get(span.stage.name) or StagePlacement(gpus)
+        segments += _project_span(recipe, rows, fabric, curves, span, placement, most_gpus or fabric.gpus)
+    return Projection(recipe, rows, fabric, curves, tuple(segments))
 
 
 def max_gpus(fabric: Fabric, span: StageSpan, most: int) -> int:
@@ -155,7 +155,7 @@ def segment_query(
 
 
 def _project_span(
-    recipe: Recipe, rows: int, fabric: Fabric, curves: Curves, span: StageSpan, place: StagePlacement, most: int
+    recipe: Recipe, rows: int, fabric: Fabric, curves: Curves, span: StageSpan, placement: StagePlacement, most: int
 ) -> list[ProjectedSegment]:
     """Return the segments of a span, all on the layout with the least time for them together.
 
@@ -169,23 +169,23 @@ def _project_span(
         gpus: int, layout: Layout, micro_batch: int, reserve: float, result: SearchResult | None
     ) -> list[ProjectedSegment]:
         """Return each segment on one layout, whether or not it fits. Raises ValueError for an impossible layout."""
-        parts = []
+        segments = []
         for segment in span.segments:
             query = segment_query(recipe, rows, fabric, segment, gpus, reserve)
             best = evaluate_layout(query, layout, micro_batch, fabric_step_model(query, fabric, curves))
             mfu = best.tflops / fabric.accelerator.dense_tflops
-            parts.append(ProjectedSegment(span.name, segment, best, result if segment is heaviest else None, mfu))
-        return parts
+            segments.append(ProjectedSegment(span.name, segment, best, result if segment is heaviest else None, mfu))
+        return segments
 
-    if place.layout is not None:
-        parts = on_layout(place.gpus, place.layout, place.micro_batch, RESERVE, None)
-        for part in parts:
-            query = segment_query(recipe, rows, fabric, part.segment, place.gpus)
-            check_fits(span.name, replace(query, steps=steps), part.best, fabric, curves)
-        return parts
-    largest = place.gpus or max_gpus(fabric, span, most)
+    if placement.layout is not None:
+        segments = on_layout(placement.gpus, placement.layout, placement.micro_batch, RESERVE, None)
+        for projected in segments:
+            query = segment_query(recipe, rows, fabric, projected.segment, placement.gpus)
+            check_fits(span.name, replace(query, steps=steps), projected.best, fabric, curves)
+        return segments
+    largest = placement.gpus or max_gpus(fabric, span, most)
     # No number was requested: halve until a layout fits.
-    sizes = [largest] if place.gpus else [largest >> halvings for halvings in range(largest.bit_length())]
+    sizes = [largest] if placement.gpus else [largest >> halvings for halvings in range(largest.bit_length())]
     for reserve in (HEADROOM, RESERVE):
         results = []
         for gpus in sizes:
@@ -215,15 +215,15 @@ def _prefer_large_micro_batch(result: SearchResult) -> None:
     result.fitting.insert(0, best)
 
 
-def check_fits(name: str, asked: LayoutQuery, best: Candidate, fabric: Fabric, curves: Curves) -> None:
+def check_fits(name: str, query: LayoutQuery, best: Candidate, fabric: Fabric, curves: Curves) -> None:
     """Raise ValueError, with a layout that would fit, if `best` needs more memory than a GPU has."""
     if best.margin < 0:
-        result = search_layouts(asked, fabric_step_model(asked, fabric, curves))
+        result = search_layouts(query, fabric_step_model(query, fabric, curves))
         if not result.fitting:
             raise _nothing_fits(result, fabric, curves, name)
         other = result.fitting[0]
         raise ValueError(
-            f"{name}: {_describe(best)} does not fit: {memory_error(best.memory, asked.limit)}; {_describe(other)} "
+            f"{name}: {_describe(best)} does not fit: {memory_error(best.memory, query.limit)}; {_describe(other)} "
             f"would, with {other.memory.total / 1e9:.1f}"
         )
 

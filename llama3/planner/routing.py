@@ -238,11 +238,11 @@ def _sprayed_paths(clos: Clos, sources: Ints, targets: Ints, whole: Bools) -> sp
 
     whole[sources // clos.cards == targets // clos.cards] = False
     flows, spines = np.nonzero(whole)
-    parts = 1 / whole.sum(axis=1)[flows]
+    path_shares = 1 / whole.sum(axis=1)[flows]
     links = np.concatenate(
         [*clos.card_links(sources, targets), *clos.spine_links(sources[flows], targets[flows], spines)]
     )
-    weights = np.concatenate([np.ones(2 * len(sources)), parts, parts])
+    weights = np.concatenate([np.ones(2 * len(sources)), path_shares, path_shares])
     numbers = np.concatenate([np.tile(np.arange(len(sources)), 2), flows, flows])
     return sparse.csr_array((weights, (links, numbers)), shape=(clos.links, len(sources)))
 
@@ -281,7 +281,7 @@ def dcqcn_share(rate: float, load: float, threshold: float) -> float:
     """Return the mean use of a link of `rate` bytes per second at a load above 1, with senders under DCQCN.
 
     A notification halves every sender; they do so until the link carries them, and then go half of the way back in each
-    period (Zhu et al., SIGCOMM 2015). Meanwhile the link empties the queue that made switches mark, `threshold` bytes.
+    period (Zhu et al., SIGCOMM 2015). Until then the link empties the queue that made switches mark, `threshold` bytes.
     A period holds more bytes the faster the link is, so a threshold that is enough at 40 Gb/s is too small at 400.
     """
     if load <= 1:

@@ -201,7 +201,7 @@ class PipelineTiming:
 def pipeline_idle(
     ranks: int, vpp: int, micro_batches: int, microbatch_group_size: int = 0, schedule: Kind = "interleaved"
 ) -> float:
-    """Return how long a pipeline rank is idle in a step, in units of its own work for one micro-batch.
+    """Return how long a pipeline rank is idle in a step, in units of its work for one micro-batch.
 
     (PP - 1) / V from PP micro-batches on (arXiv 2407.21783, section 3.3.2). With fewer, M, a rank idles PP - M turns in
     each of its V rounds: PP - M + (M - 1) / V. Where M is nearly PP, or fewer than PP micro-batches run in a row, ranks

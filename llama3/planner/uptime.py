@@ -133,7 +133,7 @@ def simulate(
     """Return how a job with the failures of `trace` uses `span_s` seconds.
 
     A failure is detected (at once or by a timeout), takes a spare host if hardware broke, and restarts the job from the
-    newest committed save; a second failure meanwhile restarts the recovery. Not modeled: slow steps, saves that fail,
+    newest committed save; a second failure during the recovery restarts it. Not modeled: slow steps, saves that fail,
     notice before planned interruptions, and silent data corruption. Raises ValueError.
     """
     cycle, hosts = SaveCycle(interval_s, costs), SparePool(recovery)

@@ -244,10 +244,10 @@ def variant_runs(expanded: ExpandedStudy) -> Iterator[VariantRun]:
             yield VariantRun(variant, index + 1, recipe)
 
 
-def changed_fields(one: Recipe, other: Recipe) -> list[str]:
+def changed_fields(recipe: Recipe, other: Recipe) -> list[str]:
     """Return the fields in which two recipes differ, stages by name: `stages.main.until`, `lr.peak`."""
     values = []
-    for plain in (resolved(one), resolved(other)):
+    for plain in (resolved(recipe), resolved(other)):
         values.append(flatten({**plain, "stages": {stage["name"]: stage for stage in plain["stages"]}}))
     keys = sorted(set(values[0]) | set(values[1]))
     return [key for key in keys if values[0].get(key) != values[1].get(key)]
@@ -469,8 +469,8 @@ def check_mixes(mixes: Sequence[Mapping[str, float]]) -> None:
             "or write design: {kind: around}"
         )
     columns = log_shares(share_table(mixes, domains))
-    rows = np.column_stack([np.ones(len(mixes)), columns])
-    if np.linalg.matrix_rank(rows, tol=1e-6) < rows.shape[1]:
+    design_matrix = np.column_stack([np.ones(len(mixes)), columns])
+    if np.linalg.matrix_rank(design_matrix, tol=1e-6) < design_matrix.shape[1]:
         flat = [domain for domain, column in zip(domains, columns.T, strict=True) if np.ptp(column) < 1e-6]
         reason = f"{flat[0]} has one share in all of them" if flat else "their domains move together"
         raise ValueError(f"mix: the mixes do not separate the domains: {reason}; add variants that move it alone")

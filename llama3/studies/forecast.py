@@ -180,12 +180,12 @@ def fit_forecast(
         )
     x, y = np.log10([point.flops for point in ends]), np.array([point.nll for point in ends])
     middle = float(x.mean())
-    rows = np.stack([np.ones_like(x), x - middle], axis=1)
-    inverse: Array = np.linalg.inv(rows.T @ rows).astype(np.float64)
-    coefficients = inverse @ rows.T @ y
+    design_matrix = np.stack([np.ones_like(x), x - middle], axis=1)
+    inverse: Array = np.linalg.inv(design_matrix.T @ design_matrix).astype(np.float64)
+    coefficients = inverse @ design_matrix.T @ y
     if coefficients[1] >= 0:
         raise ValueError("forecast: more compute did not make the gold answers likelier in these runs")
-    squares = float(((y - rows @ coefficients) ** 2).sum())
+    squares = float(((y - design_matrix @ coefficients) ** 2).sum())
     curve = _fit_curve(points, chance)
     # the slope must be significantly below 0
     if curve is None or not -curve.coefficients[1] / math.sqrt(curve.excess * curve.covariance[1, 1]) > Z:
@@ -207,17 +207,17 @@ def _fit_curve(points: Sequence[EvaluatedPoint], chance: float) -> AccuracyCurve
     """
     nll, share, n = np.array([(point.nll, point.accuracy, point.n) for point in points], np.float64).T
     middle = float(nll.mean())
-    rows = np.stack([np.ones_like(nll), nll - middle], axis=1)
+    design_matrix = np.stack([np.ones_like(nll), nll - middle], axis=1)
 
     def log_likelihood(beta: Array) -> float:
-        p = _sigmoid(rows @ beta, chance)
+        p = _sigmoid(design_matrix @ beta, chance)
         return float((n * (share * np.log(p) + (1 - share) * np.log1p(-p))).sum())
 
     def gradient_and_information(beta: Array) -> tuple[Array, Array]:
-        p = _sigmoid(rows @ beta, chance)
+        p = _sigmoid(design_matrix @ beta, chance)
         slope = (p - chance) * (1 - p) / (1 - chance)
         weight = n / (p * (1 - p))
-        return rows.T @ (weight * slope * (share - p)), (rows.T * (weight * slope**2)) @ rows
+        return design_matrix.T @ (weight * slope * (share - p)), (design_matrix.T * (weight * slope**2)) @ design_matrix
 
     beta, damping = np.zeros(2), 1e-3
     likelihood = log_likelihood(beta)
@@ -233,7 +233,7 @@ def _fit_curve(points: Sequence[EvaluatedPoint], chance: float) -> AccuracyCurve
             break
     else:
         return None
-    p = _sigmoid(rows @ beta, chance)
+    p = _sigmoid(design_matrix @ beta, chance)
     dof = len(points) - 2
     excess = max(1.0, float((n * (share - p) ** 2 / (p * (1 - p))).sum()) / dof)
     _, information = gradient_and_information(beta)
@@ -331,7 +331,7 @@ def backtest(points: Sequence[EvaluatedPoint], chance: float, straight: Collecti
     levels: list[list[str]] = []
     first = 0.0
     for run, point in sorted(ends.items(), key=lambda item: item[1].flops):
-        # a run is no test of extrapolation while others of its size remain
+        # leaving out a run does not test extrapolation while others of its size remain
         if levels and point.flops < (1 + SAME) * first:
             levels[-1].append(run)
         else:

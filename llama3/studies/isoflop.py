@@ -302,8 +302,8 @@ class Quadratic:
     @property
     def cubic(self) -> tuple[float, int]:
         """Sum of squared residuals with a term of third degree, and points beyond the four that determine it."""
-        rows = np.column_stack([self._rows(self.x), (self.x - self.middle) ** 3])
-        return float(((self.y - rows @ np.linalg.pinv(rows) @ self.y) ** 2).sum()), self.dof - 1
+        design_matrix = np.column_stack([self._rows(self.x), (self.x - self.middle) ** 3])
+        return float(((self.y - design_matrix @ np.linalg.pinv(design_matrix) @ self.y) ** 2).sum()), self.dof - 1
 
     @property
     def is_convex(self) -> bool:
@@ -413,7 +413,7 @@ def fit_power_law(z: Array, quadratics: Sequence[Quadratic], noise: Noise, minim
     lowest, spread = _lowest_and_spread(quadratics)
     own = (spread * noise.size) ** 2
     scatter = _scatter(z, lowest, own) if noise.size else 0.0
-    middle, rows, inverse = _weighted(z, own + scatter if scatter else spread**2)
+    middle, design_matrix, inverse = _weighted(z, own + scatter if scatter else spread**2)
     coefficients = inverse @ lowest
     dof = len(z) - 2
     excess = (noise_from_scatter(z, quadratics).size / noise.size) ** 2 if noise.size else 1.0
@@ -423,7 +423,7 @@ def fit_power_law(z: Array, quadratics: Sequence[Quadratic], noise: Noise, minim
         draws = draws + np.sqrt(scatter) * rng.standard_normal(draws.shape)
     away = draws @ inverse.T - coefficients
     if scatter:  # few degrees of freedom, as in Student's t
-        squares = float(((lowest - rows @ coefficients) ** 2 / (own + scatter)).sum()) / dof
+        squares = float(((lowest - design_matrix @ coefficients) ** 2 / (own + scatter)).sum()) / dof
         away *= np.sqrt(max(1.0, squares) * dof / rng.chisquare(dof, (DRAWS, 1)))
     significant = excess > stats.f.ppf(0.95, dof, noise.dof)
     return PowerLawFit(middle, coefficients, coefficients + away, float(excess) if significant else 1.0)
@@ -435,8 +435,8 @@ def noise_from_scatter(z: Array, quadratics: Sequence[Quadratic]) -> Noise:
     The only estimate if no parabola has residual degrees of freedom.
     """
     lowest, spread = _lowest_and_spread(quadratics)
-    _, rows, inverse = _weighted(z, spread**2)
-    away = (lowest - rows @ inverse @ lowest) / spread
+    _, design_matrix, inverse = _weighted(z, spread**2)
+    away = (lowest - design_matrix @ inverse @ lowest) / spread
     return Noise(float(np.sqrt((away**2).sum() / (len(z) - 2))), len(z) - 2, np.empty(0))
 
 
@@ -448,16 +448,16 @@ def _scatter(z: Array, lowest: Array, own: Array) -> float:
     """Return the variance of minima around their line beyond their `own`, by the equation of Paule and Mandel."""
 
     def surplus(scatter: float) -> float:
-        _, rows, inverse = _weighted(z, own + scatter)
-        return float(((lowest - rows @ inverse @ lowest) ** 2 / (own + scatter)).sum()) - (len(z) - 2)
+        _, design_matrix, inverse = _weighted(z, own + scatter)
+        return float(((lowest - design_matrix @ inverse @ lowest) ** 2 / (own + scatter)).sum()) - (len(z) - 2)
 
     most = float(((lowest - lowest.mean()) ** 2).sum())  # of a flat line, which scatters more than the best one
     return float(optimize.brentq(surplus, 0.0, most)) if surplus(0.0) > 0 > surplus(most) else 0.0
 
 
 def _weighted(z: Array, variances: Array) -> tuple[float, Array, Array]:
-    """Return the center of the line, its rows [k, 2], and [2, k] from minima to coefficients."""
+    """Return the center of the line, its design matrix [k, 2], and [2, k] from minima to coefficients."""
     middle = float(np.average(z, weights=1 / variances))
-    rows = np.stack([np.ones_like(z), z - middle], axis=1)
+    design_matrix = np.stack([np.ones_like(z), z - middle], axis=1)
     root = np.sqrt(variances)
-    return middle, rows, np.asarray(np.linalg.pinv(rows / root[:, None]) / root)
+    return middle, design_matrix, np.asarray(np.linalg.pinv(design_matrix / root[:, None]) / root)

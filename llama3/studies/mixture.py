@@ -125,13 +125,13 @@ def fit_mixture(trials: Sequence[MixTrial], weights: Mapping[str, float]) -> Mix
         raise ValueError(f"mix.weights: {dict(weights)} weigh no domain of the mixes; they have {', '.join(domains)}")
     weighted = weighted / weighted.sum()
     losses = np.array([[np.mean([t.losses[d] for t in by_variant[variant]]) for d in domains] for variant in variants])
-    rows = np.column_stack([np.ones(len(variants)), log_shares(shares)])
-    inverse = np.linalg.pinv(rows)
+    design_matrix = np.column_stack([np.ones(len(variants)), log_shares(shares)])
+    inverse = np.linalg.pinv(design_matrix)
     totals = losses @ weighted
     solution = inverse @ totals
-    residuals = totals - rows @ solution
+    residuals = totals - design_matrix @ solution
     # The noise is that between seeds or that of the residuals, whichever is larger.
-    dof, by_seeds = len(rows) - rows.shape[1], False
+    dof, by_seeds = len(design_matrix) - design_matrix.shape[1], False
     variance = float((residuals**2).sum()) / dof
     repeats = sorted({trial.repeat for trial in trials})
     by_run = {(t.name, t.repeat): sum(w * t.losses[d] for w, d in zip(weighted, domains, strict=True)) for t in trials}
@@ -144,7 +144,7 @@ def fit_mixture(trials: Sequence[MixTrial], weights: Mapping[str, float]) -> Mix
         if between_seeds >= variance:
             variance, dof, by_seeds = between_seeds, freedom, True
     covariance = variance * (inverse @ inverse.T)[1:, 1:]
-    leverage = np.einsum("ij,ji->i", rows, inverse)
+    leverage = np.einsum("ij,ji->i", design_matrix, inverse)
     left_out = totals - residuals / np.maximum(1 - leverage, 1e-9)
     return Mixture(domains, variants, shares, losses, weighted, solution[1:], covariance, dof, by_seeds, left_out)
 

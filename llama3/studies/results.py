@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from herd.llama3.evaluate.scores import Score
 from herd.llama3.model.flops import trained_flops, vocab_rows
@@ -149,9 +149,9 @@ def fit_flops_per_token(parameters: Sequence[float], tokens: Sequence[float], fl
 class Finding(BaseModel):
     """The comparison of one variant with the control on one score."""
 
-    model_config = ConfigDict(frozen=True, populate_by_name=True, serialize_by_alias=True)
+    model_config = ConfigDict(frozen=True)
 
-    variant: str = Field(alias="arm")
+    variant: str
     score: str
     """Key of the score: `eval/bpb/math`."""
     gain: Number

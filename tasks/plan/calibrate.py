@@ -31,17 +31,22 @@ KEYS = {
 }
 
 
-def store_calibration(root: Root, found: Calibration, seconds: float, code: str) -> Artifact:
+def store_calibration(root: Root, calibration: Calibration, seconds: float, code: str) -> Artifact:
     """Commit a calibration that took `seconds`. The same measurement twice is one artifact."""
-    store, curves, text = open_store(root), found.curves, found.as_json()
-    parameters = {"device": curves.device, "dtype": curves.dtype, "threads": found.threads, "torch": found.torch}
+    store, curves, text = open_store(root), calibration.curves, calibration.as_json()
+    parameters = {
+        "device": curves.device,
+        "dtype": curves.dtype,
+        "threads": calibration.threads,
+        "torch": calibration.torch,
+    }
     design = ArtifactSpec(KIND, device_slug(curves.device), VERSION, parameters, {"measured": digest_json(text)})
     facts = {
-        "date": found.date,
+        "date": calibration.date,
         "ceiling": curves.gemm.ceiling,
         "half": curves.gemm.half,
-        "gemm_miss": found.gemm_miss,
-        "points": len(found.points),
+        "gemm_miss": calibration.gemm_miss,
+        "points": len(calibration.points),
     }
     with store.staging() as folder:
         (folder / FILE).write_text(text)
@@ -66,13 +71,13 @@ def newest_calibration(root: Root, device: str, dtype: str = "bf16") -> Calibrat
     return None
 
 
-def calibration_table(found: Calibration) -> Table:
+def calibration_table(calibration: Calibration) -> Table:
     """Return a row per point, by kind: time, spread, rate, and the curve's rate and error; 80 characters wide."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for header in ("", "ms", "spread", "rate", "curve", "time off"):
         table.add_column(header, justify="right" if header else "left", no_wrap=True)
-    for kind in dict.fromkeys(point.what for point in found.points):
-        points = [point for point in found.points if point.what == kind]
+    for kind in dict.fromkeys(point.what for point in calibration.points):
+        points = [point for point in calibration.points if point.what == kind]
         unit, name = rate_unit(points[0])
         table.add_row(f"[bold]{kind}[/], {name}")
         for point in points:
@@ -81,20 +86,20 @@ def calibration_table(found: Calibration) -> Table:
                 f"{point.seconds * 1e3:,.3f}",
                 f"{point.spread:.0%}",
                 f"{point.rate / unit:,.3g}",
-                f"{point.amount / found.predicted_s(point) / unit:,.3g}",
-                f"{found.miss(point):+.0%}",
+                f"{point.amount / calibration.predicted_s(point) / unit:,.3g}",
+                f"{calibration.miss(point):+.0%}",
             )
     return table
 
 
-def calibration_lines(found: Calibration) -> list[str]:
+def calibration_lines(calibration: Calibration) -> list[str]:
     """Return the curves as text, and their measured ranges."""
-    curves, gemm, lengths = found.curves, found.curves.gemm, found.curves.attention.lengths
-    threads = f" on {found.threads} of its threads" if found.threads else ""
+    curves, gemm, lengths = calibration.curves, calibration.curves.gemm, calibration.curves.attention.lengths
+    threads = f" on {calibration.threads} of its threads" if calibration.threads else ""
     lines = [
-        f"device     {curves.device}{threads}, {curves.dtype}, torch {found.torch}; {curves.source}",
+        f"device     {curves.device}{threads}, {curves.dtype}, torch {calibration.torch}; {curves.source}",
         f"products   {gemm.ceiling:.3f} of {gemm.peak_flops / 1e12:,.4g} TFLOP/s, half of that at a side of "
-        f"{gemm.half:,.0f}; misses the points by {found.gemm_miss:.0%}",
+        f"{gemm.half:,.0f}; misses the points by {calibration.gemm_miss:.0%}",
     ]
     if gemm.measured:
         (rows, most_rows), (side, most_side), _ = gemm.measured
@@ -139,32 +144,32 @@ def measure_and_store(
             console.log(f"[dim]  measures {kind}[/]")
         seen.add(kind)
 
-    found = calibrate(device, seconds, log)
-    artifact = store_calibration(root, found, time.monotonic() - began, code_version())
-    show_calibration(root, found, artifact)
-    return found, artifact
+    calibration = calibrate(device, seconds, log)
+    artifact = store_calibration(root, calibration, time.monotonic() - began, code_version())
+    show_calibration(root, calibration, artifact)
+    return calibration, artifact
 
 
-def show_calibration(root: Root, found: Calibration, artifact: Artifact) -> str:
+def show_calibration(root: Root, calibration: Calibration, artifact: Artifact) -> str:
     """Send a calibration to MLflow and return the run's handle; an artifact has one run however often it is sent."""
     tracker = MLflowTracker(root, KIND)
     manifest = artifact.manifest
-    tags = {"herd.run": artifact.label, "kind": KIND, "stage": found.date[:10], "artifact.key": artifact.key[:16]}
+    tags = {"herd.run": artifact.label, "kind": KIND, "stage": calibration.date[:10], "artifact.key": artifact.key[:16]}
     handle = tracker.open_child("", manifest.name, tags)
-    tracker.log_params(handle, {**manifest.parameters, "source": found.curves.source, "artifact": artifact.label})
-    tracker.log_points([handle], metric_points(found, artifact.created))
+    tracker.log_params(handle, {**manifest.parameters, "source": calibration.curves.source, "artifact": artifact.label})
+    tracker.log_points([handle], metric_points(calibration, artifact.created))
     tracker.close(handle, "FINISHED")
     return handle
 
 
-def metric_points(found: Calibration, at: float) -> list[MetricPoint]:
+def metric_points(calibration: Calibration, at: float) -> list[MetricPoint]:
     """Return each measured rate and the curve's rate over the size, and the constants of the fit."""
     points = []
-    for point in found.points:
+    for point in calibration.points:
         key, unit = KEYS[point.what], rate_unit(point)[0]
         size = min(point.shape[1:]) if point.what == GEMM else point.shape[1]
         points.append(MetricPoint(key, point.rate / unit, at, size))
-        points.append(MetricPoint(f"{key}_curve", point.amount / found.predicted_s(point) / unit, at, size))
-    gemm = found.curves.gemm
-    constants = {"gemm_ceiling": gemm.ceiling, "gemm_half": gemm.half, "gemm_miss": found.gemm_miss}
+        points.append(MetricPoint(f"{key}_curve", point.amount / calibration.predicted_s(point) / unit, at, size))
+    gemm = calibration.curves.gemm
+    constants = {"gemm_ceiling": gemm.ceiling, "gemm_half": gemm.half, "gemm_miss": calibration.gemm_miss}
     return points + [MetricPoint(f"calibration/{name}", value, at, 0) for name, value in constants.items()]

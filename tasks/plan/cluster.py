@@ -190,11 +190,13 @@ class ClusterPlan:
         With `hosts` a file of the same name with the ending .hosts lists them in the order of ranks.
         """
 
-        def fields(part: ProjectedSegment) -> dict[str, Any]:
+        segments = self.projection.segments
+
+        def fields(projected: ProjectedSegment) -> dict[str, Any]:
             # The lengths of a stage share a layout; a shorter step may split into smaller micro-batches by itself.
-            sizes = [other.best.load.micro_batch for other in self.projection.parts if other.stage == part.stage]
-            layout = part.best.layout.model_dump(exclude_defaults=True)
-            return {"processes": part.best.world, "micro_batch": max(sizes), "layout": layout}
+            sizes = [other.best.load.micro_batch for other in segments if other.stage == projected.stage]
+            layout = projected.best.layout.model_dump(exclude_defaults=True)
+            return {"processes": projected.best.world, "micro_batch": max(sizes), "layout": layout}
 
         nodes: dict[str, dict[str, Any]] = {launcher: {} for launcher in SCHEDULERS}
         if variables := nccl_variables(self.projection, self.main):
@@ -204,7 +206,7 @@ class ClusterPlan:
             names.write_text("".join(f"{host}\n" for host in self.host_order[0]))
             nodes["slurm"]["host_file"] = str(names.absolute())
         main = fields(self.main)
-        others = {part.stage: fields(part) for part in self.projection.parts if fields(part) != main}
+        others = {projected.stage: fields(projected) for projected in segments if fields(projected) != main}
         settings = {launcher: own for launcher, own in nodes.items() if own}
         cluster = {**main, "fabric": self.named, **({"stages": others} if others else {}), **settings}
         path.write_text(yaml.safe_dump(cluster, sort_keys=False))
@@ -225,7 +227,7 @@ def plan_on_cluster(
     `megawatts`: power of the site, which limits the GPUs; 0: not at all. `hosts`: see `read_hosts`. `root` has
     calibrations, and measurements of earlier runs of the recipe. Raises ValueError, a line per fault.
     """
-    fabric, place = open_cluster(named, sparse)
+    fabric, given_cluster = open_cluster(named, sparse)
     if fabric is None:
         raise ValueError(
             f"cluster.fabric: {named} names none, so its devices and network are unknown; write fabric: with one of "
@@ -235,25 +237,25 @@ def plan_on_cluster(
     names = read_hosts(hosts, fabric) if hosts else ()
     free = len(free_gpus(names, fabric)) if hosts else fabric.gpus
     paid = Prices(**{**power_per_gpu(fabric), **(prices or {})})
-    everywhere, places = parse_gpus(gpus)
-    check_stage_names(plan.recipe, places)
-    if place is not None:
+    everywhere, placements = parse_gpus(gpus)
+    check_stage_names(plan.recipe, placements)
+    if given_cluster is not None:
         if gpus:
             raise ValueError(
                 f"gpus: {', '.join(gpus)} is given, but {named} sets the GPUs of each stage; edit the file"
             )
-        places, named = stage_placements(plan.recipe, place), place.fabric
-    most = max([everywhere, *(stage.gpus for stage in places.values())])
+        placements, named = stage_placements(plan.recipe, given_cluster), given_cluster.fabric
+    most = max([everywhere, *(stage.gpus for stage in placements.values())])
     for limit, field in ((fed, f"megawatts: {megawatts:g} feed"), (free, f"hosts: {hosts} names hosts with")):
         if limit < min(most, fabric.gpus):
             raise ValueError(f"{field} {limit:,} GPUs of {fabric.name}, not {most:,}; ask for fewer")
     limit = min(fed, free)
-    projection = project(plan.recipe, plan.rows, fabric, device_curves(fabric, root), places, everywhere, limit)
+    projection = project(plan.recipe, plan.rows, fabric, device_curves(fabric, root), placements, everywhere, limit)
     measured = measured_costs(root, plan.recipe.name) if root is not None else None
     lasting = named if is_fabric_name(named) else str(Path(named).absolute())  # holds in any folder
     warnings, cost = headroom_warnings(projection), None
     try:
-        cost = evaluation_cost(plan.recipe, place or Cluster(fabric=named))
+        cost = evaluation_cost(plan.recipe, given_cluster or Cluster(fabric=named))
     except ValueError as error:
         warnings.append(f"{error}; herd run refuses this before it starts")
     plan = replace(plan, warnings=[*plan.warnings, *warnings])
@@ -261,12 +263,12 @@ def plan_on_cluster(
     return ClusterPlan(plan, lasting, projection, uptimes, budget, measured, cost, names)
 
 
-def nccl_variables(projection: Projection, part: ProjectedSegment) -> dict[str, str]:
+def nccl_variables(projection: Projection, projected: ProjectedSegment) -> dict[str, str]:
     """Return the variables that make NCCL send as the plan assumes; none for a job on one server.
 
     The algorithm is named for all-reduces only: others have but a ring, and NVLink's switches inside a server.
     """
-    best, fabric = part.best, projection.fabric
+    best, fabric = projected.best, projection.fabric
     if best.world <= fabric.server.gpus:
         return {}
     network = Network(fabric, bandwidth_share(fabric))
@@ -274,7 +276,7 @@ def nccl_variables(projection: Projection, part: ProjectedSegment) -> dict[str, 
         fastest_algorithm(
             "all-reduce", message.bytes, network.group(message.axis, best.layout, best.world), network.layers
         )
-        for message in sent_messages(projection, part)
+        for message in sent_messages(projection, projected)
         if message.kind == "all-reduce" and message.axis in ("fsdp", "replica")
     }
     names = {algorithm for algorithm, _ in algorithms}
@@ -285,10 +287,11 @@ def nccl_variables(projection: Projection, part: ProjectedSegment) -> dict[str, 
 def headroom_warnings(projection: Projection) -> list[str]:
     """Return a line for the stages whose layouts leave too little memory free."""
     memory = projection.fabric.accelerator.memory_gb * 1e9
-    full = {part.stage: part for part in projection.parts if part.best.memory.total > (1 - HEADROOM) * memory}
+    used = [(projected.best.memory.total / memory, projected.stage) for projected in projection.segments]
+    full = dict.fromkeys(stage for share, stage in used if share > 1 - HEADROOM)
     if not full:
         return []
-    most = max(part.best.memory.total for part in full.values()) / memory
+    most = max(used)[0]
     return [
         f"layout: {', '.join(full)} take {most:.0%} of a GPU's memory; the estimate may be 5 % off, and NCCL, the CUDA "
         "context and fragments need some of the rest; take more GPUs, or measure a step before you rely on it"
@@ -308,20 +311,21 @@ def estimate_uptime_and_budget(
     `measured`: as in `job_uptime`.
     """
     fabric, state_bytes = projection.fabric, checkpoint_bytes(plan.parameters)
-    sizes = sorted({part.best.world for part in projection.parts})
+    sizes = sorted({projected.best.world for projected in projection.segments})
     uptimes = {size: job_uptime(projection, size, measured) for size in sizes}
     times = tuple(
         StageTime(
-            part.stage,
-            part.segment.tokens,
-            part.segment.steps,
-            part.best.world,
-            part.best.time.total,
-            uptimes[part.best.world].share / (1 + saving_loss(fabric, part, uptimes[part.best.world], state_bytes)),
-            part.best.time.gemm_bound,
-            part.best.time.exposed_comm,
+            projected.stage,
+            projected.segment.tokens,
+            projected.segment.steps,
+            projected.best.world,
+            projected.best.time.total,
+            uptimes[projected.best.world].share
+            / (1 + saving_loss(fabric, projected, uptimes[projected.best.world], state_bytes)),
+            projected.best.time.gemm_bound,
+            projected.best.time.exposed_comm,
         )
-        for part in projection.parts
+        for projected in projection.segments
     )
     main = projection.main.best.world
     spares = replace(prices, spare_share=uptimes[main].spares * fabric.server.gpus / main)
@@ -343,22 +347,22 @@ def job_uptime(projection: Projection, gpus: int, measured: tuple[CheckpointCost
     return uptime(gpus, interval, costs, recovery, gpus_per_host=fabric.server.gpus)
 
 
-def saving_loss(fabric: Fabric, part: ProjectedSegment, reliability: Uptime, state_bytes: float) -> float:
+def saving_loss(fabric: Fabric, projected: ProjectedSegment, reliability: Uptime, state_bytes: float) -> float:
     """Return the share of time that saves cost because they use the network of training; 0 with a frontend network."""
-    gpus, costs = part.best.world, reliability.costs
+    gpus, costs = projected.best.world, reliability.costs
     if fabric.server.frontend_gbit_s or gpus <= fabric.server.gpus:
         return 0.0
     sent = state_bytes / max(costs.save_s - costs.block_s, 1e-3) / (gpus * fabric.server.nic_bytes_per_s)
-    exposed = part.best.time.exposed_comm / part.best.time.total
+    exposed = projected.best.time.exposed_comm / projected.best.time.total
     return shared_network_loss(exposed, sent, costs.save_s, reliability.interval_s)
 
 
-def checkpoint_interval_s(recipe: Recipe, part: ProjectedSegment) -> float:
+def checkpoint_interval_s(recipe: Recipe, projected: ProjectedSegment) -> float:
     """Return the seconds between two checkpoints of a part."""
     every = recipe.checkpoint.every
     if every.unit == "seconds":
         return float(every.amount)
-    return every.amount / part.segment.batch * part.best.time.total
+    return every.amount / projected.segment.batch * projected.best.time.total
 
 
 def storage_use(plan: RunPlan) -> StorageUse:
@@ -379,15 +383,15 @@ def storage_use(plan: RunPlan) -> StorageUse:
     return StorageUse(text, float(tokens * width), checkpoint_bytes(plan.parameters), float(count))
 
 
-def sent_bytes(projection: Projection, part: ProjectedSegment) -> AxisBytes:
+def sent_bytes(projection: Projection, projected: ProjectedSegment) -> AxisBytes:
     """Return the bytes that a GPU in the middle of the pipeline sends in a step, by axis."""
-    best = part.best
-    return AxisBytes.from_collectives(sent_messages(projection, part), best.layout, best.load.micro_batches)
+    best = projected.best
+    return AxisBytes.from_collectives(sent_messages(projection, projected), best.layout, best.load.micro_batches)
 
 
-def sent_messages(projection: Projection, part: ProjectedSegment) -> list[Collective]:
+def sent_messages(projection: Projection, projected: ProjectedSegment) -> list[Collective]:
     """Return the messages of a GPU in the middle of the pipeline."""
-    best, config = part.best, projection.recipe.model
+    best, config = projected.best, projection.recipe.model
     return [
         message
         for stage in stages(config, best.layout, best.layout.pp // 2)
@@ -418,7 +422,7 @@ def print_cluster_plan(planned: ClusterPlan, out: Console, top: int) -> None:
     rate = main.segment.batch / best.time.total
     each = f"{format_amount(rate / best.world)} of each GPU, " if best.world > 1 else ""
     out.print(f"speed    {format_amount(rate)} tokens/s, {each}MFU {main.mfu:.1%}")
-    if (result := main.found) is not None:
+    if (result := main.search) is not None:
         title = f"{main.stage}: {result.considered:,} layouts, {len(result.fitting):,} fit"
         section(title, best_table(result, top), *([rejected_table(result)] if result.rejected else []))
     if planned.placement.traffic:
@@ -469,10 +473,10 @@ def placement_lines(planned: ClusterPlan) -> Iterator[str]:
     cut = planned.placement
     if cut.layer and planned.main.best.world > planned.projection.fabric.server.gpus:
         sizes = {name: cut.crossing[name].get(cut.layer, 0.0) for name in ("recommended", "contiguous", "random")}
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+        terms = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
         if planned.hosts:
-            parts += f", hosts of the file in order {format_bytes(planned.host_order[1])}"
-        yield f"placed   over the {cut.layer} layer in a step: {parts}"
+            terms += f", hosts of the file in order {format_bytes(planned.host_order[1])}"
+        yield f"placed   over the {cut.layer} layer in a step: {terms}"
     if variables := nccl_variables(planned.projection, planned.main):
         yield f"nccl     {', '.join(f'{name}={value}' for name, value in variables.items())}"
 
@@ -503,8 +507,8 @@ def budget_lines(planned: ClusterPlan) -> Iterator[str]:
         if getattr(budget, name) * scale < 0.01:  # every range would be "under 0.01"
             continue
         ranges = ((effect.name, sorted((effect.low * scale, effect.high * scale))) for effect in moving)
-        parts = "; ".join(f"{effect} ({short(low)} to {short(high)})" for effect, (low, high) in ranges)
-        yield f"{label:<10}depend on {parts}"
+        terms = "; ".join(f"{effect} ({short(low)} to {short(high)})" for effect, (low, high) in ranges)
+        yield f"{label:<10}depend on {terms}"
 
 
 def evaluation_lines(planned: ClusterPlan) -> Iterator[str]:
@@ -584,11 +588,15 @@ class ClusterProjection:
     @property
     def days(self) -> float:
         """Wall time with the goodput of the main part."""
-        return sum(part.seconds for part in self.projection.parts) / self.uptime.share / 86_400
+        return sum(projected.seconds for projected in self.projection.segments) / self.uptime.share / 86_400
 
     @property
     def gpu_hours(self) -> float:
-        return sum(part.seconds * part.best.world for part in self.projection.parts) / self.uptime.share / 3600
+        return (
+            sum(projected.seconds * projected.best.world for projected in self.projection.segments)
+            / self.uptime.share
+            / 3600
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return what the table shows."""
@@ -612,12 +620,12 @@ def compare_fabrics(
     root: Root, recipe: Recipe, clusters: Sequence[str], gpus: Sequence[str]
 ) -> list[ClusterProjection]:
     """Return the recipe on each cluster, the fastest first, each recorded in MLflow. Raises ValueError."""
-    everywhere, places = parse_gpus(gpus)
-    check_stage_names(recipe, places)
+    everywhere, placements = parse_gpus(gpus)
+    check_stage_names(recipe, placements)
     planned = []
     for fabric in [load_fabric(name) for name in clusters]:
         curves = device_curves(fabric, root)
-        projection = project(recipe, vocab_rows(recipe), fabric, curves, places, everywhere)
+        projection = project(recipe, vocab_rows(recipe), fabric, curves, placements, everywhere)
         reliability = job_uptime(projection, projection.main.best.world)
         planned.append(ClusterProjection(projection, bandwidth_share(fabric), reliability))
     tracker = MLflowTracker(root, f"{recipe.name}-plan")
@@ -625,13 +633,13 @@ def compare_fabrics(
     return sorted(recorded, key=lambda plan: plan.days)
 
 
-def fabrics_table(found: Sequence[ClusterProjection]) -> Table:
+def fabrics_table(projections: Sequence[ClusterProjection]) -> Table:
     """Return a row per cluster, the fastest first."""
     table = plain_table(
         "cluster", "routing", "card", "GPUs", "step s", "TFLOP/s", "uptime", "days", "GPU-hours", "slower",
         left=("cluster", "routing"),
     )  # fmt: skip
-    for plan in found:
+    for plan in projections:
         best = plan.projection.main.best
         table.add_row(
             plan.fabric.name,
@@ -643,7 +651,7 @@ def fabrics_table(found: Sequence[ClusterProjection]) -> Table:
             f"{plan.uptime.share:.1%}",
             format_digits(plan.days),
             format_amount(plan.gpu_hours),
-            f"{plan.days / found[0].days - 1:+.1%}",
+            f"{plan.days / projections[0].days - 1:+.1%}",
         )
     return table
 
@@ -663,28 +671,28 @@ def _record(tracker: MLflowTracker, projection: Projection, reliability: Uptime)
     tracker.reach.attempt(discard, None)
     run = tracker.open_run(name, tags, params)
     now, hours, points = time.time(), 0.0, list[MetricPoint]()
-    for part in projection.parts:  # figures at the first and the last token, with the names of a training run
-        hours += part.seconds * part.best.world / reliability.share / 3600
-        values = part_metrics(part, reliability.share)
-        for position in (part.segment.start, part.segment.end):
+    for projected in projection.segments:  # figures at the first and the last token, with the names of a training run
+        hours += projected.seconds * projected.best.world / reliability.share / 3600
+        values = segment_metrics(projected, reliability.share)
+        for position in (projected.segment.start, projected.segment.end):
             points += [MetricPoint(key, value, now, position) for key, value in values.items()]
-        points.append(MetricPoint(metrics.GPU_HOURS, hours, now, part.segment.end))
+        points.append(MetricPoint(metrics.GPU_HOURS, hours, now, projected.segment.end))
     tracker.log_points([run], points)
     tracker.close(run, "FINISHED")
     return tracker.page(run)
 
 
-def part_metrics(part: ProjectedSegment, effective: float) -> dict[str, float]:
+def segment_metrics(projected: ProjectedSegment, effective: float) -> dict[str, float]:
     """Return the metrics of a training run that a prediction knows."""
-    best, step_s = part.best, part.best.time.total
+    best, step_s = projected.best, projected.best.time.total
     return {
         metrics.STEP_S: step_s,
-        metrics.TOKENS_PER_S: part.segment.batch / step_s,
-        metrics.TOKENS_PER_S_PER_DEVICE: part.segment.batch / step_s / best.world,
+        metrics.TOKENS_PER_S: projected.segment.batch / step_s,
+        metrics.TOKENS_PER_S_PER_DEVICE: projected.segment.batch / step_s / best.world,
         metrics.TFLOPS_PER_DEVICE: best.tflops,
-        metrics.MFU: part.mfu,
+        metrics.MFU: projected.mfu,
         metrics.GOODPUT: effective,
         metrics.DEVICE_PEAK_GIB: best.memory.total / 2**30,
-        metrics.SEQ_LEN: float(part.segment.seq_len),
-        metrics.BATCH_TOKENS: float(part.segment.batch),
+        metrics.SEQ_LEN: float(projected.segment.seq_len),
+        metrics.BATCH_TOKENS: float(projected.segment.batch),
     }

@@ -27,18 +27,18 @@ def device_curves(fabric: Fabric, root: Root | None = None) -> Curves:
     return derate_for_step(measured) if measured else prior_curves(device)
 
 
-def parse_gpus(asked: Sequence[str]) -> tuple[int, dict[str, StagePlacement]]:
+def parse_gpus(values: Sequence[str]) -> tuple[int, dict[str, StagePlacement]]:
     """Parse `--gpus`: a default (0 if absent) and per-stage overrides. Raises ValueError for an invalid number."""
-    everywhere, places = 0, {}
-    for text in asked:
+    everywhere, placements = 0, {}
+    for text in values:
         name, _, number = text.rpartition("=")
         if not number.replace(",", "").isdecimal() or not int(number.replace(",", "")):
             raise ValueError(f"gpus: {text!r} is not a number of GPUs; write 8192, or main=16384 for one stage")
         if name:
-            places[name] = StagePlacement(int(number.replace(",", "")))
+            placements[name] = StagePlacement(int(number.replace(",", "")))
         else:
             everywhere = int(number.replace(",", ""))
-    return everywhere, places
+    return everywhere, placements
 
 
 def read_hosts(path: Path, fabric: Fabric) -> tuple[str, ...]:
@@ -68,10 +68,10 @@ def free_gpus(hosts: Sequence[str], fabric: Fabric) -> NDArray[np.int64]:
     return (free[:, None] * size + np.arange(size)).reshape(-1)
 
 
-def check_stage_names(recipe: Recipe, places: Mapping[str, StagePlacement]) -> None:
+def check_stage_names(recipe: Recipe, placements: Mapping[str, StagePlacement]) -> None:
     """Raise ValueError for a stage that the recipe does not have."""
     known = Schedule(recipe).names
-    for name in sorted(set(places) - known):
+    for name in sorted(set(placements) - known):
         raise ValueError(f"gpus: {name} is not a stage of the recipe; write one of {', '.join(sorted(known))}")
 
 
@@ -91,8 +91,8 @@ def open_cluster(named: str, sparse: bool = False) -> tuple[Fabric | None, Clust
 
 def stage_placements(recipe: Recipe, cluster: Cluster) -> dict[str, StagePlacement]:
     """Return the placement of each trained part in a run's cluster file."""
-    places = {}
+    placements = {}
     for span in Schedule(recipe).trained:
         own = cluster.for_stage(span.stage.name, span.name)
-        places[span.name] = StagePlacement(own.processes, own.layout, own.micro_batch)
-    return places
+        placements[span.name] = StagePlacement(own.processes, own.layout, own.micro_batch)
+    return placements

@@ -52,7 +52,7 @@ def write_page(planned: ClusterPlan, path: Path) -> None:
 def render_plan_page(planned: ClusterPlan) -> str:
     """Return the page of a plan as HTML text."""
     main = planned.main
-    unit, a_day = time_unit(sum(part.seconds for part in planned.projection.parts) / 86_400)
+    unit, a_day = time_unit(sum(projected.seconds for projected in planned.projection.segments) / 86_400)
     return render(
         "plan.html",
         planned=planned,
@@ -65,8 +65,8 @@ def render_plan_page(planned: ClusterPlan) -> str:
         seconds=sorted(main.best.time.as_dict().items(), key=lambda pair: -pair[1]),
         names=NAMES,
         words=format_memory(main.best, main.best.memory.total + main.best.margin),
-        found=main.found.fitting[:LAYOUTS] if main.found else [],
-        reasons=rejection_reasons(main.found) if main.found else [],
+        fitting=main.search.fitting[:LAYOUTS] if main.search else [],
+        reasons=rejection_reasons(main.search) if main.search else [],
         degrees=format_degrees,
         inner=format_pipeline,
         layout_words=format_layout,
@@ -85,7 +85,7 @@ def plan_figures(planned: ClusterPlan) -> list[tuple[str, str, str]]:
     projection, main = planned.projection, planned.main
     best, fabric = main.best, projection.fabric
     model = fabric_step_model(_query(planned, best.world), fabric, projection.curves)
-    parts = model.pipeline(best.layout, best.world, best.load)
+    timing = model.pipeline(best.layout, best.world, best.load)
     rank = np.array([RankCoords.from_rank(number, best.layout).pp for number in range(best.world)])
     needs = memory(projection.recipe.model, projection.rows, best.layout, best.world, best.load)
     whole = fabric.accelerator.memory_gb * 1e9
@@ -105,7 +105,7 @@ def plan_figures(planned: ClusterPlan) -> list[tuple[str, str, str]]:
         figures.append(("Traffic of a step", note, _traffic_plot(planned.placement.traffic, best.world)))
     if best.layout.pp > 1:
         note = "Which rank works when" + ("; dark and light: virtual stages in turn." if best.layout.vpp > 1 else ".")
-        figures.append(("The pipeline", note, _pipeline_plot(main, parts)))
+        figures.append(("The pipeline", note, _pipeline_plot(main, timing)))
     return [
         *figures,
         (
@@ -124,7 +124,7 @@ def plan_figures(planned: ClusterPlan) -> list[tuple[str, str, str]]:
 
 def _query(planned: ClusterPlan, world: int) -> LayoutQuery:
     projection = planned.projection
-    reserve = planned.main.found.query.reserve if planned.main.found else RESERVE
+    reserve = planned.main.search.query.reserve if planned.main.search else RESERVE
     segment = planned.main.segment
     return segment_query(projection.recipe, projection.rows, projection.fabric, segment, world, reserve)
 
@@ -228,13 +228,13 @@ def _bytes(value: float) -> str:
 
 
 @styled
-def _pipeline_plot(part: ProjectedSegment, parts: PipelineTiming) -> str:
+def _pipeline_plot(projected: ProjectedSegment, timing: PipelineTiming) -> str:
     """Return the schedule: forward and backward passes of the ranks over time, dark and light by vpp stage."""
-    layout, load = part.best.layout, part.best.load
+    layout, load = projected.best.layout, projected.best.load
     contiguous = layout.microbatch_group_size or layout.pp
     count = min(load.micro_batches, SHOWN_ROUNDS * contiguous)
-    forward = sum(parts.rank_seconds) / len(parts.rank_seconds) / layout.vpp / 3
-    times = Times(forward, 2 * forward, forward, parts.transfer)
+    forward = sum(timing.rank_seconds) / len(timing.rank_seconds) / layout.vpp / 3
+    times = Times(forward, 2 * forward, forward, timing.transfer)
     ends = action_end_times(actions(layout.schedule, layout.pp, layout.vpp, count, layout.microbatch_group_size), times)
     whole = max(ends.values())
     image = np.zeros((layout.pp, PIXELS), dtype=int)
@@ -260,12 +260,12 @@ def _pipeline_plot(part: ProjectedSegment, parts: PipelineTiming) -> str:
 def _memory_plot(ranks: Sequence[RankMemory], limit: float, whole: float) -> str:
     """Return the memory of a GPU of each pipeline rank by component, against the limit and the device."""
     figure, axis = subplots(figsize=(WIDTH, 3.2))
-    places = [need.pipeline_rank for need in ranks]
+    pipeline_ranks = [need.pipeline_rank for need in ranks]
     bottom = np.zeros(len(ranks))
     for name, color in MEMORY.items():
         each = np.array([memory_parts(need)[name] / 1e9 for need in ranks])
         if each.any():
-            axis.bar(places, each, bottom=bottom, color=color, label=name, width=0.8)
+            axis.bar(pipeline_ranks, each, bottom=bottom, color=color, label=name, width=0.8)
         bottom += each
     axis.axhline(limit / 1e9, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
     edge = axis.get_yaxis_transform()
@@ -285,15 +285,15 @@ def _cadence_plot(share: Callable[[float], float | None], best_s: float, planned
     """Return effective training time against the time between two checkpoints; `share` of an interval in seconds."""
     figure, axis = subplots(figsize=(WIDTH, 2.8))
     minutes = np.geomspace(max(0.2, best_s / 60 / 10), best_s / 60 * 60, 200)
-    points = [(minute, found) for minute in minutes if (found := share(minute * 60)) is not None]
-    axis.plot([minute for minute, _ in points], [found for _, found in points], color=PALETTE[0], linewidth=1.8)
-    best = max((found for _, found in points), default=1.0)
+    points = [(minute, effective) for minute in minutes if (effective := share(minute * 60)) is not None]
+    axis.plot([minute for minute, _ in points], [effective for _, effective in points], color=PALETTE[0], linewidth=1.8)
+    best = max((effective for _, effective in points), default=1.0)
     for seconds, name, color, way in ((best_s, "best", PALETTE[2], -16), (planned_s, "the recipe's", PALETTE[1], 10)):
-        found = share(seconds)
-        if found is not None:
-            axis.plot([seconds / 60], [found], marker="o", color=color)
-            label = f"{name}: {seconds / 60:.3g} min, {found:.1%}"
-            axis.annotate(label, (seconds / 60, found), xytext=(4, way), textcoords="offset points", fontsize=9)
+        effective = share(seconds)
+        if effective is not None:
+            axis.plot([seconds / 60], [effective], marker="o", color=color)
+            label = f"{name}: {seconds / 60:.3g} min, {effective:.1%}"
+            axis.annotate(label, (seconds / 60, effective), xytext=(4, way), textcoords="offset points", fontsize=9)
     axis.set_ylim(max(0.0, best - 0.15), min(1.0, best + 0.03))
     axis.set_xscale("log")
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -1,8 +1,8 @@
 """What the planner says of the stages of a run before they start: whether they fit, and how fast they will be.
 
 A layout that does not fit is refused with one that would. What is predicted goes to MLflow as `plan/*`, beside what is
-measured, so that the error of the model is a number that everyone sees. Where devices are not known, or nobody measured
-them (`herd plan calibrate`), the prediction is absent: nothing is guessed.
+measured, so that everyone sees the error of the model. Where devices are not known or not measured (`herd plan
+calibrate`), the prediction is absent: nothing is guessed.
 """
 
 from __future__ import annotations
@@ -46,18 +46,19 @@ def memory_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
     """Return a line for each stage whose layout does not fit its devices, and for a pod's memory, with what would."""
     faults = pod_memory_faults(recipe, cluster)
     for span in Schedule(recipe).trained:
-        place = cluster.for_stage(span.stage.name, span.name)
-        device = device_memory(place)
+        stage_cluster = cluster.for_stage(span.stage.name, span.name)
+        device = device_memory(stage_cluster)
         if device is None:
             continue
         fullest = max(
-            ((memory_needs(recipe, place, part, device), part) for part in span.segments), key=lambda p: p[0].total
+            ((memory_needs(recipe, stage_cluster, segment, device), segment) for segment in span.segments),
+            key=lambda p: p[0].total,
         )
         if fullest[0].total > device.limit:
-            told = memory_error(fullest[0], device.limit)
+            shortage = memory_error(fullest[0], device.limit)
             faults.append(
-                f"cluster.layout: {span.name} does not fit {device.name}: {told}; "
-                f"{memory_remedy(recipe, place, fullest[1], device)}"
+                f"cluster.layout: {span.name} does not fit {device.name}: {shortage}; "
+                f"{memory_remedy(recipe, stage_cluster, fullest[1], device)}"
             )
     return faults
 
@@ -69,10 +70,10 @@ def pod_memory_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
         return []
     limit = quantity_bytes(given)
     for span in Schedule(recipe).trained:
-        place = cluster.for_stage(span.stage.name, span.name)
-        layout, world, each = place.layout, place.processes, cluster.nodes.processes_per_node
+        stage_cluster = cluster.for_stage(span.stage.name, span.name)
+        layout, world, each = stage_cluster.layout, stage_cluster.processes, cluster.nodes.processes_per_node
         pod = DeviceMemory("pod", limit, cuda=True)
-        load = micro_batch_load(recipe, layout, world, place.micro_batch, span.segments[0], pod)
+        load = micro_batch_load(recipe, layout, world, stage_cluster.micro_batch, span.segments[0], pod)
         saved = [need.saved for need in memory(recipe.model, vocab_rows(recipe), layout, world, load)]
         ranks = [saved[RankCoords.from_rank(rank, layout).pp] for rank in range(world)]
         saves += [(sum(ranks[first : first + each]), span.name) for first in range(0, world, each)]
@@ -115,21 +116,21 @@ def predict_step_times(root: Root, recipe: Recipe, cluster: Cluster, span: Stage
     if device is None:
         return None
     model = _step_model(root, recipe, cluster)
-    found = {segment.seq_len: _of_segment(recipe, cluster, segment, device, model) for segment in span.segments}
-    return PredictedStepTimes(processes=cluster.processes, by_seq=found)
+    by_seq = {segment.seq_len: _of_segment(recipe, cluster, segment, device, model) for segment in span.segments}
+    return PredictedStepTimes(processes=cluster.processes, by_seq=by_seq)
 
 
 def _of_segment(
     recipe: Recipe, cluster: Cluster, segment: Segment, device: DeviceMemory, model: StepModel | None
 ) -> dict[str, float]:
     need = memory_needs(recipe, cluster, segment, device)
-    told = {metrics.PLANNED_GIB: need.total / 2**30}
+    predicted = {metrics.PLANNED_GIB: need.total / 2**30}
     if model is not None:
         load = micro_batch_load(recipe, cluster.layout, cluster.processes, cluster.micro_batch, segment, device)
         step_s = model.predict(cluster.layout, cluster.processes, load).total
         flops = flops_per_token(recipe.model, vocab_rows(recipe), segment.seq_len).causal * segment.batch
-        told |= {metrics.PLANNED_STEP_S: step_s, metrics.PLANNED_TFLOPS: flops / cluster.processes / step_s / 1e12}
-    return told
+        predicted |= {metrics.PLANNED_STEP_S: step_s, metrics.PLANNED_TFLOPS: flops / cluster.processes / step_s / 1e12}
+    return predicted
 
 
 def _step_model(root: Root, recipe: Recipe, cluster: Cluster) -> StepModel | None:
@@ -140,7 +141,7 @@ def _step_model(root: Root, recipe: Recipe, cluster: Cluster) -> StepModel | Non
     alone = cluster.processes == 1 and cluster.launcher == "local" and not cluster.fabric
     curves = local_calibration(root, cluster.device) if alone else None
     if not cluster.fabric and curves is None:
-        return None  # between processes of this machine nobody measured anything
+        return None  # traffic between processes of this machine is not measured
     from herd.llama3.planner.collectives import Network
     from herd.llama3.planner.routing import bandwidth_share
     from herd.llama3.planner.step_time import StepModel
@@ -156,7 +157,7 @@ def _step_model(root: Root, recipe: Recipe, cluster: Cluster) -> StepModel | Non
 
 def local_calibration(root: Root, device: str = "auto") -> Curves | None:
     """Return the newest calibration of this machine's device, or None; `device`: auto, cpu or cuda."""
-    if not open_store(root).all(KIND):  # most roots: then nobody waits for torch, which names the device
+    if not open_store(root).all(KIND):  # most roots; do not import torch, which names the device
         return None
     from herd.llama3.planner.calibrate import resolve_device
     from herd.llama3.train.device import device_name

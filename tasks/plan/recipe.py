@@ -80,8 +80,8 @@ class RunPlan:
 
     def flops(self) -> tuple[float, float]:
         """Return the run's FLOPs as 6N per token, and with causal attention counted."""
-        model, parts = self.recipe.model, [part for span in self.schedule.trained for part in span.segments]
-        pairs = [(part.tokens, flops_per_token(model, self.rows, part.seq_len)) for part in parts]
+        model, segments = self.recipe.model, [segment for span in self.schedule.trained for segment in span.segments]
+        pairs = [(segment.tokens, flops_per_token(model, self.rows, segment.seq_len)) for segment in segments]
         return sum(n * dense for n, (dense, _) in pairs), sum(n * causal for n, (_, causal) in pairs)
 
 
@@ -97,7 +97,7 @@ def make_plan(
     `tokenizer` is the recipe's, if it is known already.
     """
     rows = tokenizer.rows if tokenizer else vocab_rows(recipe)
-    short = [fault for found in sources if (fault := data_shortage(recipe, found, USUAL_TOKENS_PER_BYTE))]
+    short = [fault for source in sources if (fault := data_shortage(recipe, source, USUAL_TOKENS_PER_BYTE))]
     lacking = [f"evaluate: leaves out {line}" for line in left_out]
     warnings = [*placeholders(recipe), *lint(recipe), *short, *conversation_shortage(recipe, conversations), *lacking]
     return RunPlan(recipe, Schedule(recipe), rows, warnings, sources, conversations)
@@ -121,7 +121,9 @@ def _local_faults(recipe: Recipe) -> list[str]:
     local = {
         domain: sources
         for domain, sources in recipe.sources.items()
-        if all(is_local(one.uri) and not one.contents and not PLACEHOLDER.search(one.uri) for one in sources)
+        if all(
+            is_local(source.uri) and not source.contents and not PLACEHOLDER.search(source.uri) for source in sources
+        )
     }
     faults = check_sources(recipe.model_copy(update={"sources": local}))
     return [fault for fault in faults if fault.startswith("sources.")]
@@ -145,7 +147,7 @@ def survey_chats(recipe: Recipe, tokenizer: Tokenizer | None, remote: bool = Tru
 
 
 def tokens_needed(recipe: Recipe, domain: Domain, name: str = "") -> int:
-    """Return how many tokens the whole run trains on: of the source that stands apart as `name`, or of all others."""
+    """Return how many tokens the whole run trains on: of the source `name`, or of all unnamed ones."""
     apart = recipe.named_sources
 
     def share(span: StageSpan) -> Fraction:
@@ -155,15 +157,18 @@ def tokens_needed(recipe: Recipe, domain: Domain, name: str = "") -> int:
     return round(sum(span.tokens * share(span) for span in Schedule(recipe).spans))
 
 
-def data_shortage(recipe: Recipe, found: DomainSurvey, tokens_per_byte: float) -> str:
+def data_shortage(recipe: Recipe, source: DomainSurvey, tokens_per_byte: float) -> str:
     """Return what to do if the text found for a domain is too little under the epoch limit; "" if it is enough."""
-    needed, once = tokens_needed(recipe, found.domain, found.name), found.bytes * tokens_per_byte
-    if needed <= once * recipe.tokens.max_epochs or not found.complete:
+    needed, once = (
+        tokens_needed(recipe, source.domain, source.name),
+        source.bytes * tokens_per_byte,
+    )
+    if needed <= once * recipe.tokens.max_epochs or not source.complete:
         return ""
     return (
-        f"sources.{found.title}: {format_bytes(found.bytes)} of text are about {tokens(once)} tokens; "
+        f"sources.{source.title}: {format_bytes(source.bytes)} of text are about {tokens(once)} tokens; "
         f"the run takes {tokens(needed)}, more than tokens.max_epochs {recipe.tokens.max_epochs:g} allows; "
-        f"add text, lower the share of {found.title}, or shorten the run"
+        f"add text, lower the share of {source.title}, or shorten the run"
     )
 
 
@@ -253,8 +258,8 @@ def summary_lines(plan: RunPlan) -> list[str]:
     if plan.recipe.init_from is not None:
         trained = plan.schedule.tokens - plan.schedule.trained[0].start
         lines.append(f"start    from {plan.recipe.init_from.path}; {tokens(trained)} tokens are trained here")
-    for found in plan.sources:
-        lines.append(f"source   {found.title}: {_found(plan.recipe, found)}")
+    for source in plan.sources:
+        lines.append(f"source   {source.title}: {_survey_line(plan.recipe, source)}")
     lines += copies_lines(plan.recipe)
     for chats in plan.conversations:
         amount = f"{chats.conversations:,} in {chats.messages:,} messages, {format_bytes(chats.bytes)}"
@@ -267,13 +272,15 @@ def summary_lines(plan: RunPlan) -> list[str]:
     return lines
 
 
-def _found(recipe: Recipe, found: DomainSurvey) -> str:
-    if not found.complete and not found.documents:
-        return f"not looked at (remote); the run takes {tokens(tokens_needed(recipe, found.domain, found.name))} tokens"
-    least = "" if found.complete else "at least "
-    made = f", {found.generated / found.bytes:.0%} of it generated problems" if found.generated else ""
-    unread = f"; cannot be read: {found.left_out}" if found.left_out else ""
-    return f"{least}{format_bytes(found.bytes)} in {found.documents:,} documents{made}{unread}"
+def _survey_line(recipe: Recipe, source: DomainSurvey) -> str:
+    if not source.complete and not source.documents:
+        return (
+            f"not looked at (remote); the run takes {tokens(tokens_needed(recipe, source.domain, source.name))} tokens"
+        )
+    least = "" if source.complete else "at least "
+    generated = f", {source.generated / source.bytes:.0%} of it generated problems" if source.generated else ""
+    unread = f"; cannot be read: {source.left_out}" if source.left_out else ""
+    return f"{least}{format_bytes(source.bytes)} in {source.documents:,} documents{generated}{unread}"
 
 
 def plan_document(plan: RunPlan) -> dict[str, Any]:
@@ -301,8 +308,11 @@ def plan_document(plan: RunPlan) -> dict[str, Any]:
             for span in schedule.spans
         ],
         "sources": [
-            {**asdict(found), "tokens_needed": tokens_needed(plan.recipe, found.domain, found.name)}
-            for found in plan.sources
+            {
+                **asdict(source),
+                "tokens_needed": tokens_needed(plan.recipe, source.domain, source.name),
+            }
+            for source in plan.sources
         ],
         "warnings": plan.warnings,
     }
@@ -311,14 +321,14 @@ def plan_document(plan: RunPlan) -> dict[str, Any]:
 def memory_lines(plan: RunPlan, layout: Layout, processes: int, micro_batch: int) -> list[str]:
     """Return what the fullest process needs at each sequence length."""
     needs: dict[int, list[RankMemory]] = defaultdict(list)
-    for part in plan.schedule.segments:
-        count = max(1, part.batch // (part.seq_len * layout.dp(processes) * micro_batch))
-        average = average_bytes(plan.recipe, part)
-        load = Load(part.seq_len, micro_batch, count, plan.recipe.precision, average=average)
-        needs[part.seq_len] += memory(plan.recipe.model, plan.rows, layout, processes, load)
+    for segment in plan.schedule.segments:
+        count = max(1, segment.batch // (segment.seq_len * layout.dp(processes) * micro_batch))
+        average = average_bytes(plan.recipe, segment)
+        load = Load(segment.seq_len, micro_batch, count, plan.recipe.precision, average=average)
+        needs[segment.seq_len] += memory(plan.recipe.model, plan.rows, layout, processes, load)
     return [
-        f"memory   {memory_line(max(found, key=lambda need: need.total))} (sequences of {seq_len:,})"
-        for seq_len, found in sorted(needs.items())
+        f"memory   {memory_line(max(ranks, key=lambda need: need.total))} (sequences of {seq_len:,})"
+        for seq_len, ranks in sorted(needs.items())
     ]
 
 

@@ -100,23 +100,23 @@ def format_layout(layout: Layout) -> str:
 
 def stages_table(projection: Projection) -> Table:
     """Return a row per segment: its layout, memory, step and days without interruptions."""
-    unit, a_day = time_unit(sum(part.seconds for part in projection.parts) / 86_400)
+    unit, a_day = time_unit(sum(projected.seconds for projected in projection.segments) / 86_400)
     table = plain_table(
         "stage", "seq_len", "GPUs", DEGREES, "V·N·mb", "GB", "step s", "TFLOP/s", unit, "", left=("stage", "")
     )
     table.columns[-1].no_wrap = False  # in a narrow terminal figures stay whole
-    for part in projection.parts:
-        best = part.best
+    for projected in projection.segments:
+        best = projected.best
         table.add_row(
-            part.stage,
-            str(Tokens(part.segment.seq_len)),
+            projected.stage,
+            str(Tokens(projected.segment.seq_len)),
             f"{best.world:,}",
             format_degrees(best.layout, best.dp),
             format_pipeline(best),
             format_digits(best.memory.total / 1e9),
             format_digits(best.time.total),
             f"{best.tflops:.0f}",
-            format_digits(part.seconds / 86_400 * a_day),
+            format_digits(projected.seconds / 86_400 * a_day),
             format_layout(best.layout),
         )
     return table
@@ -127,30 +127,30 @@ def format_degrees(layout: Layout, dp: int) -> str:
     return f"{layout.tp}·{layout.cp}·{layout.pp}·{dp}"
 
 
-def format_pipeline(one: Candidate) -> str:
+def format_pipeline(candidate: Candidate) -> str:
     """Return virtual stages, micro-batches in a row, and sequences of a micro-batch."""
-    layout = one.layout
-    return f"{layout.vpp}·{layout.microbatch_group_size or layout.pp}·{one.load.micro_batch}"
+    layout = candidate.layout
+    return f"{layout.vpp}·{layout.microbatch_group_size or layout.pp}·{candidate.load.micro_batch}"
 
 
-def time_table(part: ProjectedSegment) -> Table:
+def time_table(projected: ProjectedSegment) -> Table:
     """Return the components of a step, the largest first."""
     table = plain_table("", "ms", "share", "bar", left=("", "bar"))
     table.columns[3].header = ""
-    seconds = part.best.time.as_dict()
+    seconds = projected.best.time.as_dict()
     for name, value in sorted(seconds.items(), key=lambda pair: -pair[1]):
-        share = value / part.best.time.total
+        share = value / projected.best.time.total
         if share >= 0.0005:
             table.add_row(NAMES[name], format_digits(value * 1e3), f"{share:.1%}", "█" * max(1, round(share * BAR)))
     return table
 
 
-def best_table(found: SearchResult, most: int) -> Table:
+def best_table(search: SearchResult, most: int) -> Table:
     """Return the fastest layouts."""
     table = plain_table("", DEGREES, "V·N·mb", "step s", "slower", "GB", "free GB", "", left=("",))
     table.columns[-1].no_wrap = False
-    fastest = min(candidate.mean_step_s for candidate in found.fitting)  # the first has the larger micro-batch
-    for number, candidate in enumerate(found.fitting[:most], 1):
+    fastest = min(candidate.mean_step_s for candidate in search.fitting)  # the first has the larger micro-batch
+    for number, candidate in enumerate(search.fitting[:most], 1):
         table.add_row(
             str(number),
             format_degrees(candidate.layout, candidate.dp),
@@ -173,10 +173,10 @@ class RejectionReason(NamedTuple):
     """A layout, with its figures."""
 
 
-def rejection_reasons(found: SearchResult) -> list[RejectionReason]:
+def rejection_reasons(search: SearchResult) -> list[RejectionReason]:
     """Return why layouts were rejected, the most common reason first; the example lacks least memory."""
     groups: dict[str, list[Rejected]] = defaultdict(list)
-    for rejected in found.rejected:
+    for rejected in search.rejected:
         groups[rejected.why.split(":")[0].rsplit(".", 1)[-1]].append(rejected)
     summary = []
     for field, group in sorted(groups.items(), key=lambda pair: -len(pair[1])):
@@ -187,25 +187,25 @@ def rejection_reasons(found: SearchResult) -> list[RejectionReason]:
     return summary
 
 
-def rejected_table(found: SearchResult) -> Table:
+def rejected_table(search: SearchResult) -> Table:
     """Return how many layouts were rejected for each reason, with an example."""
     table = plain_table("refused", "because of", "for example", left=("because of", "for example"))
     table.columns[2].no_wrap, table.columns[2].overflow = False, "fold"
-    for reason in rejection_reasons(found):
+    for reason in rejection_reasons(search):
         table.add_row(f"{reason.layouts:,}", reason.field, reason.example)
     return table
 
 
-def format_memory(one: Candidate, limit: float) -> str:
+def format_memory(candidate: Candidate, limit: float) -> str:
     """Return the memory of the fullest GPU by component, the largest first."""
-    sizes = sorted(memory_parts(one.memory).items(), key=lambda pair: -pair[1])
-    parts = ", ".join(f"{name} {format_digits(size / 1e9)}" for name, size in sizes if size)
-    return f"{format_digits(one.memory.total / 1e9)} GB of {format_digits(limit / 1e9)}: {parts}"
+    sizes = sorted(memory_parts(candidate.memory).items(), key=lambda pair: -pair[1])
+    terms = ", ".join(f"{name} {format_digits(size / 1e9)}" for name, size in sizes if size)
+    return f"{format_digits(candidate.memory.total / 1e9)} GB of {format_digits(limit / 1e9)}: {terms}"
 
 
 def projection_json(projection: Projection, most: int) -> dict[str, Any]:
     """Return everything in the tables, and the reason of every rejected layout."""
-    stages = [part_json(part, most) for part in projection.parts]
+    stages = [segment_json(projected, most) for projected in projection.segments]
     return {
         "recipe": projection.recipe.name,
         "cluster": projection.fabric.name,
@@ -214,39 +214,39 @@ def projection_json(projection: Projection, most: int) -> dict[str, Any]:
     }
 
 
-def part_json(part: ProjectedSegment, most: int) -> dict[str, Any]:
+def segment_json(projected: ProjectedSegment, most: int) -> dict[str, Any]:
     """Return one segment's figures."""
     refused = defaultdict(list)
-    for rejected in part.found.rejected if part.found else ():
+    for rejected in projected.search.rejected if projected.search else ():
         layout = rejected.layout.model_dump(exclude_defaults=True)
         refused[rejected.why].append(layout | {"micro_batch": rejected.micro_batch})
-    best = [candidate_json(candidate) for candidate in part.found.fitting[:most]] if part.found else []
+    best = [candidate_json(candidate) for candidate in projected.search.fitting[:most]] if projected.search else []
     return {
-        "stage": part.stage,
-        "seq_len": part.segment.seq_len,
-        "batch": part.segment.batch,
-        "steps": part.segment.steps,
-        "mfu": part.mfu,
-        "seconds": part.seconds,
-        **candidate_json(part.best),
+        "stage": projected.stage,
+        "seq_len": projected.segment.seq_len,
+        "batch": projected.segment.batch,
+        "steps": projected.segment.steps,
+        "mfu": projected.mfu,
+        "seconds": projected.seconds,
+        **candidate_json(projected.best),
         "best": best,
         "refused": refused,
     }
 
 
-def candidate_json(one: Candidate) -> dict[str, Any]:
+def candidate_json(candidate: Candidate) -> dict[str, Any]:
     """Return a layout's figures."""
     return {
-        "gpus": one.world,
-        "layout": one.layout.model_dump(),
-        "dp": one.dp,
-        "micro_batch": one.load.micro_batch,
-        "micro_batches": one.load.micro_batches,
-        "step_s": one.time.total,
-        "time_s": one.time.as_dict(),
-        "tflops": one.tflops,
-        "memory": one.memory.as_dict(),
-        "free_bytes": one.margin,
+        "gpus": candidate.world,
+        "layout": candidate.layout.model_dump(),
+        "dp": candidate.dp,
+        "micro_batch": candidate.load.micro_batch,
+        "micro_batches": candidate.load.micro_batches,
+        "step_s": candidate.time.total,
+        "time_s": candidate.time.as_dict(),
+        "tflops": candidate.tflops,
+        "memory": candidate.memory.as_dict(),
+        "free_bytes": candidate.margin,
     }
 
 

@@ -80,7 +80,7 @@ class LivePage:
             ("loss", f"{run.loss:.3f}" if run.loss is not None else "", "mean of the last steps"),
             ("bits per byte", f"{held_out[-1][1]:.3f}" if held_out else "", "of held-out text"),
             ("tokens/s", tokens(speed) if speed and run.holder else "", "at the last step"),
-            ("checkpoint", tokens(run.saved.position) if run.saved else "", "a restart goes on from there"),
+            ("checkpoint", tokens(run.saved.position) if run.saved else "", "a restart continues from there"),
             ("restarts", str(run.restarts or ""), "of its trainers"),
             ("silent", format_duration(run.silent_s) if run.silent_s > 60 else "", "since its last step"),
         ]

@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 
 from herd.llama3.recipe.base import read_plain
 from herd.llama3.recipe.load import digest, parse_recipe, resolved, to_yaml
@@ -74,10 +74,8 @@ class StepRecord(BaseModel):
 class StudyPart(BaseModel):
     """The part of a study that a run is."""
 
-    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
-
     study: str
-    variant: str = Field(alias="arm")
+    variant: str
     repeat: int
     mlflow_run: str = ""
     """MLflow run of the study, the parent of the run's."""

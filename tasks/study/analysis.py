@@ -52,20 +52,20 @@ ACCURACY_INSIDE, NATS_INSIDE = 9, 6
 """Columns that show whether accuracy and nats lie inside their intervals."""
 
 
-def analyze(expanded: ExpandedStudy, found: Sequence[RunResult], flags: Sequence[str] = ()) -> Analysis:
+def analyze(expanded: ExpandedStudy, results: Sequence[RunResult], flags: Sequence[str] = ()) -> Analysis:
     """Return the analysis of a study's results `found`; `flags` are added to those of the verdict.
 
     Results that are too few or cannot be compared give a verdict that says so.
     """
-    study, finished = expanded.study, {result.variant for result in found}
+    study, finished = expanded.study, {result.variant for result in results}
     try:
         if study.ladder:
-            analysis = _ladder_analysis(expanded, study.ladder, found)
+            analysis = _ladder_analysis(expanded, study.ladder, results)
         elif study.mix:
-            analysis = mix_analysis(expanded, found)
+            analysis = mix_analysis(expanded, results)
         elif study.annealing:
             sources = {name: name for name in study.annealing.new if name in finished}
-            analysis = Analysis(annealing_verdict(found, expanded.control, sources))
+            analysis = Analysis(annealing_verdict(results, expanded.control, sources))
         else:
             assert study.compare is not None
             changes = {
@@ -74,7 +74,7 @@ def analyze(expanded: ExpandedStudy, found: Sequence[RunResult], flags: Sequence
                 if name in finished and name != study.compare.control
             }
             weights: dict[str, float] = {domain: float(share) for domain, share in expanded.base.first_mix.items()}
-            analysis = Analysis(ablation_verdict(found, expanded.control, changes, study.compare.score, weights))
+            analysis = Analysis(ablation_verdict(results, expanded.control, changes, study.compare.score, weights))
     except ValueError as error:
         analysis = Analysis(StudyVerdict(headline=[f"no verdict: {' '.join(str(error).split())}"]))
     verdict = analysis.verdict.model_copy(update={"flags": [*flags, *analysis.verdict.flags]})
@@ -153,12 +153,12 @@ def other_data(store: Store, answers: Mapping[str, RunRecord], variants: Sequenc
 # Mix search
 
 
-def mix_analysis(expanded: ExpandedStudy, found: Sequence[RunResult]) -> Analysis:
+def mix_analysis(expanded: ExpandedStudy, results: Sequence[RunResult]) -> Analysis:
     """Return the analysis of a mix search. Raises ValueError for too few mixes, or a missing control.
 
     Variants that change other things than shares are compared with the base mix, and not part of the fit.
     """
-    search, finished = expanded.study.mix, {result.variant for result in found}
+    search, finished = expanded.study.mix, {result.variant for result in results}
     assert search is not None
     if BASE not in finished:
         raise ValueError(f"mix: the control variant {BASE} has no finished run; run it too")
@@ -171,15 +171,15 @@ def mix_analysis(expanded: ExpandedStudy, found: Sequence[RunResult]) -> Analysi
     weights = weights or shares[BASE]
     if list(shares) == [BASE]:
         changes = {name: overrides for name, overrides in search.others.items() if name in finished}
-        return Analysis(ablation_verdict(found, BASE, changes, BPB, weights))
-    mixture = fit_mixture(mix_trials(found, shares), weights)
+        return Analysis(ablation_verdict(results, BASE, changes, BPB, weights))
+    mixture = fit_mixture(mix_trials(results, shares), weights)
     base = np.array([shares[BASE].get(domain, 0.0) for domain in mixture.domains])
     bounds: dict[str, tuple[float, float]] = {
         domain: (float(low), float(high)) for domain, (low, high) in search.bounds.items()
     }
     best = propose(mixture, base, bounds)
     variants = [name for name in dict.fromkeys(run.variant.name for run in expanded.runs) if name in finished - {BASE}]
-    verdict = mix_verdict(mixture, best, found, BASE, variants, search.of)
+    verdict = mix_verdict(mixture, best, results, BASE, variants, search.of)
     return Analysis(verdict, _mix_tables(mixture, best), _mix_figures(mixture))
 
 
@@ -228,12 +228,12 @@ def _mix_figures(mixture: Mixture) -> list[Figure]:
 # Ladder
 
 
-def _ladder_analysis(expanded: ExpandedStudy, ladder: Ladder, found: Sequence[RunResult]) -> Analysis:
-    if unscored := [result.run for result in found if ladder.score not in result.scores]:
-        raise ValueError(f"ladder.score: {unscored[0]} has no {ladder.score!r}; it has {', '.join(found[0].scores)}")
+def _ladder_analysis(expanded: ExpandedStudy, ladder: Ladder, results: Sequence[RunResult]) -> Analysis:
+    if unscored := [result.run for result in results if ladder.score not in result.scores]:
+        raise ValueError(f"ladder.score: {unscored[0]} has no {ladder.score!r}; it has {', '.join(results[0].scores)}")
     trials = [
         Trial(result.parameters, result.tokens, result.flops, result.scores[ladder.score].value, result.run)
-        for result in found
+        for result in results
     ]
     try:
         fitted = fit_ladder(trials, ladder.budgets)
@@ -246,7 +246,7 @@ def _ladder_analysis(expanded: ExpandedStudy, ladder: Ladder, found: Sequence[Ru
     verdict = ladder_verdict(fitted, ladder.to, alternative)
     tables, figures = [_budget_table(fitted)], ladder_figures(fitted, ladder.to)
     if ladder.to and ladder.forecast:
-        forecast = _forecast(found, fitted, ladder.forecast, ladder.to)
+        forecast = _forecast(results, fitted, ladder.forecast, ladder.to)
         tables += forecast.tables
         figures += forecast.figures
         verdict = verdict.model_copy(
@@ -288,14 +288,14 @@ def _recipe_changes(expanded: ExpandedStudy, ladder: Ladder, fitted: IsoflopFit,
     return changes + expanded.base.lr.decay.overrides_for(end)
 
 
-def _forecast(found: Sequence[RunResult], fitted: IsoflopFit, names: Sequence[str], flops: float) -> Analysis:
+def _forecast(results: Sequence[RunResult], fitted: IsoflopFit, names: Sequence[str], flops: float) -> Analysis:
     """Return the forecast of each task's accuracy at `flops`, its back-test, and its figure.
 
     The line goes through the best run of each budget, as published, if the budgets are enough to test that.
     """
     best = [min(budget.trials, key=lambda trial: trial.loss).name for budget in fitted.parabolas if budget.used]
     straight = best if len(best) > RUNS else None
-    tasks = {name: task for name in names if (task := _task_points(found, f"{PREFIX}{name}", straight))}
+    tasks = {name: task for name in names if (task := _task_points(results, f"{PREFIX}{name}", straight))}
     verdict = forecast_verdict(tasks, flops)
     missing = [
         f"{name}: the runs were not evaluated on it; name a task of evaluate.suite"
@@ -314,11 +314,11 @@ def _forecast(found: Sequence[RunResult], fitted: IsoflopFit, names: Sequence[st
     return Analysis(verdict, tables, figures)
 
 
-def _task_points(found: Sequence[RunResult], key: str, straight: Collection[str] | None) -> TaskPoints | None:
+def _task_points(results: Sequence[RunResult], key: str, straight: Collection[str] | None) -> TaskPoints | None:
     """Return the points of the runs that were evaluated on a task; None if there are none."""
     gold, chance = gold_key(key), 0.0
     points: list[EvaluatedPoint] = []
-    for result in found:
+    for result in results:
         if key in result.scores and gold in result.scores:
             score = result.scores[key]
             if not points:

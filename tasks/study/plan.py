@@ -35,7 +35,7 @@ MEASURED = 20
 SIMILAR = 4.0
 """Largest factor in operations per token at which a run is used for another model. Small models mostly wait for Python:
 a model of 17 times fewer operations took twice the predicted seconds."""
-HEADERS = ("variant", "repeat", "parameters", "tokens", "FLOPs", "time", "cost", "stands")
+HEADERS = ("variant", "repeat", "parameters", "tokens", "FLOPs", "time", "cost", "status")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class PlannedRun:
     seconds: float | None
 
     @property
-    def stands(self) -> str:
+    def status(self) -> str:
         if self.answer is not None:
             return f"reused: {self.answer.name}"
         return f"shares {', '.join(self.shared)}" if self.shared else "new"
@@ -185,7 +185,7 @@ def plan_table(plan: StudyPlan) -> Table:
     """Return the runs of the plan for a console, a row for each."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for header in HEADERS:
-        table.add_column(header, justify="left" if header in ("variant", "stands") else "right", no_wrap=True)
+        table.add_column(header, justify="left" if header in ("variant", "status") else "right", no_wrap=True)
     for row in plan_rows(plan):
         table.add_row(*row)
     return table
@@ -202,7 +202,7 @@ def plan_rows(plan: StudyPlan) -> list[tuple[str, ...]]:
             f"{planned.run.flops:.3g}",
             "" if planned.seconds is None else format_duration(planned.seconds),
             _money(plan, planned.seconds),
-            planned.stands,
+            planned.status,
         )
         for planned in plan.runs
     ]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.studies.expand import ExpandedStudy, VariantRun, load_study
@@ -28,8 +28,6 @@ FOLDER, RECORD, QUESTION, BASE, PAGE = "studies", "study.json", "study.yaml", "b
 class StudyRecord(BaseModel):
     """The state of a study."""
 
-    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
-
     name: str
     digest: str
     kind: str
@@ -42,7 +40,7 @@ class StudyRecord(BaseModel):
     ended: str = ""
     seconds: float = 0.0
     """From the first variant to the verdict, over all attempts."""
-    variant_seconds: float = Field(0.0, alias="arm_seconds")
+    variant_seconds: float = 0.0
     """Of these, seconds inside the flows of its variants."""
     code: str
     machine: str = ""

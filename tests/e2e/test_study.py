@@ -94,7 +94,7 @@ def test_one_parent_in_one_experiment_holds_the_runs(asked: Herd) -> None:
     runs = client.search_runs([study.mlflow_experiment], "tags.kind = 'run'")
     assert {run.data.tags["mlflow.parentRunId"] for run in runs} == {study.mlflow_run}
     assert len({frozenset(run.data.params) for run in runs}) == 1
-    assert {(run.data.tags["study.arm"], run.data.tags["study.repeat"]) for run in runs} == {
+    assert {(run.data.tags["study.variant"], run.data.tags["study.repeat"]) for run in runs} == {
         ("five", "1"), ("five", "2"), ("ten", "1"), ("ten", "2"),
     }  # fmt: skip
     parent = client.get_run(study.mlflow_run)
@@ -213,7 +213,7 @@ def test_beside_a_study_at_work_neither_run_nor_report_begins(asked: Herd) -> No
 @pytest.mark.slow
 def test_an_arm_is_an_ordinary_run(asked: Herd) -> None:
     """Its recipe alone makes it again: nothing but reuse."""
-    recipe = asked.root / "studies" / "warm" / "arms" / "ten-2.yaml"
+    recipe = asked.root / "studies" / "warm" / "variants" / "ten-2.yaml"
     assert load_recipe(recipe).name == "warm"
     printed = asked("run", str(recipe), "--until", "evaluate", "--fresh")
     assert "new:" not in printed

@@ -25,10 +25,10 @@ def made(places: dict[str, StagePlacement] | None = None, gpus: int = 0, *overri
 
 def test_every_stage_has_the_fastest_layout_of_its_gpus() -> None:
     found = projection()
-    assert [(part.stage, part.best.world) for part in found.parts] == [("main", 64), ("long", 32)]
-    for part in found.parts:
-        assert part.found is not None
-        assert part.best == part.found.fitting[0]
+    assert [(part.stage, part.best.world) for part in found.segments] == [("main", 64), ("long", 32)]
+    for part in found.segments:
+        assert part.search is not None
+        assert part.best == part.search.fitting[0]
         assert part.seconds == pytest.approx(part.segment.steps * part.best.time.total)
         work = flops_per_token(found.recipe.model, ROWS, part.segment.seq_len).causal * part.segment.batch
         assert part.mfu == pytest.approx(work / part.best.world / part.best.time.total / 989e12)
@@ -36,7 +36,7 @@ def test_every_stage_has_the_fastest_layout_of_its_gpus() -> None:
 
 def test_the_main_part_is_the_one_with_most_gpu_hours() -> None:
     found = projection()
-    hours = {part.stage: part.seconds * part.best.world for part in found.parts}
+    hours = {part.stage: part.seconds * part.best.world for part in found.segments}
     assert found.main.stage == max(hours, key=lambda name: hours[name]) == "main"
 
 
@@ -44,7 +44,7 @@ def test_stages_may_be_named_or_their_parts_which_come_first() -> None:
     stage = "{name: long, for: 32Mi, seq_len: [8192, 16384], batch: 1Mi, mix: base, gates: [short-context]}"
     gated = f"stages=[{{name: main, until: 64Mi, seq_len: 4096, batch: 1Mi, mix: base}}, {stage}]"
     found = made({"long": StagePlacement(32), "long-16384": StagePlacement(16)}, 64, gated)
-    assert [(part.stage, part.best.world) for part in found.parts] == [
+    assert [(part.stage, part.best.world) for part in found.segments] == [
         ("main", 64),
         ("long-8192", 32),
         ("long-16384", 16),
@@ -53,22 +53,22 @@ def test_stages_may_be_named_or_their_parts_which_come_first() -> None:
 
 def test_lengths_that_are_trained_in_one_go_share_a_layout() -> None:
     both = "stages=[{name: main, until: 64Mi, seq_len: [4096, 16384], batch: 1Mi, mix: base}]"
-    short, long = made(None, 32, both).parts
+    short, long = made(None, 32, both).segments
     assert (short.segment.seq_len, long.segment.seq_len) == (4096, 16384)
     assert short.best.layout == long.best.layout
     assert short.best.load.micro_batch == long.best.load.micro_batch
-    assert [short.found is None, long.found is None].count(False) == 1
+    assert [short.search is None, long.search is None].count(False) == 1
     assert min(short.best.margin, long.best.margin) >= 0
 
 
 def test_lengths_that_share_a_layout_take_the_one_with_the_least_time_for_all() -> None:
     stage = "stages=[{name: main, until: 64Mi, seq_len: [2048, 16384], batch: 1Mi, mix: base}]"
-    short, _ = made(None, 16, stage, accelerator=TINY).parts
-    assert short.found is not None
+    short, _ = made(None, 16, stage, accelerator=TINY).segments
+    assert short.search is not None
     spent = []
-    for candidate in short.found.fitting[:12]:
+    for candidate in short.search.fitting[:12]:
         place = {"main": StagePlacement(16, candidate.layout, candidate.load.micro_batch)}
-        parts = made(place, 0, stage, accelerator=TINY).parts
+        parts = made(place, 0, stage, accelerator=TINY).segments
         spent.append(sum(part.seconds for part in parts))
         steps = sum(part.segment.steps for part in parts)
         assert candidate.mean_step_s == pytest.approx(spent[-1] / steps)
@@ -81,7 +81,7 @@ def test_a_layout_is_found_that_needs_more_recomputation_for_the_longest_sequenc
     """With the first entry of the ladder that fits 16Ki, 128Ki does not fit."""
     stage = "{name: long, until: 64Gi, seq_len: [16384, 131072], batch: 8Mi, mix: base}"
     eight = load_recipe(Path("recipes/llama3-8b.yaml"), [f"stages=[{stage}]", "evaluate.after=[]"])
-    lengths = project(eight, ROWS, load_fabric("roce-24k"), curves(), {}, gpus).parts
+    lengths = project(eight, ROWS, load_fabric("roce-24k"), curves(), {}, gpus).segments
     assert [part.segment.seq_len for part in lengths] == [16384, 131072]
     assert lengths[0].best.layout == lengths[1].best.layout
     assert all(part.best.memory.total <= 0.9 * 80e9 for part in lengths)
@@ -93,9 +93,9 @@ def test_of_layouts_that_are_as_fast_the_largest_micro_batch_is_proposed() -> No
     small = load_recipe(Path("recipes/gpt2-24gb.yaml"))
     part = project(small, 50_304, load_fabric("h100x8"), curves(), {}).main
     assert part.best.load.micro_batch * part.segment.seq_len == 8192
-    assert part.found is not None
-    assert part.best == part.found.fitting[0]
-    fastest = min(candidate.time.total for candidate in part.found.fitting)
+    assert part.search is not None
+    assert part.best == part.search.fitting[0]
+    fastest = min(candidate.time.total for candidate in part.search.fitting)
     assert part.best.time.total <= 1.01 * fastest
     assert part.best.memory.total <= 0.9 * 80e9
 
@@ -103,15 +103,15 @@ def test_of_layouts_that_are_as_fast_the_largest_micro_batch_is_proposed() -> No
 def test_a_given_layout_is_judged_and_nothing_is_searched() -> None:
     layout = Layout(tp=2, cp=2, recompute="full")
     found = made({name: StagePlacement(16, layout, 2) for name in ("main", "long")})
-    assert [part.best.layout for part in found.parts] == [layout, layout]
-    assert [part.best.load.micro_batch for part in found.parts] == [2, 2]
-    assert [part.found for part in found.parts] == [None, None]
+    assert [part.best.layout for part in found.segments] == [layout, layout]
+    assert [part.best.load.micro_batch for part in found.segments] == [2, 2]
+    assert [part.search for part in found.segments] == [None, None]
 
 
 def test_without_a_wish_as_many_gpus_are_taken_as_can_work() -> None:
-    assert [part.best.world for part in made().parts] == [64, 64]
+    assert [part.best.world for part in made().segments] == [64, 64]
     few = "stages=[{name: main, until: 64Mi, seq_len: 4096, batch: 8Ki, mix: base}]"
-    one = made(None, 0, few, "model.kv_heads=2", "model.tied_embeddings=true").parts[0].best
+    one = made(None, 0, few, "model.kv_heads=2", "model.tied_embeddings=true").segments[0].best
     assert (one.world, one.layout.tp, one.dp) == (4, 2, 2)  # two sequences of a step, two heads of keys, no pipeline
 
 
@@ -182,16 +182,16 @@ def test_gpus_that_no_layout_divides_are_told_with_the_reason() -> None:
 
 
 def test_the_search_result_knows_what_was_asked() -> None:
-    part = projection().parts[0]
-    assert isinstance(part.found, SearchResult)
-    assert (part.found.query.world, part.found.query.seq_len) == (64, 4096)
-    assert part.found.query.config.layers == SMALL["layers"]
+    part = projection().segments[0]
+    assert isinstance(part.search, SearchResult)
+    assert (part.search.query.world, part.search.query.seq_len) == (64, 4096)
+    assert part.search.query.config.layers == SMALL["layers"]
 
 
 def test_a_proposal_leaves_a_tenth_of_the_memory_free() -> None:
     """On a GPU that the fastest layout would fill to 92 %, which `herd run` allows, another one is proposed."""
-    fastest = projection().parts[0].best
+    fastest = projection().segments[0].best
     memory_gb = fastest.memory.total / 0.92 / 1e9
     found = made({"long": StagePlacement(32)}, accelerator={**TINY, "memory_gb": memory_gb})
-    assert (found.parts[0].best.layout, found.parts[0].best.load) != (fastest.layout, fastest.load)
-    assert all(part.best.memory.total <= 0.9 * memory_gb * 1e9 for part in found.parts)
+    assert (found.segments[0].best.layout, found.segments[0].best.load) != (fastest.layout, fastest.load)
+    assert all(part.best.memory.total <= 0.9 * memory_gb * 1e9 for part in found.segments)

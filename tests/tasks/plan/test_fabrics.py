@@ -8,7 +8,7 @@ from rich.console import Console
 
 from herd.llama3.train import metrics
 from herd.storage.root import Root
-from herd.tasks.plan.cluster import ClusterProjection, compare_fabrics, fabrics_table, part_metrics
+from herd.tasks.plan.cluster import ClusterProjection, compare_fabrics, fabrics_table, segment_metrics
 from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.llama3.planner.plan_samples import CLUSTER, recipe
 
@@ -76,7 +76,7 @@ def test_each_is_an_mlflow_run_with_the_metrics_of_training(root: Root, found: l
     """Positions are tokens, from a part's first to its last; GPU-hours end at the total."""
     for one in found:
         told = history(root, one.fabric.name)
-        main, long = one.projection.parts
+        main, long = one.projection.segments
         assert sorted(told[metrics.STEP_S]) == sorted(
             (position, part.best.time.total)
             for part in (main, long)
@@ -85,13 +85,13 @@ def test_each_is_an_mlflow_run_with_the_metrics_of_training(root: Root, found: l
         position, hours = max(told[metrics.GPU_HOURS])
         assert position == long.segment.end
         assert hours == pytest.approx(one.gpu_hours)
-        assert set(told) == {*part_metrics(main, 0.9), metrics.GPU_HOURS}
+        assert set(told) == {*segment_metrics(main, 0.9), metrics.GPU_HOURS}
 
 
 def test_a_second_comparison_replaces_the_first(root: Root, found: list[ClusterProjection], tmp_path: Path) -> None:
     (again,) = compare_fabrics(root, recipe(), clusters(tmp_path)[1:], ["32"])
     told = history(root, "spread")
-    assert {value for _, value in told[metrics.STEP_S]} == {part.best.time.total for part in again.projection.parts}
+    assert {value for _, value in told[metrics.STEP_S]} == {part.best.time.total for part in again.projection.segments}
     assert len(told[metrics.GPU_HOURS]) == 2
 
 
@@ -111,7 +111,7 @@ def test_nothing_is_recorded_before_all_clusters_are_known_to_do(tmp_path: Path)
 
 def test_part_metrics_agree_with_each_other(found: list[ClusterProjection]) -> None:
     part = found[0].projection.main
-    told = part_metrics(part, 0.9)
+    told = segment_metrics(part, 0.9)
     per_gpu = told[metrics.TOKENS_PER_S_PER_DEVICE]
     assert told[metrics.TOKENS_PER_S] == pytest.approx(per_gpu * 64)
     assert told[metrics.TOKENS_PER_S] * told[metrics.STEP_S] == pytest.approx(part.segment.batch)

@@ -57,10 +57,10 @@ def test_the_plan_is_a_file_that_herd_run_takes(tmp_path: Path) -> None:
     assert memory_faults(recipe(), run) == []
     assert {name: vars(place) for name, place in stage_placements(recipe(), run).items()} == {
         part.stage: {"gpus": part.best.world, "layout": part.best.layout, "micro_batch": part.best.load.micro_batch}
-        for part in found.projection.parts
+        for part in found.projection.segments
     }
     again = plan_on_cluster(make_plan(recipe(), []), str(tmp_path / "place.yaml"))
-    for read, proposed in zip(again.projection.parts, found.projection.parts, strict=True):
+    for read, proposed in zip(again.projection.segments, found.projection.segments, strict=True):
         assert replace(read.best, margin=0) == replace(proposed.best, margin=0)
         assert proposed.best.memory.total <= 0.9 * 80e9
     assert again.named == run.fabric
@@ -178,7 +178,7 @@ def test_json_is_json_and_holds_every_figure_that_is_shown() -> None:
     assert sum(main["time_s"].values()) == pytest.approx(main["step_s"])
     assert len(main["best"]) == 2
     assert main["best"][0]["layout"] == main["layout"]
-    assert sum(len(mine) for mine in main["refused"].values()) == len(found.main.found.rejected)  # type: ignore[union-attr]
+    assert sum(len(mine) for mine in main["refused"].values()) == len(found.main.search.rejected)  # type: ignore[union-attr]
     assert told["budget"]["days"] == pytest.approx(found.budget.days)
     assert {one["gpus"] for one in told["reliability"]} == {64, 32}
     assert [one["rsc1_mtti_s"] / one["mtti_s"] < 0.25 for one in told["reliability"]] == [True] * 2
@@ -189,9 +189,9 @@ def test_json_is_json_and_holds_every_figure_that_is_shown() -> None:
 
 def test_days_follow_from_steps_and_what_failures_leave() -> None:
     found = planned(*BOTH)
-    seconds = sum(part.seconds / found.uptimes[part.best.world].share for part in found.projection.parts)
+    seconds = sum(part.seconds / found.uptimes[part.best.world].share for part in found.projection.segments)
     assert found.budget.days == pytest.approx(seconds / 86_400)
-    hours = sum(p.seconds * p.best.world / found.uptimes[p.best.world].share for p in found.projection.parts) / 3600
+    hours = sum(p.seconds * p.best.world / found.uptimes[p.best.world].share for p in found.projection.segments) / 3600
     assert found.budget.gpu_hours == pytest.approx(hours)
 
 
@@ -274,9 +274,9 @@ def test_a_model_that_the_cluster_cannot_evaluate_is_a_warning(tmp_path: Path) -
 def test_a_layout_without_headroom_is_a_warning() -> None:
     found = planned(*BOTH)
     assert not [line for line in found.plan.warnings if line.startswith("layout: ")]
-    (part, *others) = found.projection.parts
+    (part, *others) = found.projection.segments
     full = replace(part, best=replace(part.best, memory=replace(part.best.memory, master=int(60e9))))
-    (line,) = headroom_warnings(replace(found.projection, parts=(full, *others)))
+    (line,) = headroom_warnings(replace(found.projection, segments=(full, *others)))
     assert line.startswith("layout: main take 9")
 
 

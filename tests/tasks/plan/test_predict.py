@@ -143,7 +143,7 @@ def test_the_prediction_is_that_of_the_plan(tmp_path: Path) -> None:
     """What `herd plan` says of a run's file is what the run says of itself."""
     place = on(tmp_path, processes=32, micro_batch=2, layout={"tp": 2, "pp": 2, "vpp": 2})
     made = project(recipe(), ROWS, fabric(), device_curves(fabric()), stage_placements(recipe(), place))
-    for part, span in zip(made.parts, Schedule(recipe()).trained, strict=True):
+    for part, span in zip(made.segments, Schedule(recipe()).trained, strict=True):
         found = predict_step_times(Root.parse(tmp_path), recipe(), place, span)
         assert found is not None
         assert found.processes == 32
@@ -174,7 +174,7 @@ def test_nodes_smaller_than_a_server_are_predicted_as_planned(tmp_path: Path, gp
     made = project(recipe(), ROWS, run_fabric(place), device_curves(fabric()), stage_placements(recipe(), place))
     found = predict_step_times(Root.parse(tmp_path), recipe(), place, Schedule(recipe()).trained[0])
     assert found is not None
-    assert found.by_seq[4096][metrics.PLANNED_STEP_S] == pytest.approx(made.parts[0].best.time.total)
+    assert found.by_seq[4096][metrics.PLANNED_STEP_S] == pytest.approx(made.segments[0].best.time.total)
     known = device_memory(place)
     assert known is not None
     assert known.per_node == (4 if gpus else 8)

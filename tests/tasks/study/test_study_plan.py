@@ -53,7 +53,7 @@ def test_a_shared_stage_is_counted_once(root: Root, judge: ExpandedStudy) -> Non
     plan = plan_study(root, judge, Cluster())
     assert plan.flops == pytest.approx(sum(work.flops for work in distinct_stages(judge.runs).values()))
     assert plan.flops < 0.7 * sum(run.flops for run in judge.runs)
-    assert [planned.stands for planned in plan.runs] == ["new", *["shares half"] * (len(judge.runs) - 1)]
+    assert [planned.status for planned in plan.runs] == ["new", *["shares half"] * (len(judge.runs) - 1)]
     assert plan.data == 1
 
 
@@ -62,7 +62,7 @@ def test_a_finished_run_answers_and_says_how_fast_the_rest_is(root: Root, judge:
     record = finished(root, first, seconds=60)
     plan = plan_study(root, judge, Cluster(), price=3.0)
     assert plan_lines(plan)[0].startswith(f"runs     {len(judge.runs)} (2 variants), 1 finished; ")
-    assert plan.runs[0].stands == f"reused: {record.name}"
+    assert plan.runs[0].status == f"reused: {record.name}"
     assert plan.runs[0].seconds == 0
     pace = 120 / first.flops
     assert plan.runs[1].seconds == pytest.approx(plan.runs[1].flops * pace)
