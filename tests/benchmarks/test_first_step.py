@@ -15,7 +15,8 @@ USED = "def call(): pass\n"
 SOURCES = {
     "flows/run.py": """
 import os, subprocess, sys, threading, time
-import storage.bodies, storage.used, tasks.late, tasks.thread, llama3.rank
+import outside, storage.bodies, storage.used, tasks.late, tasks.thread, llama3.rank
+outside.call()
 storage.used.call()
 thread = threading.Thread(target=tasks.thread.call)
 thread.start()
@@ -53,7 +54,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_files_are_those_of_all_processes_up_to_the_last_function(tree: Path, tmp_path: Path) -> None:
     began = time.monotonic()
-    command = [sys.executable, "-c", "import outside, flows.run; outside.call()"]
+    command = [sys.executable, "-c", "import flows.run"]
     assert called_files(command, "train_step", tree, tmp_path / "work") == [
         "llama3/forked.py",
         "llama3/rank.py",
