@@ -399,9 +399,9 @@ class Cluster(BaseModel):
         self.layout.dp(self.processes)  # raises ValueError if the layout does not divide them
         if self.device == "cpu" and self.backend in ("nccl", "ncclx"):
             raise ValueError(f"backend: {self.backend} needs GPUs, and device is cpu; write gloo, or leave it out")
-        for name, place in self.stages.items():
+        for name, overrides in self.stages.items():
             try:
-                (place.layout or self.layout).dp(place.processes or self.processes)
+                (overrides.layout or self.layout).dp(overrides.processes or self.processes)
             except ValueError as error:
                 raise ValueError(f"stages.{name}: {error}") from None
         return self
@@ -412,12 +412,12 @@ class Cluster(BaseModel):
         refuse_secrets(value, "cluster")
         return value
 
-    def for_stage(self, stage: str, part: str = "") -> Cluster:
-        """Return the cluster with the settings of `stage`, or of its `part` if `stages` has an entry for that."""
-        place = self.stages.get(part) or self.stages.get(stage)
-        if place is None:
+    def for_stage(self, stage: str, span: str = "") -> Cluster:
+        """Return the cluster with the settings of `stage`, or of its span `span` if `stages` has an entry for that."""
+        overrides = self.stages.get(span) or self.stages.get(stage)
+        if overrides is None:
             return self
-        own = {name: value for name in StageCluster.model_fields if (value := getattr(place, name)) is not None}
+        own = {name: value for name in StageCluster.model_fields if (value := getattr(overrides, name)) is not None}
         return self.model_copy(update=own)
 
     @property

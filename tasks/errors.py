@@ -1,4 +1,4 @@
-"""How work fails that is nobody's mistake; apart, so that a command that trains nothing need not import a trainer."""
+"""Errors that are not the user's; separate, so that a command that trains nothing imports no trainer."""
 
 from __future__ import annotations
 

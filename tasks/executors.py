@@ -105,8 +105,8 @@ def _store_job(job: Any) -> str:
 @lru_cache(maxsize=2)
 def _load_job(uri: str) -> Any:
     data = read_file(uri)
-    if (found := hashlib.sha256(data).hexdigest()) != PurePosixPath(uri).stem:  # a pickle can run any code
-        raise ValueError(f"{uri}: has the SHA-256 {found}; check who can write into its folder, then run again")
+    if (sha256 := hashlib.sha256(data).hexdigest()) != PurePosixPath(uri).stem:  # a pickle can run any code
+        raise ValueError(f"{uri}: has the SHA-256 {sha256}; check who can write into its folder, then run again")
     return pickle.loads(data)
 
 

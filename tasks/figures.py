@@ -12,7 +12,7 @@ from cycler import cycler
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from herd.tasks.html import COLOURS, FAINT, INK
+from herd.tasks.html import COLORS, FAINT, INK
 
 # Neither pyplot nor its defaults: a notebook that draws a report keeps its own figures and their style.
 styled = rc_context(
@@ -26,7 +26,7 @@ styled = rc_context(
         "axes.edgecolor": INK,
         "axes.grid": True,
         "axes.axisbelow": True,
-        "axes.prop_cycle": cycler(color=[*COLOURS.values(), "#b8860b", "#c2477f"]),
+        "axes.prop_cycle": cycler(color=[*COLORS.values(), "#b8860b", "#c2477f"]),
         "grid.color": FAINT,
         "grid.linewidth": 0.6,
         "text.color": INK,
@@ -39,10 +39,10 @@ styled = rc_context(
 """Decorator of a function that draws."""
 
 
-def subplots(rows: int = 1, columns: int = 1, *, figsize: tuple[float, float], **given: Any) -> tuple[Figure, Any]:
+def subplots(rows: int = 1, columns: int = 1, *, figsize: tuple[float, float], **options: Any) -> tuple[Figure, Any]:
     """Return a figure and its axes, as pyplot's function of this name."""
     figure = Figure(figsize=figsize, layout="constrained")
-    return figure, figure.subplots(rows, columns, **given)
+    return figure, figure.subplots(rows, columns, **options)
 
 
 def as_svg(figure: Any) -> str:

@@ -21,21 +21,21 @@ from rich.text import Text
 from herd.storage.root import DEFAULT_ROOT, Root
 
 
-def command(root: Root, *words: str) -> str:
+def command(root: Root, *arguments: str) -> str:
     """Return a herd command line for this root that can be copied as printed."""
     program = sys.argv[0] if Path(sys.argv[0]).name == "herd" and not shutil.which("herd") else "herd"
     option = [] if Root.parse(os.environ.get("HERD_ROOT") or DEFAULT_ROOT) == root else ["--root", root.uri]
-    return shlex.join([program, *words, *option])
+    return shlex.join([program, *arguments, *option])
 
 
-def format_losses(facts: Mapping[str, Any], digits: int = 3) -> str:
+def format_losses(metadata: Mapping[str, Any], digits: int = 3) -> str:
     """Return the mean losses at both ends of a stage: `5.390 > 4.978`."""
-    return f"{facts['first_loss']:.{digits}f} > {facts['last_loss']:.{digits}f}"
+    return f"{metadata['first_loss']:.{digits}f} > {metadata['last_loss']:.{digits}f}"
 
 
-def format_bits_per_byte(facts: Mapping[str, Any], digits: int = 3) -> str:
+def format_bits_per_byte(metadata: Mapping[str, Any], digits: int = 3) -> str:
     """Return the bits per byte on held-out text at the end of a stage; empty if it was not scored."""
-    return f"{facts['bits_per_byte']:.{digits}f}" if "bits_per_byte" in facts else ""
+    return f"{metadata['bits_per_byte']:.{digits}f}" if "bits_per_byte" in metadata else ""
 
 
 def format_costs(costs: Mapping[str, float]) -> str:

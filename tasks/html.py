@@ -26,8 +26,8 @@ Series = Sequence[tuple[float, float]]
 Figure = tuple[str, str, str]
 """Title, explanation, and SVG text or a chart."""
 TEMPLATES = Path(__file__).parent / "templates"
-COLOURS = {"general": "#3b6fb6", "math": "#d1603d", "code": "#3f9b6c", "multilingual": "#8a63b8"}
-GROUPS = {**COLOURS, CONVERSATIONS: "#6b6b6b"}
+COLORS = {"general": "#3b6fb6", "math": "#d1603d", "code": "#3f9b6c", "multilingual": "#8a63b8"}
+GROUPS = {**COLORS, CONVERSATIONS: "#6b6b6b"}
 """Colors of the domains, and of conversations."""
 INK, FAINT, DIM, PAGE = "#30363d", "#d8dee4", "#9aa4af", "#fefefe"
 """Colors of text, grids, lesser lines and the background in figures."""
@@ -52,7 +52,7 @@ WORDS = {
     "lr": "Learning rate: how far one step moves the weights.",
     "mix": "Shares of the domains, in tokens.",
     "tokens/s": "Tokens trained on each second.",
-    "goodput": "Share of the time that went into steps that count: 1 is no interruption and no waiting.",
+    "goodput": "Share of the time that went into steps that count: 1 means no interruption and no wait.",
     "MFU": "Model FLOPs utilization: share of the accelerator's peak that the model's own arithmetic uses.",
     "TFLOP/s": "Trillions of operations a second, on each GPU.",
     "TP·CP·PP·DP": "Parallelism: tensor, context, pipeline, data. Their product is the number of GPUs.",

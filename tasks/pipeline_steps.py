@@ -68,7 +68,7 @@ def step_names(recipe: Recipe) -> list[str]:
 
 
 def check_step(recipe: Recipe, field: str, word: str) -> None:
-    """Raise RecipeError if `word`, the value of `field`, is no step of the recipe; it may be empty."""
+    """Raise RecipeError if `word`, the value of `field`, is not a step of the recipe; it may be empty."""
     steps = step_names(recipe)
     if word and first_step(recipe, word) not in steps:
         meant = did_you_mean(word, [*steps, *KINDS], str)
@@ -76,12 +76,12 @@ def check_step(recipe: Recipe, field: str, word: str) -> None:
 
 
 def first_step(recipe: Recipe, word: str) -> str:
-    """Return the name of the first step of the kind `word`, or `word` itself if it is no kind."""
+    """Return the name of the first step of the kind `word`, or `word` itself if it is not a kind."""
     return next((step.name for step in pipeline_steps(recipe) if step.kind == word), word)
 
 
 def last_step(recipe: Recipe, word: str) -> str:
-    """Return the name of the last step of the kind `word`, or `word` itself if it is no kind."""
+    """Return the name of the last step of the kind `word`, or `word` itself if it is not a kind."""
     return next((step.name for step in reversed(pipeline_steps(recipe)) if step.kind == word), word)
 
 

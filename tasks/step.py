@@ -140,39 +140,39 @@ class Context:
 
 
 def ensure_artifact(
-    context: Context, step: str, design: ArtifactSpec, build: Build, work: WorkInProgress | None = None
+    context: Context, step: str, spec: ArtifactSpec, build: Build, work: WorkInProgress | None = None
 ) -> Artifact:
-    """Return the artifact of `design`, reused or made by `build`.
+    """Return the artifact of `spec`, reused or made by `build`.
 
     Its lease is held while it is made: of several runs that need it one makes it, the others wait and reuse it. Records
     the step in the run and the tracker. Errors of `build` and LeaseLost pass through; then nothing is committed.
     """
-    design = _redone(context, step, design)
-    found = context.store.find(design, partial(_report_damage, context, step))
+    spec = _redone(context, step, spec)
+    existing = context.store.find(spec, partial(_report_damage, context, step))
     known = context.record.steps.get(step)
-    if found and known and known.artifact == found.label and context.record.state != "running":
-        context.made[step] = found  # another flow asks for what a run that is over has: its record stays
-        return found
-    with tracked_step(context, design.kind, step, design.key) as mlflow_run:
-        made = StepOutcome(found) if found else _make(context, step, design, build, mlflow_run, work)
-        artifact = made.artifact
-        if made.outcome == REUSED:
+    if existing and known and known.artifact == existing.label and context.record.state != "running":
+        context.made[step] = existing  # another flow asks for what a run that is over has: its record stays
+        return existing
+    with tracked_step(context, spec.kind, step, spec.key) as mlflow_run:
+        result = StepOutcome(existing) if existing else _make(context, step, spec, build, mlflow_run, work)
+        artifact = result.artifact
+        if result.outcome == REUSED:
             context.console.log(
                 f"  {step:<17} reused {artifact.label} [dim](created by {artifact.manifest.created_by})[/]"
             )
         context.made[step] = artifact
-        own = {} if made.outcome == REUSED else artifact.metadata
+        own = {} if result.outcome == REUSED else artifact.metadata
         context.record.steps[step] = StepRecord(
             artifact=artifact.label,
-            outcome=made.outcome,
-            why=made.why,
-            seconds=made.seconds,
+            outcome=result.outcome,
+            why=result.why,
+            seconds=result.seconds,
             mlflow_run=mlflow_run,
             environment={name: text for name, text in own.get("environment", {}).items() if name != "topology"},
             cost=own.get("cost", {}),
         )
         context.runs.save(context.record)
-        if made.outcome != REUSED:
+        if result.outcome != REUSED:
             artifact_committed(context.record, context.root.uri, step, artifact)
         project_step(
             LoggedStep(context.tracker, context.store, context.record, step, artifact, mlflow_run, context.tensorboard)
@@ -181,14 +181,14 @@ def ensure_artifact(
 
 
 def ensure_in_scratch(
-    context: Context, step: str, design: ArtifactSpec, build: Callable[[Path, Path], dict[str, Any]]
+    context: Context, step: str, spec: ArtifactSpec, build: Callable[[Path, Path], dict[str, Any]]
 ) -> Artifact:
     """Do as `ensure_artifact` does; `build` also gets a scratch folder of the artifact's key.
 
     The folder outlives a killed process, so that the next attempt continues there; it is removed after the commit.
     """
-    design = _redone(context, step, design)
-    name = f"{step}-{design.key[:8]}"
+    spec = _redone(context, step, spec)
+    name = f"{step}-{spec.key[:8]}"
     work = WorkInProgress(name, done=lambda: remove_tree(context.shared_scratch(name)))
     scratch = context.scratch / work.name
 
@@ -200,7 +200,7 @@ def ensure_in_scratch(
             with suppress(AttributeError):  # glibc only: give freed memory back before the trainer needs it
                 ctypes.CDLL(None).malloc_trim(0)
 
-    artifact = ensure_artifact(context, step, design, in_scratch, work)
+    artifact = ensure_artifact(context, step, spec, in_scratch, work)
     if scratch.exists():  # a process was killed between the commit and the removal
         with suppress(LeaseHeld), lease(context.root, f"work/{work.name}", context.record.name):
             shutil.rmtree(scratch, ignore_errors=True)
@@ -219,28 +219,28 @@ def link_files(source: Path, target: Path) -> None:
 
 
 def _make(
-    context: Context, step: str, design: ArtifactSpec, build: Build, mlflow_run: str, work: WorkInProgress | None
+    context: Context, step: str, spec: ArtifactSpec, build: Build, mlflow_run: str, work: WorkInProgress | None
 ) -> StepOutcome:
-    """Make the artifact under its lease, unless another run has made it meanwhile."""
-    with _leases(context, step, design, work) as leases:
-        if (found := context.store.find(design, partial(_report_damage, context, step))) is not None:
-            return StepOutcome(found)
+    """Make the artifact under its lease, or return it if another run has committed it."""
+    with _leases(context, step, spec, work) as leases:
+        if (existing := context.store.find(spec, partial(_report_damage, context, step))) is not None:
+            return StepOutcome(existing)
         why = "the one there was damaged"
         if step not in context.damaged:
-            why = context.store.explain(design)
+            why = context.store.explain(spec)
             why = why.partition(": new, ")[2] or why  # without the name: `curate.dedup.jaccard 0.8 -> 0.7`
         position = work.resumes() if work else None
         outcome = CREATED if position is None else f"resumed at {tokens(position)}"
         context.console.log(f"  {step:<17} {outcome if position is not None else f'[dim]new: {escape(why)}[/]'}")
         began = time.monotonic()
         with context.store.staging() as folder:
-            with working(context.console, step, bar=design.kind != "checkpoint"):  # which has one of its own
-                facts = build(folder, mlflow_run)
+            with working(context.console, step, bar=spec.kind != "checkpoint"):  # the trainer draws its own bar
+                metadata = build(folder, mlflow_run)
             seconds = time.monotonic() - began
             for held_lease in leases:
                 held_lease.check()
             by, code = context.record.name, context.record.code
-            artifact = context.store.commit(design, folder, facts, by, code, seconds)
+            artifact = context.store.commit(spec, folder, metadata, by, code, seconds)
         if work:
             shutil.rmtree(context.scratch / work.name, ignore_errors=True)
             work.done()
@@ -248,17 +248,17 @@ def _make(
 
 
 @contextmanager
-def _leases(context: Context, step: str, design: ArtifactSpec, work: WorkInProgress | None) -> Iterator[list[Lease]]:
+def _leases(context: Context, step: str, spec: ArtifactSpec, work: WorkInProgress | None) -> Iterator[list[Lease]]:
     """Hold the leases of the artifact and of the work folder; wait while other processes hold one."""
 
     def wait(holder: str) -> None:
         context.console.log(f"  {step:<17} [yellow]waits for {escape(holder)}, which is making it[/]")
 
     def leave() -> None:
-        context.console.log(f"  [red]{step}: another process has taken it over; this one leaves[/]")
+        context.console.log(f"  [red]{step}: lease lost to another process; exiting[/]")
         os.kill(os.getpid(), signal.SIGTERM)  # unwinds like any stop: the trainer saves and ends
 
-    names = [design.label, *([f"work/{work.name}"] if work else [])]
+    names = [spec.label, *([f"work/{work.name}"] if work else [])]
     with ExitStack() as stack:
         yield [stack.enter_context(lease(context.root, name, context.record.name, wait, lost=leave)) for name in names]
 
@@ -268,12 +268,12 @@ def _report_damage(context: Context, step: str, message: str) -> None:
     context.console.log(f"  {step:<17} [yellow]set aside: {escape(message.partition('; ')[0])}[/]")
 
 
-def _redone(context: Context, step: str, design: ArtifactSpec) -> ArtifactSpec:
+def _redone(context: Context, step: str, spec: ArtifactSpec) -> ArtifactSpec:
     """Give the step from which a rerun starts a unique key, so that it is never reused."""
     if step != context.record.redo_from:
-        return design
+        return spec
     return ArtifactSpec(
-        design.kind, design.name, design.version, design.parameters, {**design.inputs, "redo": context.record.name}
+        spec.kind, spec.name, spec.version, spec.parameters, {**spec.inputs, "redo": context.record.name}
     )
 
 

@@ -52,8 +52,8 @@ def device_memory(cluster: Cluster) -> DeviceMemory | None:
         return DeviceMemory(fabric.accelerator.name, limit, cuda=True, per_node=fabric.server.gpus)
     if cluster.launcher != "local":
         return None
-    if cluster.device != "cpu" and (found := _gpu()):
-        return found
+    if cluster.device != "cpu" and (gpu := _gpu()):
+        return gpu
     return DeviceMemory("this machine", psutil.virtual_memory().total * (1 - RESERVE) / cluster.processes, cuda=False)
 
 
@@ -61,8 +61,8 @@ def _gpu() -> DeviceMemory | None:
     """Return the first GPU as the driver's tool describes it; torch would take a second, and start CUDA."""
     if not (count := visible_gpus()):
         return None
-    asked = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    listed = subprocess.run(asked, capture_output=True, text=True).stdout.splitlines()
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    listed = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
     name, _, mebibytes = listed[0].rpartition(",") if listed else ("", "", "")
     if not mebibytes.strip().isdigit():
         return None
@@ -78,8 +78,8 @@ def rank_memory(
     recipe: Recipe, layout: Layout, processes: int, micro_batch: int, segment: Segment, device: DeviceMemory
 ) -> RankMemory:
     load = micro_batch_load(recipe, layout, processes, micro_batch, segment, device)
-    found = memory(recipe.model, vocab_rows(recipe), layout, processes, load)
-    return max(found, key=lambda need: need.total)
+    ranks = memory(recipe.model, vocab_rows(recipe), layout, processes, load)
+    return max(ranks, key=lambda need: need.total)
 
 
 def micro_batch_load(
@@ -134,8 +134,8 @@ def run_fabric(cluster: Cluster, sparse: bool = False) -> Fabric:
     server, per_node = fabric.server, min(processes_per_node(cluster).values(), default=fabric.server.gpus)
     if server.gpus > per_node and server.gpus % per_node == 0:
         whole = server.model_dump(include={"gpus", "overhead_watts", "peak_watts", "frontend_gbit_s"})
-        part = {name: value * per_node / server.gpus for name, value in whole.items()} | {"gpus": per_node}
-        fabric = fabric.model_copy(update={"server": server.model_copy(update=part)})
+        scaled = {name: value * per_node / server.gpus for name, value in whole.items()} | {"gpus": per_node}
+        fabric = fabric.model_copy(update={"server": server.model_copy(update=scaled)})
     return fabric
 
 

@@ -1,7 +1,7 @@
 """The ledger of hosts: which attempts died where, which faults were seen, and which hosts are excluded.
 
-Each event is a small document of its own below `hosts/` of the root, so that supervisors never overwrite each other's,
-on a disk or in an object store. A host is excluded until a person clears it, which is an event too.
+Each event is one small document below `hosts/` of the root, on a disk or in an object store, so that supervisors never
+overwrite each other's events. A host is excluded until a person clears it, which is an event too.
 """
 
 from __future__ import annotations

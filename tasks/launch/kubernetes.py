@@ -51,7 +51,7 @@ class KubernetesLauncher:
     """Creates jobs with kubectl, in the cluster of its current context."""
 
     def __init__(self, cluster: Cluster, name: str, excluded: Excluded = dict) -> None:
-        """Jobs are called `herd-<name>`. Raises ValueError if there is no kubectl on the PATH."""
+        """Jobs are called `herd-<name>`. Raises ValueError if kubectl is not on the PATH."""
         if not shutil.which("kubectl"):
             raise ValueError("cluster.launcher: kubernetes needs kubectl on the PATH; install it, or write local")
         self.cluster, self.name, self.excluded = cluster, job_name(name), excluded
@@ -112,9 +112,9 @@ def running_job(logs: Path) -> KubernetesLaunch | None:
     manifest = logs / "job.yaml"
     if not manifest.exists() or not shutil.which("kubectl"):
         return None
-    made = yaml.safe_load(manifest.read_text())
-    settings = {"kind": made["kind"], "namespace": made["metadata"]["namespace"]}
-    launch = KubernetesLaunch(Cluster.model_validate({"kubernetes": settings}), made["metadata"]["name"])
+    job = yaml.safe_load(manifest.read_text())
+    settings = {"kind": job["kind"], "namespace": job["metadata"]["namespace"]}
+    launch = KubernetesLaunch(Cluster.model_validate({"kubernetes": settings}), job["metadata"]["name"])
     resource = launch.read()  # of an earlier attempt, if that has the same name
     if resource is None or ended(resource) or resource["metadata"]["annotations"]["herd/logs"] != str(logs):
         return None
@@ -279,8 +279,8 @@ def _pod(
     return {"metadata": {"labels": {"herd/job": name}}, "spec": spec}
 
 
-def strategic_merge(resource: Manifest, patch: Manifest, place: str) -> Manifest:
-    """Return `resource` with a strategic merge patch; errors begin with `place`.
+def strategic_merge(resource: Manifest, patch: Manifest, path: str) -> Manifest:
+    """Return `resource` with a strategic merge patch; errors begin with `path`.
 
     As in kubectl: mappings are merged, null deletes, lists of objects with a merge key are merged by it, other lists
     are replaced; `$patch: replace` in a mapping replaces it, `$patch: delete` in an object of a list deletes it. Raises
@@ -288,10 +288,10 @@ def strategic_merge(resource: Manifest, patch: Manifest, place: str) -> Manifest
     """
     merged = {} if patch.get("$patch") == "replace" else dict(resource)
     for field, value in patch.items():
-        before, at = merged.get(field), f"{place}.{field}"
+        before, at = merged.get(field), f"{path}.{field}"
         if field == "$patch":
             if value != "replace":
-                raise ValueError(f"{place}: $patch: {value!r} is unknown here; write replace, or null to delete a key")
+                raise ValueError(f"{path}: $patch: {value!r} is unknown here; write replace, or null to delete a key")
         elif value is None:
             merged.pop(field, None)
         elif isinstance(value, dict):
@@ -303,17 +303,17 @@ def strategic_merge(resource: Manifest, patch: Manifest, place: str) -> Manifest
     return merged
 
 
-def _merge_list(objects: list[Manifest], patches: list[Manifest], key: str, place: str) -> list[Manifest]:
+def _merge_list(objects: list[Manifest], patches: list[Manifest], key: str, path: str) -> list[Manifest]:
     """Return `objects` with those of `patches` that have the same `key` merged into them and the others appended."""
     merged = list(objects)
     for patch in patches:
         if not isinstance(patch, dict) or key not in patch:
-            raise ValueError(f"{place}: {patch!r} has no {key}, by which the objects of this list are merged")
+            raise ValueError(f"{path}: {patch!r} has no {key}, by which the objects of this list are merged")
         index = next((at for at, each in enumerate(merged) if each.get(key) == patch[key]), len(merged))
         if patch.get("$patch") == "delete":
             del merged[index : index + 1]
         else:
-            merged[index : index + 1] = [strategic_merge(merged[index] if index < len(merged) else {}, patch, place)]
+            merged[index : index + 1] = [strategic_merge(merged[index] if index < len(merged) else {}, patch, path)]
     return merged
 
 

@@ -98,7 +98,7 @@ def _trained(root: Root, name: str, model: Path) -> TrainedCheckpoint | None:
     store, runs, folder = open_store(root), Runs(root), model.resolve().parent
     try:
         checkpoint = store.load("/".join(folder.parts[-2:]))
-    except ValueError:  # the folder has no artifact's name, or there is no such artifact
+    except ValueError:  # not the name of an artifact, or it does not exist
         return None
     if checkpoint.folder.resolve() != folder:
         return None

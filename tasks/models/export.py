@@ -45,7 +45,7 @@ def export_model(
     """Write the model `name` (a run, FAMILY@ALIAS or a model folder), with its card, as the new folder `target`.
 
     `parts` are Meta's model-parallel ranks, `license` that of the weights. The folder appears whole or not at all.
-    Raises ValueError if there is no such model, it does not fit the form, or `target` exists or is not a local path.
+    Raises ValueError if the model does not exist or does not fit the form, or `target` exists or is not a local path.
     """
     from herd.llama3.export.card import write_card
     from herd.llama3.export.convert import convert, staging_folder

@@ -192,7 +192,7 @@ def serve(
 
     `ready` gets its address and the number of its processes once it is loaded: see `load_runner`. Port 0 takes a free
     one. Raises ValueError, before the model is loaded, for an address that cannot be bound, or that other machines
-    reach while there is no token; and InferenceFailed if a process of the model dies.
+    reach without a token; and InferenceFailed if a process of the model dies.
     """
     check_access(host, token)
     folder = model_folder(root, name)
@@ -318,24 +318,24 @@ def create_app(served: Served, page: str) -> FastAPI:
 
     @api.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        asked = await _parse(request, CompletionRequest)
-        _check_model(served, asked.model)
+        sampling = await _parse(request, CompletionRequest)
+        _check_model(served, sampling.model)
         begin = engine.tokenizer.begin
-        prompts = [[begin, *await asyncio.to_thread(engine.tokenizer.encode, text)] for text in asked.prompt]
-        return await _answer(request, served, asked, prompts, "prompt")
+        prompts = [[begin, *await asyncio.to_thread(engine.tokenizer.encode, text)] for text in sampling.prompt]
+        return await _answer(request, served, sampling, prompts, "prompt")
 
     @api.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        asked = await _parse(request, ChatRequest)
-        _check_model(served, asked.model)
+        sampling = await _parse(request, ChatRequest)
+        _check_model(served, sampling.model)
         if not served.chat:
             raise APIError(400, f"{served.name} {NO_TEMPLATE}", "messages", "no_chat_template")
-        messages = [{"role": message.role, "content": message.content} for message in asked.messages]
+        messages = [{"role": message.role, "content": message.content} for message in sampling.messages]
         try:
             prompt = await asyncio.to_thread(encode_chat, engine.tokenizer, messages, True)
         except ValueError as error:
             raise APIError(400, str(error), "messages") from None
-        return await _answer(request, served, asked, [prompt], "messages")
+        return await _answer(request, served, sampling, [prompt], "messages")
 
     app.include_router(api)
     return app
@@ -378,40 +378,40 @@ async def _parse(request: Request, kind: type[Parsed]) -> Parsed:
 
 
 async def _answer(
-    request: Request, served: Served, asked: SamplingFields, prompts: Sequence[list[int]], field: str
+    request: Request, served: Served, sampling: SamplingFields, prompts: Sequence[list[int]], field: str
 ) -> Response:
     """Decode `n` texts after each prompt and return them whole or as a stream. Raises APIError before any is begun."""
-    engine, chat = served.engine, isinstance(asked, ChatRequest)
+    engine, chat = served.engine, isinstance(sampling, ChatRequest)
     tokenizer, longest = engine.tokenizer, max(map(len, prompts))
-    new = asked.max_completion_tokens if isinstance(asked, ChatRequest) else None
-    new = new or asked.max_tokens or (max(1, engine.window - longest) if chat else 16)
+    new = sampling.max_completion_tokens if isinstance(sampling, ChatRequest) else None
+    new = new or sampling.max_tokens or (max(1, engine.window - longest) if chat else 16)
     if longest + new > engine.window:
         param = field if longest >= engine.window else "max_tokens"
         remedy = f"shorten {field}" if param == field else f"write max_tokens {engine.window - longest} or less"
         message = f"{field} of {longest} tokens and max_tokens {new} exceed the model's {engine.window} positions"
         raise APIError(400, f"{message}; {remedy}", param, "context_length_exceeded")
     most = engine.max_batch + engine.queue
-    count = len(prompts) * asked.n
+    count = len(prompts) * sampling.n
     if count > most:
-        raise APIError(400, f"n {asked.n}: {count} texts exceed the {most} of batch and queue; ask for fewer", "n")
+        raise APIError(400, f"n {sampling.n}: {count} texts exceed the {most} of batch and queue; ask for fewer", "n")
     specials = (special_id(tokenizer, END_OF_TURN),) if chat else ()
-    settings = (asked.temperature, asked.top_p, max(0, asked.top_k), asked.repetition_penalty)
+    settings = (sampling.temperature, sampling.top_p, max(0, sampling.top_k), sampling.repetition_penalty)
     sampler = Sampler(len(tokenizer.base), tokenizer.end, *settings, specials)
-    seed = secrets.randbits(64) if asked.seed is None else asked.seed
+    seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
     loop, pieces = asyncio.get_running_loop(), asyncio.Queue[tuple[int, str, str]]()
 
     def delivery(index: int) -> Callable[[str, str], None]:
         def deliver(piece: str, reason: str) -> None:
-            if reason or (piece and asked.stream):
+            if reason or (piece and sampling.stream):
                 with suppress(RuntimeError):  # the loop has ended, and so has the server
                     loop.call_soon_threadsafe(pieces.put_nowait, (index, piece, reason))
 
         return deliver
 
     generations = []
-    for index, prompt in enumerate(prompt for prompt in prompts for _ in range(asked.n)):
+    for index, prompt in enumerate(prompt for prompt in prompts for _ in range(sampling.n)):
         dice = Random(f"{seed}/{index}" if index else str(seed))  # the first text is that of `herd generate`
-        text = GeneratedText(tokenizer, list(prompt), new, dice, TextStream(asked.stop))
+        text = GeneratedText(tokenizer, list(prompt), new, dice, TextStream(sampling.stop))
         generations.append(Generation(text, sampler, delivery(index)))
     try:
         engine.submit(generations)
@@ -427,11 +427,11 @@ async def _answer(
 
     def usage() -> dict[str, int]:
         read = sum(map(len, prompts))
-        written = sum(len(each.text.tokens) for each in generations) - asked.n * read
+        written = sum(len(each.text.tokens) for each in generations) - sampling.n * read
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
-    if asked.stream:
-        options = asked.stream_options or StreamOptions()
+    if sampling.stream:
+        options = sampling.stream_options or StreamOptions()
         events = _events(head, texts, count, chat, usage if options.include_usage else None)
         return EventStream(events, engine, generations)
     whole = asyncio.ensure_future(_finished(texts))
@@ -439,7 +439,7 @@ async def _answer(
     try:
         await asyncio.wait((whole, left), return_when=asyncio.FIRST_COMPLETED)
         if not whole.done():
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client is gone
         whole.result()
     finally:
         whole.cancel()
@@ -496,7 +496,7 @@ async def _events(
     chat: bool,
     usage: Callable[[], dict[str, int]] | None,
 ) -> AsyncIterator[bytes]:
-    """Yield server-sent events: a chunk per piece, the usage if it is asked for, and `[DONE]`."""
+    """Yield server-sent events: a chunk per piece, the usage if the client asks for it, and `[DONE]`."""
     head = {**head, "object": "chat.completion.chunk"} if chat else head
 
     def event(choices: list[dict[str, Any]], **more: Any) -> bytes:

@@ -27,7 +27,7 @@ KIND = "checkpoint"
 
 
 def alias_label(root: Root, name: str) -> str | None:
-    """Return the label of the checkpoint that `name`, such as quickstart@champion, stands for; None for a path.
+    """Return the label of the checkpoint that `name`, such as quickstart@champion, names; None for a path.
 
     Raises ValueError if no model holds the alias.
     """

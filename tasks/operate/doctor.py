@@ -107,7 +107,7 @@ def diagnose(root: Root, cluster: Cluster, recipe: Recipe | None = None) -> list
 
 
 def check_run() -> CheckResult:
-    """Train a tiny model from raw text to its promotion as `herd run` does, in a folder of its own."""
+    """Train a tiny model from raw text to its promotion as `herd run` does, in a temporary folder."""
     kept = {key: value for key, value in os.environ.items() if key not in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL")}
     with tempfile.TemporaryDirectory(prefix="herd-doctor-") as folder:
         command = [sys.executable, "-P", "-m", "herd.flows.cli.main", "run", "quickstart", "--root", f"{folder}/root"]
@@ -173,8 +173,8 @@ def check_gpus(gpus: int, cluster: Cluster) -> Iterator[CheckResult]:
 
 def check_compiler() -> CheckResult:
     """Look for the C compiler with which Triton builds its launcher on a GPU machine."""
-    if found := shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang"):
-        return CheckResult("C compiler", "ok", found)
+    if compiler := shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang"):
+        return CheckResult("C compiler", "ok", compiler)
     what = "none, and Triton needs one for `compile: true` and for FlexAttention"
     return CheckResult("C compiler", "fail", what, "install gcc and libc6-dev, or set CC")
 
@@ -330,10 +330,10 @@ def diagnose_nodes(root: Root, cluster: Cluster) -> list[CheckResult]:
 
     folder = root.file(FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
-    asked = folder / f"{uuid.uuid4().hex}.json"
-    asked.write_text(json.dumps({"root": root.uri, "cluster": cluster.model_dump(mode="json")}))
+    request = folder / f"{uuid.uuid4().hex}.json"
+    request.write_text(json.dumps({"root": root.uri, "cluster": cluster.model_dump(mode="json")}))
     try:
-        answers, errors = run_on_nodes(cluster, ["-m", "herd.flows.cli.main", "doctor", "--node", str(asked)])
+        answers, errors = run_on_nodes(cluster, ["-m", "herd.flows.cli.main", "doctor", "--node", str(request)])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     findings = [CheckResult(*row) for answer in answers for row in json.loads(answer)]
@@ -344,19 +344,19 @@ def diagnose_nodes(root: Root, cluster: Cluster) -> list[CheckResult]:
     return findings
 
 
-def diagnose_as_node(asked: Path) -> list[CheckResult]:
-    """Return the findings of this node, which the file `asked` of the machine that starts jobs must reach."""
+def diagnose_as_node(request: Path) -> list[CheckResult]:
+    """Return the findings of this node, which the file `request` of the machine that starts jobs must reach."""
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     try:
-        settings: dict[str, Any] = json.loads(asked.read_text())
+        settings: dict[str, Any] = json.loads(request.read_text())
     except OSError as error:
-        what = f"{asked.parent.parent} of the machine that starts jobs is not here ({error.strerror})"
+        what = f"{request.parent.parent} of the machine that starts jobs is not here ({error.strerror})"
         return [CheckResult("shared path", "fail", what, "put the root, or HERD_SCRATCH, on a disk of all nodes", node)]
-    shared = CheckResult("shared path", "ok", f"{asked.parent.parent} is the same disk")
+    shared = CheckResult("shared path", "ok", f"{request.parent.parent} is the same disk")
     python = CheckResult("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
-    found = diagnose(Root.parse(settings["root"]), Cluster.model_validate(settings["cluster"]))
+    findings = diagnose(Root.parse(settings["root"]), Cluster.model_validate(settings["cluster"]))
     return [
-        finding._replace(node=node) for finding in [shared, python, *found] if not finding.check.startswith("port ")
+        finding._replace(node=node) for finding in [shared, python, *findings] if not finding.check.startswith("port ")
     ]
 
 

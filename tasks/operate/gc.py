@@ -185,7 +185,7 @@ def active_artifacts(root: Root, live: set[str], artifacts: Mapping[str, Artifac
 
 
 def delete_items(root: Root, plan: GcPlan) -> list[GcItem]:
-    """Delete what `plan` says, each under its lease, and return what was deleted; what is in use by now is kept."""
+    """Delete what `plan` says, each under its lease, and return what was deleted; what came into use is kept."""
     store, runs = open_store(root), Runs(root)
     seen, live, used = dict[str, RunRecord](), set[str](), set[str]()
     deleted = []
@@ -327,15 +327,15 @@ def plan_rows(
     trackers: dict[str, MLflowTracker] = {}
     items = []
     for record in records:
-        age, made = now - datetime.fromisoformat(record.ended or record.started).timestamp(), record.steps.values()
+        age, steps = now - datetime.fromisoformat(record.ended or record.started).timestamp(), record.steps.values()
         ids: tuple[str, ...] = ()
         if record.name in kept:
             why = "a kept run needs it"
-        elif any(step.artifact in aliased for step in made):
+        elif any(step.artifact in aliased for step in steps):
             why = "a model with an alias needs it"
         elif age <= older_than_s:
             why = "it is new"
-        elif not made or not all(step.artifact in there for step in made):
+        elif not steps or not all(step.artifact in there for step in steps):
             why = "nothing else has its curves: its artifacts were deleted"
         else:
             if (tracker := trackers.get(record.family)) is None:
@@ -392,7 +392,7 @@ def _ended(before: float, ids: Sequence[str] = (), parents: Sequence[str] = ()) 
 
 
 def delete_rows(root: Root, plan: GcPlan, older_than_s: float, client: Any = None) -> list[GcItem]:
-    """Delete the rows that `plan` says and return them; what goes on by now is kept."""
+    """Delete planned rows except those now in use; return them."""
     families = {record.name: record.family for record in Runs(root).all(strict=True) if record.state == "finished"}
     doomed = {kind: [item for item in plan.doomed if item.kind == kind] for kind in ROWS}
     deleted = []
@@ -430,6 +430,6 @@ def _delete_flow_runs(client: Any, ids: list[str], before: float) -> list[str]:
         parents = [str(each.id) for each in client.read_flow_runs(flow_run_filter=_ended(time.time(), parents=parents))]
         below += parents
     gone = delete(ids)
-    for start in range(0, len(below), BATCH):  # without a parent by now
+    for start in range(0, len(below), BATCH):  # their parents are deleted
         delete(below[start : start + BATCH])
     return gone

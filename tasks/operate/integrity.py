@@ -181,8 +181,8 @@ def _copies(root: Root, result: Verification) -> Iterator[tuple[str, str, str]]:
     """Yield (folder, file, problem) of fetched copies that differ from what was downloaded."""
     use_fetched(root)
     folder, copies = fetched_folder(), fetched_copies()
-    found = parallel_map(lambda file: _copy_problem(folder, file), copies) if folder else []
-    for file, problem in zip(copies, found, strict=True):
+    problems = parallel_map(lambda file: _copy_problem(folder, file), copies) if folder else []
+    for file, problem in zip(copies, problems, strict=True):
         result.files, result.bytes = result.files + 1, result.bytes + file.size
         if problem:
             yield str(folder), file.path, problem
@@ -197,7 +197,7 @@ def _copy_problem(folder: Path, file: FetchedFile) -> str:
 
 
 def _checkpoints(root: Root, result: Verification) -> Iterator[tuple[str, str, str]]:
-    """Yield (folder, file, problem) of checkpoints of stages in progress; one that is deleted meanwhile is skipped."""
+    """Yield (folder, file, problem) of checkpoints of stages in progress; a deleted one is skipped."""
     local = (root.local / "work").glob("*/checkpoints/[0-9]*/manifest.json")
     folders = [(str(path.parent), path.parent.relative_to(root.local).as_posix()) for path in sorted(local)]
     if not root.is_local:

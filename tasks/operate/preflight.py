@@ -199,22 +199,22 @@ def layout_faults(recipe: Recipe, cluster: Cluster, rows: int) -> list[str]:
     """Return unknown stages, and model, batches, sequences and nodes that do not divide as each stage's layout says."""
     faults: dict[str, None] = {}  # stages that share a layout share its faults
     for span in Schedule(recipe).trained:
-        place = cluster.for_stage(span.stage.name, span.name)
-        if recipe.precision == "fp8" and not place.layout.compile:
+        stage_cluster = cluster.for_stage(span.stage.name, span.name)
+        if recipe.precision == "fp8" and not stage_cluster.layout.compile:
             # By arithmetic for the 8B: 390 operations and 40 ms a layer, where bf16 takes 26 ms.
             fault = "cluster.layout.compile: false makes precision: fp8 slower than bf16; write compile: true, or bf16"
             faults[fault] = None
         for check in (
-            partial(check_batches, span, place.data_parallel),
-            partial(place.layout.check, recipe.model, rows, place.processes),
-            *(partial(place.layout.check_sequence, seq_len) for seq_len in span.lengths),
+            partial(check_batches, span, stage_cluster.data_parallel),
+            partial(stage_cluster.layout.check, recipe.model, rows, stage_cluster.processes),
+            *(partial(stage_cluster.layout.check_sequence, seq_len) for seq_len in span.lengths),
         ):
             try:
                 check()
             except ValueError as error:
                 faults |= dict.fromkeys(str(error).splitlines())
-        for launcher, per_node in processes_per_node(place).items():
-            tp, count = place.layout.tp, min(per_node, place.processes)
+        for launcher, per_node in processes_per_node(stage_cluster).items():
+            tp, count = stage_cluster.layout.tp, min(per_node, stage_cluster.processes)
             if count % tp:
                 fault = (
                     f"cluster.layout.tp: {tp} does not divide {launcher}.processes_per_node {count}, so tensor "

@@ -440,23 +440,23 @@ def data_findings(scaled: ScaledRun, store: Store, record: RunRecord) -> Iterato
     kept = {domain: size * (1 - wanted) / (1 - held_out) for domain, size in curated.metadata["bytes"].items()}
     per_byte = {domain: tokens_per_byte(recipe, store, record, domain, kept[domain]) for domain in kept}
     ledger = pq.read_table(curated.path_of("ledger.parquet")).to_pylist()
-    for found in survey(recipe):
-        domain, share = found.domain, kept[found.domain] / max(1, read[found.domain])
-        if share < LITTLE and not found.name:
+    for surveyed in survey(recipe):
+        domain, share = surveyed.domain, kept[surveyed.domain] / max(1, read[surveyed.domain])
+        if share < LITTLE and not surveyed.name:
             dropped = [row for row in ledger if row["domain"] == domain and row["outcome"] not in ("kept", "held_out")]
             reason = max(dropped, key=lambda row: int(row["bytes"] or 0))
             yield RehearsalFinding(
-                f"curate: keeps {share:.1%} of sources.{found.title}; most goes for {reason['outcome']} "
+                f"curate: keeps {share:.1%} of sources.{surveyed.title}; most goes for {reason['outcome']} "
                 f"({reason['documents']:,} documents of the sample); loosen it for this domain in curate.quality_for",
                 fails=False,
             )
-        if not found.complete:
-            sources = [source for source in recipe.sources[domain] if (source.name or "") == found.name]
-            size = sum(estimate_text(source) for source in sources if source.uri != INSTALLED) + found.bytes * any(
+        if not surveyed.complete:
+            sources = [source for source in recipe.sources[domain] if (source.name or "") == surveyed.name]
+            size = sum(estimate_text(source) for source in sources if source.uri != INSTALLED) + surveyed.bytes * any(
                 source.uri == INSTALLED for source in sources
             )
-            found = replace(found, bytes=size, complete=True)
-        if fault := data_shortage(recipe, found, share * per_byte[domain]):
+            surveyed = replace(surveyed, bytes=size, complete=True)
+        if fault := data_shortage(recipe, surveyed, share * per_byte[domain]):
             yield RehearsalFinding(f"{fault} (of the sample, curation keeps {share:.0%})")
 
 
@@ -543,30 +543,33 @@ def _seconds(record: RunRecord, names: Sequence[str]) -> str:
     return format_duration(sum(record.steps[name].seconds for name in names))
 
 
-def print_rehearsal(found: Rehearsal, console: Console) -> None:
+def print_rehearsal(rehearsal: Rehearsal, console: Console) -> None:
     """Print the page."""
     stages = FittedTable(
         "", STAGE_HEADERS, left_out=("tokens here", "tokens", "batch here", "batch"), numbers=STAGE_HEADERS[1:-1]
     )
-    for row in found.stage_rows():
+    for row in rehearsal.stage_rows():
         stages.add_row(*row)
-    console.print(f"\n[bold]Rehearsal of {found.scaled.original.name}[/]: at full size, and here")
+    console.print(f"\n[bold]Rehearsal of {rehearsal.scaled.original.name}[/]: at full size, and here")
     console.print(stages)
-    for title, pairs in (("proven", found.proven), ("not proven", [("", line) for line in unproven(found.scaled)])):
+    for title, pairs in (
+        ("proven", rehearsal.proven),
+        ("not proven", [("", line) for line in unproven(rehearsal.scaled)]),
+    ):
         console.print(f"[bold]{title}[/]")
         for name, text in pairs:
             console.print(f"  {name:<12}{escape(text)}" if name else f"  {escape(text)}")
-    for finding in sorted(found.findings, key=lambda finding: not finding.fails):
+    for finding in sorted(rehearsal.findings, key=lambda finding: not finding.fails):
         console.print(f"{'[red]fails[/]' if finding.fails else '[yellow]odd[/]  '}  {escape(finding.text)}")
-    if not found.faults:
+    if not rehearsal.faults:
         console.print("[green]nothing fails[/] of what can be tried here")
 
 
-def write_rehearsal(found: Rehearsal, folder: Path) -> Path:
+def write_rehearsal(rehearsal: Rehearsal, folder: Path) -> Path:
     """Write `rehearsal.html` and `rehearsal.json` into `folder`; return the page."""
     page = folder / "rehearsal.html"
-    rows, limits = found.stage_rows(), unproven(found.scaled)
-    text = render(page.name, found=found, headers=STAGE_HEADERS, rows=rows, unproven=limits)
+    rows, limits = rehearsal.stage_rows(), unproven(rehearsal.scaled)
+    text = render(page.name, rehearsal=rehearsal, headers=STAGE_HEADERS, rows=rows, unproven=limits)
     write_atomic(page, text)
-    write_atomic(page.with_suffix(".json"), json.dumps(found.as_dict(), indent=1))
+    write_atomic(page.with_suffix(".json"), json.dumps(rehearsal.as_dict(), indent=1))
     return page

@@ -75,15 +75,15 @@ def status_tables(root: Root, run: str | None) -> list[FittedTable | FactTable]:
     if run is None:
         progress = run_progress(root, runs.all()[-MOST:])
         return [_all(progress, now) if progress else FactTable({"runs": f"none in {escape(root.uri)}"})]
-    one = run_progress(root, [runs.find(run)])[0]
+    progress_of_run = run_progress(root, [runs.find(run)])[0]
     alerts = FittedTable("alerts", ("time", "stage", "alert", "what"), ("time",))
     for alert in read_alerts(root, run):
         when = datetime.fromtimestamp(alert.time).strftime("%m-%d %H:%M:%S")
         alerts.add_row(when, alert.stage, f"[yellow]{alert.kind}[/]", escape(alert.text))
     tables: list[FittedTable | FactTable] = [
-        _facts(root, one, now),
-        _steps(open_store(root), one),
-        _attempts(root, one),
+        _facts(root, progress_of_run, now),
+        _steps(open_store(root), progress_of_run),
+        _attempts(root, progress_of_run),
         alerts,
     ]
     return [table for table in tables if table.rows]
@@ -218,10 +218,12 @@ def _devices(record: RunRecord) -> str:
     ran = [step.environment for step in record.steps.values() if step.environment]
     if not ran:
         return ""
-    facts = ran[-1]
-    software = ", ".join(f"{name} {facts[name]}" for name in ("torch", "cuda", "nccl", "driver") if facts.get(name))
-    on = f"{facts['devices']} x {facts['device']} on {facts['hosts']}, {facts['layout']}"
-    return escape(f"{on}, micro-batch {facts['micro_batch']}; {software}")
+    environment = ran[-1]
+    software = ", ".join(
+        f"{name} {environment[name]}" for name in ("torch", "cuda", "nccl", "driver") if environment.get(name)
+    )
+    on = f"{environment['devices']} x {environment['device']} on {environment['hosts']}, {environment['layout']}"
+    return escape(f"{on}, micro-batch {environment['micro_batch']}; {software}")
 
 
 def _steps(store: Store, run: RunProgress) -> FittedTable:

@@ -40,7 +40,7 @@ def store_calibration(root: Root, calibration: Calibration, seconds: float, code
         "threads": calibration.threads,
         "torch": calibration.torch,
     }
-    design = ArtifactSpec(KIND, device_slug(curves.device), VERSION, parameters, {"measured": digest_json(text)})
+    spec = ArtifactSpec(KIND, device_slug(curves.device), VERSION, parameters, {"measured": digest_json(text)})
     facts = {
         "date": calibration.date,
         "ceiling": curves.gemm.ceiling,
@@ -50,7 +50,7 @@ def store_calibration(root: Root, calibration: Calibration, seconds: float, code
     }
     with store.staging() as folder:
         (folder / FILE).write_text(text)
-        return store.commit(design, folder, facts, "herd plan calibrate", code, seconds)
+        return store.commit(spec, folder, facts, "herd plan calibrate", code, seconds)
 
 
 def load_calibration(root: Root, device: str, dtype: str = "bf16") -> Curves | None:

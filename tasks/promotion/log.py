@@ -133,13 +133,13 @@ def alias_changes(log: Log, alias: str) -> list[Promotion]:
 
 
 def alias_history(log: Log, alias: str) -> list[Promotion]:
-    """Return the records by which models hold, or held, `alias`, the holder's last.
+    """Return the history of `alias`, oldest first; the last record names the current holder.
 
     A promotion that was rolled back is removed, so that a second rollback goes further back.
     """
     history: list[Promotion] = []
     for record in alias_changes(log, alias):
-        labels = [reign.artifact for reign in history]
+        labels = [entry.artifact for entry in history]
         if record.kind == ROLLED_BACK and record.artifact in labels:
             del history[len(labels) - 1 - labels[::-1].index(record.artifact) :]
         elif labels[-1:] == [record.artifact]:

@@ -42,7 +42,7 @@ def roll_back(root: Root, request: RollbackRequest) -> tuple[Promotion, bool]:
     """Give the alias back and return the record, and whether MLflow shows it.
 
     Raises ValueError if no model held the alias before, the one that is named did not, or its artifact is gone, and if
-    the champion changes meanwhile: two people who see the same bad champion must not go back twice.
+    the champion changes before the record is written: two people who see a bad champion must not go back twice.
     """
     family, alias, _, by, comment = request
     log = PromotionLog(root, family)
@@ -50,7 +50,7 @@ def roll_back(root: Root, request: RollbackRequest) -> tuple[Promotion, bool]:
     while True:
         if (current := current_label(log.records, alias)) != champion:
             raise ValueError(
-                f"rollback: {family}@{alias} was {champion} and is {current} by now; look at it "
+                f"rollback: {family}@{alias} was {champion} and is now {current}; look at it "
                 f"(herd promotion-log {family}) and decide again"
             )
         target = _target(log.records, request)

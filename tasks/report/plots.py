@@ -12,7 +12,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter
 
 from herd.tasks.figures import as_svg, styled, subplots
-from herd.tasks.html import COLOURS, GROUPS, INK, PAGE
+from herd.tasks.html import COLORS, GROUPS, INK, PAGE
 
 if TYPE_CHECKING:  # `herd compare` draws without a second of imports
     from herd.llama3.evaluate.scores import Scores
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # `herd compare` draws without a second of imports
 
 CURVE_POINTS = 60
 """Points at which a fitted curve is drawn."""
-LINE, TARGET = COLOURS["general"], COLOURS["math"]
+LINE, TARGET = COLORS["general"], COLORS["math"]
 TITLE = "Needles"
 NOTE = (
     "Share of hidden sentences found (multi-key, four choices, so guessing finds a quarter), by the length of the text "
@@ -56,7 +56,7 @@ def mix(data: ReportData) -> str:
     axis.invert_yaxis()
     axis.grid(visible=False)
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
-    shown = [name for name in GROUPS if name in COLOURS or any(row.domain == name for row in data.mix)]
+    shown = [name for name in GROUPS if name in COLORS or any(row.domain == name for row in data.mix)]
     patches = [Rectangle((0, 0), 1, 1, color=GROUPS[name]) for name in shown]
     axis.legend(patches, shown, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(shown))
     return as_svg(figure)
@@ -65,7 +65,7 @@ def mix(data: ReportData) -> str:
 @styled
 def bits_per_byte(data: ReportData) -> str:
     figure, axis = subplots(figsize=(8, 3))
-    keys = ["eval/bpb", *(f"eval/bpb/{domain}" for domain in COLOURS)]
+    keys = ["eval/bpb", *(f"eval/bpb/{domain}" for domain in COLORS)]
     keys = [key for key in keys if all(key in scores for scores in data.evaluations.values())]
     width = 0.8 / len(data.evaluations)
     for index, (stage, table) in enumerate(data.evaluations.items()):
@@ -115,7 +115,7 @@ def length_histogram(page: DataPage) -> str:
                 value, unit = value / 1024, larger
         return f"{value:.0f} {unit}"
 
-    domains = [domain for domain in COLOURS if any(row["domain"] == domain for row in page.lengths)]
+    domains = [domain for domain in COLORS if any(row["domain"] == domain for row in page.lengths)]
     figure, axes = subplots(1, len(domains), figsize=(9, 2.6), squeeze=False)
     least, most = (pick(row["log2_bytes"] for row in page.lengths) for pick in (min, max))
     for axis, domain in zip(axes[0], domains, strict=True):
@@ -124,7 +124,7 @@ def length_histogram(page: DataPage) -> str:
             if row["domain"] == domain:
                 counts[row["kept"]][row["log2_bytes"]] += row["documents"]
         xs = list(counts[True])
-        axis.bar(xs, list(counts[True].values()), color=COLOURS[domain], width=0.9)
+        axis.bar(xs, list(counts[True].values()), color=COLORS[domain], width=0.9)
         read = [counts[True][x] + counts[False][x] for x in xs]
         axis.bar(xs, read, fill=False, edgecolor=INK, linewidth=0.8, width=0.9)
         axis.set_title(domain, fontsize=10)

@@ -26,7 +26,7 @@ from herd.storage.object_artifact import open_store
 from herd.storage.processes import READERS, parallel_map
 from herd.storage.root import Root
 from herd.tasks.format import command, format_duration
-from herd.tasks.html import COLOURS, DIM, GROUPS, INK, Curve, Figure, chart, render
+from herd.tasks.html import COLORS, DIM, GROUPS, INK, Curve, Figure, chart, render
 from herd.tasks.promotion.log import CHAMPION, compared_run
 from herd.tasks.report.data import DataPage, ReportData, collect_report_data
 from herd.tasks.runs.records import PENDING_APPROVAL, RunRecord, Runs, example_change, trained_stages
@@ -233,11 +233,11 @@ def training_charts(series: Mapping[str, Series], stages: Sequence[tuple[float, 
     by_domain = [
         Curve(domain, _smooth(series.get(metrics.domain_loss(domain), [])), color) for domain, color in GROUPS.items()
     ]
-    scored = [drawn(metrics.held_out(domain), domain, color, dots=True) for domain, color in COLOURS.items()]
+    scored = [drawn(metrics.held_out(domain), domain, color, dots=True) for domain, color in COLORS.items()]
     smooth = [Curve("each step", losses, DIM, thin=True), Curve(f"mean of {SMOOTH} steps", _smooth(losses), INK)]
     shape = [
-        drawn(metrics.BATCH_TOKENS, "batch", COLOURS["math"], steps=True),
-        drawn(metrics.SEQ_LEN, "sequence", COLOURS["code"], steps=True),
+        drawn(metrics.BATCH_TOKENS, "batch", COLORS["math"], steps=True),
+        drawn(metrics.SEQ_LEN, "sequence", COLORS["code"], steps=True),
     ]
     rate, speed = drawn(metrics.LEARNING_RATE, "learning rate", INK), drawn(metrics.TOKENS_PER_S, "tokens/s", INK)
     figures = [

@@ -89,7 +89,7 @@ def record_provenance(
 ) -> Provenance:
     """Return what `run` is made with, and write its cluster and the changes to the code into its folder."""
     changes = scrub(code_changes())
-    made = Provenance(
+    provenance = Provenance(
         user=user_name(),
         host=socket.gethostname(),
         command=scrub(command),
@@ -99,12 +99,12 @@ def record_provenance(
         packages=package_versions(),
         cluster=cluster_yaml(cluster),
     )
-    for name, text in ((CLUSTER, made.cluster), (made.diff_file, changes)):
+    for name, text in ((CLUSTER, provenance.cluster), (provenance.diff_file, changes)):
         if name:
             write_atomic(root.file("runs", run, name), text)
             if not root.is_local:
                 root.write(text, "runs", run, name)
-    return made
+    return provenance
 
 
 def user_name() -> str:
@@ -130,9 +130,9 @@ def cluster_yaml(cluster: Cluster) -> str:
     """Return the cluster as the YAML file that describes it, without defaults and secrets."""
     plain = cluster.model_dump(mode="json", exclude_defaults=True)
     always = {name: getattr(cluster, name) for name in ("launcher", "processes", "micro_batch", "threads")}
-    for place in (plain.get(cluster.launcher, {}), plain):
-        if variables := place.get("environment"):
-            place["environment"] = {name: "***" if names_secret(name) else value for name, value in variables.items()}
+    for section in (plain.get(cluster.launcher, {}), plain):
+        if variables := section.get("environment"):
+            section["environment"] = {name: "***" if names_secret(name) else value for name, value in variables.items()}
     return scrub(yaml.safe_dump({**always, **plain}, sort_keys=False, width=120))
 
 
@@ -190,19 +190,19 @@ def code_changes() -> str:
     return text.encode()[:MAX_DIFF].decode(errors="ignore") + f"\n... {len(text):,} characters in all\n"
 
 
-def _git(*words: str, **variables: str) -> str:
+def _git(*arguments: str, **variables: str) -> str:
     """Return what git prints about this checkout; "" if it fails, or if another repository holds an installed herd."""
     if not (PACKAGE_FOLDER / ".git").exists():
         return ""
     try:
         done = subprocess.run(
-            ["git", "-C", str(PACKAGE_FOLDER), *words],
+            ["git", "-C", str(PACKAGE_FOLDER), *arguments],
             capture_output=True,
             text=True,
             errors="replace",
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", **variables},
         )
-    except OSError:  # there is no git
+    except OSError:  # git is not installed
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
 
@@ -210,19 +210,26 @@ def _git(*words: str, **variables: str) -> str:
 # Differences between runs.
 
 
-def provenance_facts(code: str, made: Provenance | None, environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def provenance_facts(
+    code: str, provenance: Provenance | None, environments: Sequence[Mapping[str, str]]
+) -> dict[str, str]:
     """Return everything about code, software, devices and cluster of a run by name, in reading order.
 
     `environments` are those of its stages; where they differ a fact has several values.
     """
     facts = {"code": code}
-    if made is not None:
-        facts |= {"git diff": made.diff, "user": made.user, "host": made.host, "command": made.command}
-        facts |= made.packages
+    if provenance is not None:
+        facts |= {
+            "git diff": provenance.diff,
+            "user": provenance.user,
+            "host": provenance.host,
+            "command": provenance.command,
+        }
+        facts |= provenance.packages
     for name in dict.fromkeys(name for environment in environments for name in environment if name != "topology"):
         values = dict.fromkeys(environment[name] for environment in environments if name in environment)
         facts[name] = " / ".join(values)  # torch: that of the trainer
-    cluster = yaml.safe_load(made.cluster) if made is not None else None
+    cluster = yaml.safe_load(provenance.cluster) if provenance is not None else None
     settings = flatten(cluster or {}, "cluster.")
     return facts | {name: str(value) for name, value in settings.items() if name != "cluster.micro_batch"}
 

@@ -198,9 +198,9 @@ class Runs:
 
         With `redo_from` only reruns of `rerun_of` from that step count.
         """
-        asked, same = digest(resolved(recipe)), []
+        recipe_digest, same = digest(resolved(recipe)), []
         for record in self.family(recipe.name):
-            equal = (record.recipe_digest, record.until) == (asked, until)
+            equal = (record.recipe_digest, record.until) == (recipe_digest, until)
             if equal and (not redo_from or (record.rerun_of, record.redo_from) == (rerun_of, redo_from)):
                 same.append(record)
         return same[-1] if same and same[-1].state != "finished" else None

@@ -43,7 +43,7 @@ def collect_documents(context: Context) -> Artifact:
     from herd.llama3.data.collect import collect
     from herd.llama3.data.readers.sources import fingerprint
 
-    design = ArtifactSpec(
+    spec = ArtifactSpec(
         kind="collected",
         name=context.recipe.name,
         version=COLLECT_VERSION,
@@ -58,7 +58,7 @@ def collect_documents(context: Context) -> Artifact:
             place_files(runner, work, ["text", "skipped.parquet"], folder)
         return facts
 
-    artifact = ensure_in_scratch(context, "collect", design, build)
+    artifact = ensure_in_scratch(context, "collect", spec, build)
     lines = [f"{line['domain']} {line['reason']} {line['documents']:,}" for line in artifact.metadata["skipped"]]
     if lines:
         context.console.log(f"  {'':<18}[dim]left out while reading: {'; '.join(lines)}[/]")
@@ -72,7 +72,7 @@ def annotate_documents(context: Context, collected: Artifact) -> Artifact:
     from herd.llama3.data.annotate import VERSION, annotate, attribute_files
 
     curation = context.recipe.curate
-    design = ArtifactSpec(
+    spec = ArtifactSpec(
         kind="annotated",
         name=context.recipe.name,
         version=VERSION,
@@ -87,7 +87,7 @@ def annotate_documents(context: Context, collected: Artifact) -> Artifact:
             place_files(runner, work, [ATTRIBUTES], folder)
         return facts
 
-    return ensure_in_scratch(context, "annotate", design, build)
+    return ensure_in_scratch(context, "annotate", spec, build)
 
 
 @task(name="curate", cache_policy=NO_CACHE, persist_result=False)
@@ -98,7 +98,7 @@ def curate_documents(context: Context, collected: Artifact, annotated: Artifact)
 
     recipe = with_evaluation_sets(context.recipe)
     files = [uri for stage in CURATION for uri in stage.files(recipe.curate)]
-    design = ArtifactSpec(
+    spec = ArtifactSpec(
         kind="curated",
         name=recipe.name,
         version=VERSION,
@@ -115,7 +115,7 @@ def curate_documents(context: Context, collected: Artifact, annotated: Artifact)
                 place_files(runner, work, ["documents"], folder)
         return facts
 
-    artifact = ensure_in_scratch(context, "curate", design, build)
+    artifact = ensure_in_scratch(context, "curate", spec, build)
     sizes, counts = artifact.metadata["bytes"], artifact.metadata["documents"]
     lines = [f"{domain} {format_bytes(sizes[domain])} in {counts[domain]:,} documents" for domain in counts]
     context.console.log(f"  {'':<18}[dim]kept {'; '.join(lines)}[/]")
@@ -193,8 +193,8 @@ def prepare_tokenizer(context: Context, curated: Artifact) -> Artifact:
     if recipe.tokenizer.use:
         local = with_local_models(context.root, recipe)
         inputs["model"] = digest_file(Path(local.tokenizer.use or "")).sha256
-    design = ArtifactSpec("tokenizer", recipe.name, TOKENIZER_VERSION, keys.tokenizer(recipe), inputs)
-    return ensure_artifact(context, "tokenizer", design, lambda folder, _: make_tokenizer(local, curated.path, folder))
+    spec = ArtifactSpec("tokenizer", recipe.name, TOKENIZER_VERSION, keys.tokenizer(recipe), inputs)
+    return ensure_artifact(context, "tokenizer", spec, lambda folder, _: make_tokenizer(local, curated.path, folder))
 
 
 @task(name="tokenize", cache_policy=NO_CACHE, persist_result=False)
@@ -208,7 +208,7 @@ def tokenize_documents(context: Context, curated: Artifact, tokenizer: Artifact)
     from herd.llama3.tokens.stream import TokenStream
 
     recipe = context.recipe
-    design = ArtifactSpec(
+    spec = ArtifactSpec(
         kind="tokens",
         name=recipe.name,
         version=TOKENS_VERSION,
@@ -223,7 +223,7 @@ def tokenize_documents(context: Context, curated: Artifact, tokenizer: Artifact)
             place_files(runner, work, [*facts["leaves"], TOKENS], folder)
         return facts
 
-    artifact = ensure_in_scratch(context, "tokenize", design, build)
+    artifact = ensure_in_scratch(context, "tokenize", spec, build)
     stream = TokenStream(lazy_folder(artifact, 0), recipe)
     lines = stream.overlapping_offsets()
     try:
@@ -252,7 +252,7 @@ def prepare_conversations(context: Context, tokens: Artifact, tokenizer: Artifac
     from herd.llama3.tokens.tokenizer import Tokenizer
 
     recipe = context.recipe
-    design = ArtifactSpec(
+    spec = ArtifactSpec(
         kind="conversations",
         name=recipe.name,
         version=CONVERSATIONS_VERSION,
@@ -266,7 +266,7 @@ def prepare_conversations(context: Context, tokens: Artifact, tokenizer: Artifac
     def build(folder: Path, _: str) -> dict[str, Any]:
         return prepare_conversations(recipe, Tokenizer.load(tokenizer.path), folder)
 
-    artifact = ensure_artifact(context, "conversations", design, build)
+    artifact = ensure_artifact(context, "conversations", spec, build)
     facts, stream = artifact.metadata, TokenStream(lazy_folder(tokens, 0), recipe)
     context.console.log(
         f"  {'':<18}[dim]{facts['conversations']:,} conversations, {facts['turns']:,} answers, {facts['tokens']:,} "

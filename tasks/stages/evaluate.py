@@ -164,7 +164,7 @@ def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: A
     """
     usual = stage_suite_name(context.recipe, name)
     recipe = with_suite(context.recipe, suite or usual)
-    design, conversations = _evaluation(context, recipe, checkpoint.manifest.name, checkpoint.key, curated)
+    spec, conversations = _evaluation(context, recipe, checkpoint.manifest.name, checkpoint.key, curated)
     step = f"evaluate-{name}" if suite in ("", usual) else f"evaluate-{name}-{Path(suite).stem}"
 
     def build(folder: Path, work: Path) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: A
         )
         return {**facts, **_ngram_baseline(recipe, documents)}
 
-    return ensure_in_scratch(context, step, design, build)
+    return ensure_in_scratch(context, step, spec, build)
 
 
 def _ngram_baseline(recipe: Recipe, documents: Path) -> dict[str, float]:
@@ -198,7 +198,7 @@ def _evaluation(
     file of held-out conversations, if the run has any."""
     from herd.llama3.tokens.conversations import HELD_OUT  # imports numba
 
-    design = ArtifactSpec(
+    spec = ArtifactSpec(
         kind="evaluation",
         name=name,
         version=VERSION,
@@ -206,10 +206,10 @@ def _evaluation(
         inputs={"checkpoint": checkpoint, "curated": curated.key, **suite_inputs(recipe)},
     )
     if "conversations" not in context.record.steps:
-        return design, None
+        return spec, None
     chats = context.store.load(context.record.steps["conversations"].artifact)
-    design.inputs["conversations"] = chats.key
-    return design, chats.path_of(HELD_OUT)
+    spec.inputs["conversations"] = chats.key
+    return spec, chats.path_of(HELD_OUT)
 
 
 # Scores of a stage in progress: the supervisor pins a checkpoint every `evaluate.every` tokens and sends an event; the
@@ -325,7 +325,7 @@ def evaluate_checkpoint(
     try:
         saved = CheckpointQueue(folder).fetch(position, scratch)
         name, key = f"{recipe.name}-{stage}-{position}", digest_file(saved / MANIFEST).sha256
-        design, conversations = _evaluation(context, recipe, name, key, curated)
+        spec, conversations = _evaluation(context, recipe, name, key, curated)
 
         def build(result: Path, work: Path) -> dict[str, Any]:
             documents = validation_folder(curated, recipe.evaluate.documents)
@@ -343,7 +343,7 @@ def evaluate_checkpoint(
             )
             return {**facts, "position": position}
 
-        return ensure_in_scratch(context, step, design, build)
+        return ensure_in_scratch(context, step, spec, build)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -393,7 +393,7 @@ def _scores(
     context: Context, name: str, checkpoint: Artifact, curated: Artifact, short: int | None, needle: int | None
 ) -> Artifact:
     recipe = context.recipe
-    design = ArtifactSpec(
+    spec = ArtifactSpec(
         kind="gate",
         name=checkpoint.manifest.name,
         version=GATE_VERSION,
@@ -408,7 +408,7 @@ def _scores(
             recipe, model, curated.path, folder, work, context.cluster, context.agents, gate, excluded=excluded
         )
 
-    return ensure_in_scratch(context, f"gate-{name}", design, build)
+    return ensure_in_scratch(context, f"gate-{name}", spec, build)
 
 
 def _line(row: GateRow) -> str:

@@ -89,8 +89,8 @@ def train_stage(
     """
     span = Schedule(context.recipe).span(stage)
     context = replace(context, cluster=context.cluster.for_stage(span.stage.name, stage))
-    design = _design(context, span, tokens, parent, conversations)
-    made_from, work_dir_key = design.inputs, context.record.work_dir_key(stage)
+    spec = _spec(context, span, tokens, parent, conversations)
+    made_from, work_dir_key = spec.inputs, context.record.work_dir_key(stage)
     data = made_from["tokens"] if conversations is None else f"{tokens.key} {conversations.key}"
     work = context.scratch / work_dir_name(context.recipe, span, data, made_from["parent"], work_dir_key)
     kept = kept_checkpoints(context.root, context.cluster.checkpoints, work.name)
@@ -123,7 +123,7 @@ def train_stage(
             remove_all(kept)
 
     artifact = ensure_artifact(
-        context, stage, design, build, WorkInProgress(work.name, partial(_resumes, span, work, kept), done)
+        context, stage, spec, build, WorkInProgress(work.name, partial(_resumes, span, work, kept), done)
     )
     if "average" in artifact.metadata:
         context.console.log(f"  {'average':<18}{Choice.model_validate(artifact.metadata['average'])}")
@@ -131,7 +131,7 @@ def train_stage(
     return artifact
 
 
-def _design(
+def _spec(
     context: Context, span: StageSpan, tokens: Artifact, parent: Artifact | None, conversations: Artifact | None
 ) -> ArtifactSpec:
     """Return what decides the stage's result: nothing of where it runs."""
@@ -338,13 +338,13 @@ def init_weights(context: Context, tokenizer: Artifact) -> Artifact:
     path = recipe.init_from.path
     label = alias_label(context.root, path)
     parameters = keys.weights(recipe, label or source_state(path), rows)
-    design = ArtifactSpec("weights", recipe.name, WEIGHTS_VERSION, parameters, {})
+    spec = ArtifactSpec("weights", recipe.name, WEIGHTS_VERSION, parameters, {})
 
     def build(folder: Path, _: str) -> dict[str, Any]:
         config = import_weights(start, folder / "model", recipe.model, rows)
         return {"from": label or path, "parameters": parameter_count(config, rows)}
 
-    return ensure_artifact(context, "init-weights", design, build)
+    return ensure_artifact(context, "init-weights", spec, build)
 
 
 def _checkpoint(context: Context, tokenizer: Tokenizer) -> Artifact:
@@ -355,11 +355,11 @@ def _checkpoint(context: Context, tokenizer: Tokenizer) -> Artifact:
     if faults := list(tokenizer_faults(context.recipe, found, tokenizer)):
         raise RecipeError("\n".join(faults))
     made = found.manifest
-    design = ArtifactSpec(made.kind, made.name, made.version, made.parameters, made.inputs)
+    spec = ArtifactSpec(made.kind, made.name, made.version, made.parameters, made.inputs)
 
     def build(folder: Path, _: str) -> dict[str, Any]:
         raise RecipeError(
             f"init_from.path: {found.label} is damaged; run {made.created_by} again, or start from another"
         )
 
-    return ensure_artifact(context, "init-weights", design, build)
+    return ensure_artifact(context, "init-weights", spec, build)

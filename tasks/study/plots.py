@@ -15,7 +15,7 @@ from herd.llama3.studies.forecast import Interval
 from herd.llama3.studies.isoflop import IsoflopFit, Parabola, TokenLaw
 from herd.llama3.studies.results import HELPS, HURTS, NOTHING, Finding, Says
 from herd.tasks.figures import as_svg, styled, subplots
-from herd.tasks.html import COLOURS, INK, PAGE
+from herd.tasks.html import COLORS, INK, PAGE
 
 Losses = Mapping[str, Mapping[str, float]]
 """Variant -> domain -> bits per byte, the mean over its repeats."""
@@ -23,7 +23,7 @@ Shares = Mapping[str, Mapping[str, float]]
 """Variant -> domain -> share of the tokens."""
 STEPS = 60
 """Points of a curve."""
-LINE, TARGET = COLOURS["general"], COLOURS["math"]
+LINE, TARGET = COLORS["general"], COLORS["math"]
 TINTS: dict[Says, str] = {HELPS: "#1a7f37", HURTS: "#cf222e", NOTHING: "#7a828c"}
 WIDTH, HEIGHT = 9.0, 4.2
 ROW, HEAD = 0.24, 0.95
@@ -183,7 +183,7 @@ def against_shares(shares: Shares, losses: Losses, base: str) -> str:
     domains = list(losses[base])
     figure, axes = subplots(1, len(domains), figsize=(WIDTH, 2.9), squeeze=False)
     for axis, domain in zip(axes.flat, domains, strict=True):
-        x, color = [shares[variant].get(domain, 0.0) for variant in losses], COLOURS.get(domain, INK)
+        x, color = [shares[variant].get(domain, 0.0) for variant in losses], COLORS.get(domain, INK)
         axis.scatter(x, [losses[variant][domain] for variant in losses], s=22, color=color, zorder=3)
         point = (shares[base].get(domain, 0.0), losses[base][domain])
         axis.plot(*point, "o", markersize=10, color=INK, markerfacecolor="none", markeredgewidth=1.5, zorder=4)

@@ -402,7 +402,7 @@ class MLflowTracker:
         return address if self.uri.startswith("http") and run_id and experiment else ""
 
     def series(self, handle: str, key: str) -> list[tuple[int, float]]:
-        """Return one series of a run as (position, value). Raises MlflowException if there is no answer."""
+        """Return one series of a run as (position, value). Raises MlflowException if MLflow does not answer."""
         history = self.client.get_metric_history(self.run_id(handle), key)
         return sorted((int(metric.step), float(metric.value)) for metric in history)
 

@@ -202,7 +202,7 @@ def stage_done(record: RunRecord, recipe: Recipe, stage: str, artifact: Artifact
     """Show the result of a training stage that has just been recorded, on the page of its task."""
     span = {span.name: span for span in Schedule(recipe).trained}[stage]
     entry, metadata = record.steps[stage], artifact.metadata
-    facts = {
+    values = {
         "outcome": entry.outcome,
         "why": entry.why,
         "positions": f"{span.start:,} to {span.end:,}",
@@ -216,7 +216,7 @@ def stage_done(record: RunRecord, recipe: Recipe, stage: str, artifact: Artifact
         "SHA-256 of the model": metadata["model_sha256"],
     }
     # Prefect's UI fails on a table with a column without a name.
-    rows = [{"what": name, "value": value} for name, value in facts.items() if value]
+    rows = [{"what": name, "value": value} for name, value in values.items() if value]
     table(f"{record.name}-{stage}-result", rows, f"Stage **{stage}** of {record.name}")
 
 

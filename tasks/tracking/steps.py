@@ -150,9 +150,9 @@ def project_step(shown: LoggedStep) -> int:
         case "tokens":
             _log_data_sets(shown)
         case "conversations":
-            facts = manifest.metadata
-            sources = {name: amounts["tokens"] for name, amounts in facts["sources"].items()}
-            profile = {"tokens": facts["tokens"], "documents": facts["conversations"], "sources": sources}
+            metadata = manifest.metadata
+            sources = {name: amounts["tokens"] for name, amounts in metadata["sources"].items()}
+            profile = {"tokens": metadata["tokens"], "documents": metadata["conversations"], "sources": sources}
             dataset = {"name": manifest.kind, "digest": artifact.key, "uri": artifact.uri, "profile": profile}
             for run in shown.runs:
                 tracker.log_inputs(run, [dataset])
@@ -223,7 +223,7 @@ def _log_scores(shown: LoggedStep) -> int:
     Scores of a gate within the run always do; those of an evaluation are attached to the checkpoint's model.
     """
     manifest, scores = shown.artifact.manifest, scores_of(shown.artifact)
-    if (position := manifest.metadata.get("position")) is not None:  # of a checkpoint in progress, which is no artifact
+    if (position := manifest.metadata.get("position")) is not None:  # a checkpoint in progress is not an artifact
         points = [MetricPoint(key, value, shown.artifact.created, position) for key, value in scores.items()]
         return shown.log(points, of_run=True)
     try:

@@ -120,7 +120,7 @@ def test_a_champion_that_changes_meanwhile_stops_it(root: Root, monkeypatch: pyt
         return append(log, record, expected_head)
 
     monkeypatch.setattr(PromotionLog, "append", late)
-    with pytest.raises(ValueError, match=f"tiny@champion was {third} and is {second} by now"):
+    with pytest.raises(ValueError, match=f"tiny@champion was {third} and is now {second}"):
         back(root)
     assert label_of_alias(root, FAMILY, CHAMPION) == second
     assert label_of_alias(root, FAMILY, PREVIOUS) == first

@@ -13,7 +13,7 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 from herd.llama3.studies.results import StudyVerdict
-from herd.tasks.html import COLOURS, POINTS, Curve, Figure, chart, themed
+from herd.tasks.html import COLORS, POINTS, Curve, Figure, chart, themed
 from herd.tasks.study.page import Analysis, ResultTable, study_page
 from tests.tasks.study_samples import study_record
 
@@ -35,7 +35,7 @@ def data_of(html: str) -> dict[str, Any]:
 def page(names: list[str], rows: int = 40) -> str:
     """Return a page with a chart, a long table and a word that is explained."""
     table = [["train/loss" if row else "loss", *(f"{row * 1000:,}" for _ in names)] for row in range(rows)]
-    charts = chart("nats", [Curve(names[0], FALLING, COLOURS["math"]), Curve("each", FALLING[::2], "#b8860b")], STAGES)
+    charts = chart("nats", [Curve(names[0], FALLING, COLORS["math"]), Curve("each", FALLING[::2], "#b8860b")], STAGES)
     figures = [("Loss", "It should fall.", charts), ("Bars", "None.", SVG)]
     return study(figures, ResultTable("Results", "", ["", *names], table), ResultTable("Same", "", ["", *names], []))
 
@@ -46,7 +46,7 @@ def study(figures: list[Figure], *tables: ResultTable) -> str:
 
 def test_a_chart_has_every_value_or_a_thinned_series_with_its_last() -> None:
     points = [(0, math.nan), *FALLING]
-    small = data_of(chart("nats", [Curve(EVIL, points, COLOURS["math"]), Curve("none", [], "#b8860b")], STAGES))
+    small = data_of(chart("nats", [Curve(EVIL, points, COLORS["math"]), Curve("none", [], "#b8860b")], STAGES))
     (curve,) = small["curves"]
     assert curve["label"] == EVIL
     assert curve["color"] == "--orange"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import sync_playwright
 
-from herd.tasks.html import COLOURS, PAGE, Curve, asset, chart, render
+from herd.tasks.html import COLORS, PAGE, Curve, asset, chart, render
 from herd.tasks.report.data import MixRow
 from herd.tasks.report.plots import mix
 
@@ -20,7 +20,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: the page is not looked at")
 SCORES = 45
 """Rows of the long table."""
-CHART = chart("nats", [Curve("loss", [(step, 8 - step / 20) for step in range(100)], COLOURS["math"])], [(0, 99, "a")])
+CHART = chart("nats", [Curve("loss", [(step, 8 - step / 20) for step in range(100)], COLORS["math"])], [(0, 99, "a")])
 WIDE = "".join(f"<td>{1_000_000 + column:,}</td>" for column in range(7))
 REASON = "eval/bpb 1.998 is 0.0646% better than champion 2 (95% 0.032% to 0.099%); it must be better at the 95% bound"
 BODY = f"""<nav id="contents"><a href="#loss">Loss</a></nav><p><a href="data.html">More</a></p>
@@ -128,7 +128,7 @@ def test_a_head_sorts_by_key_and_a_third_time_restores_the_order(tab: Any) -> No
 
 def test_shares_of_the_mix_are_text_on_the_page_color() -> None:
     """No color of text has a contrast of 4.5 on every bar, in light and dark."""
-    rows = [MixRow("main", domain, 0.25, 0.25, 100) for domain in COLOURS]
+    rows = [MixRow("main", domain, 0.25, 0.25, 100) for domain in COLORS]
     svg = mix(SimpleNamespace(mix=rows))  # type: ignore[arg-type]
     assert svg.count("25.0%") == 4
     assert not re.search(r"fill: (#ffffff|white)", svg)
