@@ -180,7 +180,7 @@ def models_of(herd: Herd) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_failing_arm_does_not_stop_the_others(asked: Herd, tmp_path: Path) -> None:
+def test_a_failing_variant_does_not_stop_the_others(asked: Herd, tmp_path: Path) -> None:
     variants = "{five: [], broken: [tokens.max_epochs=0.001], ten: [lr.warmup=10 steps]}"
     text = f"seeds: [1]\ncompare: {{control: five, varies: [lr, tokens], variants: {variants}}}"
     study = write_study(tmp_path, asked.recipe, text, "partly")
@@ -211,7 +211,7 @@ def test_beside_a_study_at_work_neither_run_nor_report_begins(asked: Herd) -> No
 
 
 @pytest.mark.slow
-def test_an_arm_is_an_ordinary_run(asked: Herd) -> None:
+def test_a_variant_is_an_ordinary_run(asked: Herd) -> None:
     """Its recipe alone makes it again: nothing but reuse."""
     recipe = asked.root / "studies" / "warm" / "variants" / "ten-2.yaml"
     assert load_recipe(recipe).name == "warm"

@@ -257,7 +257,7 @@ def test_overrides_change_the_chosen_recipe() -> None:
     assert chosen_recipe(config).curate.dedup.jaccard == 0.7
 
 
-def test_the_form_of_a_study_takes_arms_as_a_list() -> None:
+def test_the_form_of_a_study_takes_variants_as_a_list() -> None:
     sent = {
         "variants": [
             {"name": "short", "change": {"warmup": "10 steps"}},

@@ -63,7 +63,7 @@ def test_intervals_cover_the_truth(repeats: int, luck: float) -> None:
 
 
 @pytest.mark.slow
-def test_arms_that_do_not_differ_are_seldom_found_to() -> None:
+def test_variants_that_do_not_differ_are_seldom_found_to() -> None:
     truth = dataclasses.replace(TRUTH, effects={"base": {}, "one": {}, "two": {}, "three": {}})
     wrong = sum(
         any(one.says != NOTHING for one in findings(outcomes(truth, seed), "base", ["one", "two", "three"]))
@@ -112,7 +112,7 @@ def test_a_missing_repeat_is_left_out_on_both_sides() -> None:
     assert comparison_flags(made, "base", ["gsm"]) == []
 
 
-def test_arms_without_a_common_repeat_are_not_judged() -> None:
+def test_variants_without_a_common_repeat_are_not_judged() -> None:
     made = without(without(outcomes(TRUTH, 0), "gsm", 1), "base", 2, 3)
     assert findings(made, "base", ["gsm"]) == []
     assert any("no repeat in common" in flag for flag in comparison_flags(made, "base", ["gsm"]))
@@ -156,7 +156,7 @@ def test_a_score_without_samples_is_compared_more_cautiously() -> None:
     assert apart.documents > paired.documents
 
 
-def test_no_arms_to_compare_are_refused() -> None:
+def test_no_variants_to_compare_are_refused() -> None:
     for control, variants, words in [
         ("nobody", ["gsm"], "control: 'nobody' has no finished run"),
         ("base", ["absent"], "absent: has no finished run"),

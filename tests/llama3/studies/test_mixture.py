@@ -124,7 +124,7 @@ def test_noise_is_the_larger_of_seeds_and_misfit() -> None:
     assert made.covariance.max() > 100 * fit_mixture(bent, WEIGHTS).covariance.max()
 
 
-def test_an_arm_that_is_worse_everywhere_is_not_on_the_front() -> None:
+def test_a_variant_that_is_worse_everywhere_is_not_on_the_front() -> None:
     found = trials(1, SLOPES, noise=0.0)
     worse = [
         MixTrial(t.name, t.repeat, t.shares, {d: v + (t.name == "less-code") for d, v in t.losses.items()})

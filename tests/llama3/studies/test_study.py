@@ -26,7 +26,7 @@ def posed(folder: Path, text: str) -> ExpandedStudy:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(RECIPES)))
-def test_shipped_studies_can_be_run_and_their_arms_share_data(path: Path) -> None:
+def test_shipped_studies_can_be_run_and_their_variants_share_data(path: Path) -> None:
     study = load_study(path)
     check_study(study)
     assert len({run.digest for run in study.runs}) == len(study.runs)
@@ -66,7 +66,7 @@ def test_rates_and_batches_of_a_ladder_reach_their_ends() -> None:
         assert run.recipe.lr.cosine.to == pytest.approx(0.1 * run.recipe.lr.peak)
 
 
-def test_annealing_arms_differ_in_the_last_stage_alone() -> None:
+def test_annealing_variants_differ_in_the_last_stage_alone() -> None:
     study = load_study(RECIPES / "judge-cpu.yaml")
     control, *others = [run for run in study.runs if run.repeat == 1]
     assert control.variant.name == DEFAULT
@@ -90,7 +90,7 @@ def test_repeats_of_an_annealing_study_read_other_documents() -> None:
     assert draws == list(range(1, len(draws) + 1))
 
 
-def test_mix_arms_differ_in_the_mix_alone_and_train_one_tokenizer() -> None:
+def test_mix_variants_differ_in_the_mix_alone_and_train_one_tokenizer() -> None:
     study = load_study(RECIPES / "mix-cpu.yaml")
     control, *others = [run for run in study.runs if run.repeat == 1]
     assert control.variant.name == BASE
@@ -183,7 +183,7 @@ def test_a_study_keeps_its_digest_where_it_is_copied(tmp_path: Path) -> None:
     assert load_study(other / "study.yaml").digest == study.digest
 
 
-def test_further_arms_come_from_the_form(tmp_path: Path) -> None:
+def test_further_variants_come_from_the_form(tmp_path: Path) -> None:
     path = tmp_path / "study.yaml"
     path.write_text(f"name: tried\nrecipe: {RECIPES / 'base-cpu.yaml'}\n{COMPARE % 'lr.warmup=9 steps'}")
     study = load_study(path, further={"c": ["lr.warmup=5 steps"]})

@@ -31,7 +31,7 @@ from herd.tasks.plan.predict import (
 from herd.tasks.plan.recipe import make_plan, memory_lines
 from herd.tasks.plan.tables import format_memory
 from tests.llama3.planner.plan_samples import MAIN, ROWS, cluster_file, fabric, recipe
-from tests.llama3.planner.test_calibration import calibration, points
+from tests.llama3.planner.test_device_curves_calibration import calibration, points
 
 H8 = {"name": "h8", "dense_tflops": 989, "reached_tflops": 795, "memory_gb": 8, "memory_tb_s": 3, "watts": 700}
 """An H100 with 8 GB."""

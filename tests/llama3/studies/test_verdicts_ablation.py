@@ -20,14 +20,14 @@ def study(repeats: int = 4, **effects: float) -> PlantedEffects:
     )
 
 
-def test_an_arm_that_is_better_everywhere_is_taken() -> None:
+def test_a_variant_that_is_better_everywhere_is_taken() -> None:
     verdict = ablation_verdict(outcomes(study(all=0.06), 0), "steady", CHANGES, weights=WEIGHTS)
     assert verdict.headline[0].startswith("take ramp: helps +0.0")
     assert verdict.headline[1].startswith("long-warmup: no significant difference")
     assert verdict.change == CHANGES["ramp"]
 
 
-def test_arms_that_do_not_differ_keep_the_control() -> None:
+def test_variants_that_do_not_differ_keep_the_control() -> None:
     taken = [ablation_verdict(outcomes(study(), seed), "steady", CHANGES, weights=WEIGHTS).change for seed in range(60)]
     assert sum(bool(change) for change in taken) <= 3
     verdict = ablation_verdict(outcomes(study(), 0), "steady", CHANGES, weights=WEIGHTS)
@@ -35,7 +35,7 @@ def test_arms_that_do_not_differ_keep_the_control() -> None:
     assert verdict.change == []
 
 
-def test_an_arm_that_harms_elsewhere_is_not_taken() -> None:
+def test_a_variant_that_harms_elsewhere_is_not_taken() -> None:
     made = outcomes(study(general=0.3, math=0.0, code=-0.1), 0)
     verdict = ablation_verdict(made, "steady", CHANGES, weights=WEIGHTS)
     assert verdict.headline[0] == "keep steady: no variant is better without harm"
@@ -44,7 +44,7 @@ def test_an_arm_that_harms_elsewhere_is_not_taken() -> None:
     assert verdict.change == []
 
 
-def test_an_arm_that_is_worse_is_said_to_be() -> None:
+def test_a_variant_that_is_worse_is_said_to_be() -> None:
     verdict = ablation_verdict(outcomes(study(all=-0.1), 0), "steady", CHANGES, weights=WEIGHTS)
     assert verdict.headline[1].startswith("ramp: hurts -0.1")
     assert verdict.change == []

@@ -26,7 +26,7 @@ def ran(study: ExpandedStudy, **effects: dict[str, float]) -> list[RunResult]:
     return simulated_studies.outcomes(truth, seed=1)
 
 
-def test_arms_that_change_something_else_alone_are_compared(tmp_path: Path) -> None:
+def test_variants_that_change_something_else_alone_are_compared(tmp_path: Path) -> None:
     study = posed(tmp_path, "mix: {others: {strict: [curate.dedup.jaccard=0.7], loose: [curate.dedup.jaccard=0.9]}}")
     math = {"math": 0.3, "general": 0.3, "code": 0.3, "multilingual": 0.3}
     made = mix_analysis(study, ran(study, strict=math, loose={key: -value for key, value in math.items()}))
@@ -35,7 +35,7 @@ def test_arms_that_change_something_else_alone_are_compared(tmp_path: Path) -> N
     assert {one.says for one in made.verdict.findings if one.variant == "loose"} == {HURTS}
 
 
-def test_an_arm_may_leave_out_a_domain(tmp_path: Path) -> None:
+def test_a_variant_may_leave_out_a_domain(tmp_path: Path) -> None:
     variants = "{no-code: {general: 60%, math: 30%, multilingual: 10%}}"
     study = posed(tmp_path, f"mix: {{design: {{kind: around}}, variants: {variants}}}")
     made = mix_analysis(study, ran(study))

@@ -25,7 +25,7 @@ def strokes(svg: str, colour: str) -> int:
 
 @pytest.mark.parametrize("variants", [1, 40])
 @pytest.mark.slow
-def test_the_forest_has_a_row_for_each_arm_and_a_panel_for_each_score(variants: int) -> None:
+def test_the_forest_has_a_row_for_each_variant_and_a_panel_for_each_score(variants: int) -> None:
     found = findings(variants, scores=6)
     svg = forest(found)
     shown = texts(svg)

@@ -16,8 +16,8 @@ from herd.llama3.studies.forecast import backtest
 from herd.llama3.studies.results import StudyVerdict
 from herd.tasks.study.analysis import backtest_table
 from herd.tasks.study.page import Analysis, FinishedRun, ResultTable, change_lines, study_page, verdict_markdown
-from tests.llama3.studies.test_backtest import CHANCE, family, levelling
-from tests.tasks.plan.test_plan_page import Reader
+from tests.llama3.studies.test_forecast_backtest import CHANCE, family, levelling
+from tests.tasks.plan.test_page import Reader
 from tests.tasks.study_samples import BEFORE, findings, finished_runs, study_record, verdict
 
 MIXES = ResultTable("Mixes", "What each variant trained on.", ["variant", "math"], [["base", "25%"]])
