@@ -1,4 +1,4 @@
-"""What the processes of test_ranks run."""
+"""What the processes of test_distributed_ranks run."""
 
 from __future__ import annotations
 

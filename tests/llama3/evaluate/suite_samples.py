@@ -1,4 +1,4 @@
-"""A suite with every kind of task on a small model, and what the processes of test_whole_suite run."""
+"""A suite with every kind of task on a small model, and what the processes of test_evaluate_suite run."""
 
 from __future__ import annotations
 

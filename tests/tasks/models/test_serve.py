@@ -32,9 +32,9 @@ from herd.llama3.tokens.chat import encode_chat
 from herd.storage.processes import free_port
 from herd.storage.root import Root
 from herd.tasks.models.serve import BODY_BYTES, Served, bind, create_app, render_page
-from tests.llama3.evaluate.test_answer import TOKENIZER, made
-from tests.llama3.evaluate.test_engine import await_idle
 from tests.llama3.evaluate.test_generate import favour
+from tests.llama3.evaluate.test_generate_batch import TOKENIZER, made
+from tests.llama3.serve.test_engine import await_idle
 
 WINDOW = 20_000
 SPEC = Model(layers=2, dim=32, ffn=48, heads=4, kv_heads=2, max_seq_len=WINDOW, tied_embeddings=False)

@@ -20,8 +20,8 @@ from herd.llama3.evaluate.generate import generate
 from herd.llama3.serve.engine import BatchEngine
 from herd.storage.root import Root
 from herd.tasks.models.serve import Served, render_page
-from tests.llama3.evaluate.test_answer import TOKENIZER, made
-from tests.llama3.evaluate.test_engine import await_idle
+from tests.llama3.evaluate.test_generate_batch import TOKENIZER, made
+from tests.llama3.serve.test_engine import await_idle
 from tests.tasks.models.test_serve import SPEC, serving
 from tests.tasks.trained_run import TrainedRun
 

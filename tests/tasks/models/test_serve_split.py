@@ -22,7 +22,7 @@ from herd.llama3.recipe.sections import Model
 from herd.storage.processes import free_port
 from herd.tasks.models.lookup import check_layout, choose_layout
 from tests.dist import Forked
-from tests.llama3.evaluate.test_answer import TOKENIZER, made
+from tests.llama3.evaluate.test_generate_batch import TOKENIZER, made
 from tests.tasks.models.test_serve import SPEC
 
 WAIT_S = 60

@@ -23,8 +23,8 @@ from herd.llama3.recipe.sections import Model
 from herd.llama3.serve.engine import BatchEngine, QueueFull
 from herd.storage.processes import free_port
 from tests.dist import forkserver
-from tests.llama3.evaluate.test_answer import TOKENIZER, made
-from tests.llama3.evaluate.test_engine import WAIT_S, Text, await_idle
+from tests.llama3.evaluate.test_generate_batch import TOKENIZER, made
+from tests.llama3.serve.test_engine import WAIT_S, Text, await_idle
 
 SPEC = Model(layers=2, dim=32, ffn=48, heads=4, kv_heads=2, max_seq_len=96, tied_embeddings=False)
 

@@ -13,7 +13,7 @@ import pytest
 
 from herd.llama3.data.classifiers import check_seeds, prepare_scores, read_seeds, sample_texts, score_texts, topic_texts
 from herd.llama3.recipe.data_schema import Curate
-from tests.llama3.data.test_classifier import arithmetic, cooking
+from tests.llama3.data.test_classifiers import arithmetic, cooking
 
 Write = Callable[..., str]
 

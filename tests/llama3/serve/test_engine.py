@@ -19,7 +19,7 @@ from herd.llama3.recipe.sections import Model
 from herd.llama3.serve import engine as engines
 from herd.llama3.serve.engine import BatchEngine, Generation, QueueFull
 from herd.llama3.tokens.tokenizer import Tokenizer
-from tests.llama3.evaluate.test_answer import SPECS, TOKENIZER, made
+from tests.llama3.evaluate.test_generate_batch import SPECS, TOKENIZER, made
 
 LONG = Model(layers=1, dim=16, ffn=16, heads=2, kv_heads=1, max_seq_len=100_000)
 WAIT_S = 60
