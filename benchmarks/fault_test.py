@@ -43,9 +43,9 @@ from herd.tasks.console import Console, TerminalConsole
 from herd.tasks.errors import TrainingFailed
 from herd.tasks.launch.base import WATCH_S, Launch, fitting, launch_key, launcher_of
 from herd.tasks.launch.local import rank_process
-from herd.tasks.runs.progress import newest
 from herd.tasks.runs.provenance import code_version
 from herd.tasks.runs.records import Runs, now
+from herd.tasks.runs.work_dirs import newest
 from herd.tasks.stages.follow import JournalTailer
 from herd.tasks.stages.train import SILENCE, StageAttempts
 from herd.tasks.step import Context
@@ -360,7 +360,7 @@ def _opened(
     runs, tracker = Runs(root), MLflowTracker(root, recipe.name)
     record = runs.begin(recipe, code_version())
     cluster = cluster.model_copy(update=changes)
-    context = Context(recipe, cluster, open_store(root), runs, record, tracker, console or TerminalConsole(), [STAGE])
+    context = Context(recipe, cluster, open_store(root), runs, record, tracker, console or TerminalConsole(), [])
     params = {**flatten(resolved(recipe), depth=2), "fault_test": asdict(settings)}
     record.mlflow_run = tracker.open_run(record.name, context.tags(), params)
     record.mlflow_experiment = tracker.experiment

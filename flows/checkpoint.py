@@ -18,14 +18,14 @@ from herd.flows.run_lifecycle import (
     why_not,
 )
 from herd.llama3.evaluate.suite import stage_suite_name
-from herd.llama3.recipe.schedule import Schedule
 from herd.storage.artifact import Artifact
 from herd.storage.lease import LeaseHeld
 from herd.tasks.pipeline_steps import evaluated_stages
 from herd.tasks.promotion.approval import decide
 from herd.tasks.promotion.log import CHAMPION, decided
 from herd.tasks.promotion.rollback import RollbackRequest, roll_back
-from herd.tasks.runs.progress import kept_checkpoints, run_progress, run_work_dir_name
+from herd.tasks.report.progress import run_progress, run_work_dir_name
+from herd.tasks.runs.work_dirs import kept_checkpoints
 from herd.tasks.stages.evaluate import evaluate_model, evaluate_waiting
 from herd.tasks.stages.gate import Override
 from herd.tasks.stages.promote import promote_model
@@ -49,7 +49,8 @@ def evaluate(config: EvaluationParameters = EvaluationParameters()) -> str:  # n
             # An event starts this flow for every committed checkpoint, also while its run still works.
             if isinstance(context.runs, ReadOnlyRuns) and usual and target.stage in evaluated_stages(context.recipe):
                 return FlowResult(name, f"{label} is left to {name}, which evaluates {target.stage} itself")
-            scores = evaluate_model(context, target.stage, target.checkpoint, _curated(context), suite)
+            curated, conversations = _curated(context), context.recorded("conversations")
+            scores = evaluate_model(context, target.stage, target.checkpoint, curated, conversations, suite)
             return FlowResult(name, f"{label}: {_scores(scores)}")
 
     return flow_state(work)
@@ -67,10 +68,10 @@ def score_waiting(config: StageInProgressParameters) -> FlowResult:
     (progress,) = run_progress(root, [find_run(root, config.run)])
     name, stage = progress.record.name, config.stage.strip() or progress.step
     with existing_run(root, name, config.cluster, read_only=True) as context:
-        spans = {span.name: span for span in Schedule(context.recipe).trained}
-        if stage not in spans or not {"curate", "tokenizer"} <= progress.record.steps.keys():
+        steps = {step.name: step for step in context.steps if step.kind == "pretrain"}
+        if stage not in steps or not {"curate", "tokenizer"} <= progress.record.steps.keys():
             return FlowResult(name, f"{name} trains no stage; its checkpoints are scored by the run itself")
-        work = run_work_dir_name(context.store, context.recipe, progress.record, spans[stage])
+        work = run_work_dir_name(context.store, context.recipe, progress.record, steps[stage])
         kept = kept_checkpoints(root, config.cluster.checkpoints, work)
         tokenizer = context.store.load(progress.record.steps["tokenizer"].artifact)
         folder = config.folder.strip() or kept or str(context.scratch / work / "checkpoints")
@@ -96,8 +97,9 @@ def _promote(config: PromotionParameters) -> FlowResult:
     name, override = target.record.name, Override(config.by, config.comment, config.override.strip(), rejudge=True)
     try:
         with existing_run(config.root_at, name, config.cluster, PATIENCE_S) as context:
-            curated = _curated(context)
-            scores = evaluate_model(context, target.stage, target.checkpoint, curated)  # the step of the run itself
+            curated, conversations = _curated(context), context.recorded("conversations")
+            # the step of the run itself
+            scores = evaluate_model(context, target.stage, target.checkpoint, curated, conversations)
             decision = promote_model(context, target.checkpoint, scores, curated, override)
     except LeaseHeld as error:
         raise ValueError(f"checkpoint: {name} is running and has its own gate; wait for it ({error})") from None
@@ -122,10 +124,10 @@ def _roll_back(config: PromotionParameters) -> FlowResult:
 
 
 def _curated(context: Context) -> Artifact:
-    step = context.record.steps.get("curate")
-    if step is None:
+    curated = context.recorded("curate")
+    if curated is None:
         raise ValueError(f"checkpoint: {context.record.name} has no curated documents to evaluate on; name another run")
-    return context.store.load(step.artifact)
+    return curated
 
 
 def _scores(evaluation: Artifact) -> str:

@@ -24,7 +24,7 @@ from herd.llama3.recipe.load import RECIPES, load_recipe, parse_recipe, resolved
 from herd.llama3.recipe.schema import Recipe
 from herd.storage.root import DEFAULT_ROOT, Root
 from herd.tasks.cluster import Cluster
-from herd.tasks.pipeline_steps import KINDS
+from herd.tasks.pipeline_steps import common_kinds
 from herd.tasks.runs.records import Runs, StudyPart
 
 # The form's section "Change the recipe". Each field becomes an override like `--set`. Prefect checks the patterns
@@ -171,8 +171,9 @@ def shipped_stages() -> list[str]:
 
 def _draw_steps(schema: Schema) -> None:
     """Add the drop-down of steps to a schema; recipes are read only when a form is drawn."""
-    at = KINDS.index("evaluate")
-    schema |= {"position": 1, "enum": [NOTHING, *KINDS[:at], *shipped_stages(), *KINDS[at:]]}
+    kinds = common_kinds()
+    after = kinds.index("pretrain") + 1
+    schema |= {"position": 1, "enum": [NOTHING, *kinds[:after], *shipped_stages(), *kinds[after:]]}
 
 
 class FewFields:

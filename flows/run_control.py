@@ -17,7 +17,7 @@ from herd.flows.local_server import read_access
 from herd.storage.lease import lease_holder
 from herd.storage.root import Root
 from herd.tasks.launch.base import orphans
-from herd.tasks.runs.progress import log_folders
+from herd.tasks.report.progress import log_folders
 from herd.tasks.runs.records import RunRecord, Runs, rerun_command
 
 POLL_S = 0.5

@@ -46,7 +46,7 @@ from herd.tasks.errors import EvaluationFailed, SchedulerRefused, StudyIncomplet
 from herd.tasks.launch.local import slow_precision
 from herd.tasks.models.lookup import label_of_alias
 from herd.tasks.operate.preflight import preflight
-from herd.tasks.pipeline_steps import check_step, step_names
+from herd.tasks.pipeline_steps import check_step, pipeline_steps
 from herd.tasks.plan.predict import predict_step_times
 from herd.tasks.plan.recipe import RunPlan, make_plan, plan_markdown, stage_table, summary_lines
 from herd.tasks.report.run import write_report
@@ -96,7 +96,7 @@ def open_run(config: PipelineParameters, recipe: Recipe) -> Iterator[Context]:
     console, root = current_console(), config.root_at
     with working(console, "sources"):
         checked = preflight(recipe, config.cluster, root, config.until)
-    store, runs, steps = open_store(root), Runs(root), step_names(recipe)
+    store, runs, steps = open_store(root), Runs(root), pipeline_steps(recipe)
     store.clear_staging()
     with acquire_run(config, recipe, runs, console) as (record, fence):
         tracker = MLflowTracker(root, recipe.name)
@@ -297,7 +297,7 @@ def run_message(context: Context, decision: Decision | None) -> str:
     steps = f"{len(record.steps) - reused} steps made, {reused} reused"
     if decision is None:
         return f"{record.name} stopped after {record.until}, as asked; {steps}"
-    score = context.made[f"evaluate-{context.recipe.stages[-1].name}"].metadata.get("eval/bpb")
+    score = context.made[context.steps[-1].inputs["evaluation"]].metadata.get("eval/bpb")
     bpb = "" if score is None else f", bpb {score:.3f}"
     return f"{record.name} {record.verdict}{bpb}{why_not(decision)}; {steps}"
 
@@ -394,6 +394,6 @@ def existing_run(
         recipe, record = runs.recipe(name), runs.find(name)
         tracker, console = MLflowTracker(root, recipe.name), current_console()
         tracker.lost = lambda: runs.lease_lost(name)
-        context = Context(recipe, cluster, open_store(root), runs, record, tracker, console, step_names(recipe))
+        context = Context(recipe, cluster, open_store(root), runs, record, tracker, console, pipeline_steps(recipe))
         with context.agents:
             yield context

@@ -1,4 +1,4 @@
-"""A step: one tracked unit of work that commits an artifact.
+"""A step of a run: what it needs, and how its artifact is reused or made. tasks/pipeline_steps.py lists all steps.
 
 A step reuses an intact artifact with the same key. Otherwise it takes the artifact's lease, looks again, builds in a
 staging folder, checks the lease, commits and records. Retries, reruns and concurrent runs rely on that, not on
@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,8 +32,8 @@ from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
 from herd.tasks.console import Console, working
 from herd.tasks.launch.local import Agents
-from herd.tasks.runs.progress import IN_PROGRESS
 from herd.tasks.runs.records import RunRecord, Runs, StepRecord
+from herd.tasks.runs.work_dirs import IN_PROGRESS
 from herd.tasks.tracking.events import artifact_committed
 from herd.tasks.tracking.mlflow import MLflowTracker
 from herd.tasks.tracking.steps import LoggedStep, child_tags, project_step
@@ -56,6 +56,39 @@ class WorkInProgress:
     """Removes files elsewhere, after the commit of the artifact."""
 
 
+@dataclass(frozen=True)
+class PipelineStep:
+    """A step of a run."""
+
+    name: str
+    """Unique in the run: `curate`, `main`, `evaluate-main`."""
+    kind: str
+    """Word for all steps like it: `curate`, `pretrain`, `evaluate`."""
+    inputs: dict[str, str]
+    """Parameter of the task -> step whose artifact it gets; empty: it gets None."""
+    task: Callable[[], Callable[..., Any]]
+    """Imports and returns the Prefect task: without Prefect, steps can be listed."""
+    span: StageSpan | None = None
+    """The stage, or the part between two gates, that the step trains, gates or evaluates."""
+    subject: tuple[str, ...] = ()
+    """Name of the stage or part, if the step has a span."""
+    overlaps: bool = False
+    """Whether the next stage may train while the step runs."""
+
+    def run(self, context: Context, artifacts: Mapping[str, Any]) -> Any:
+        """Return the result of the task: an artifact, or a Decision. `artifacts`: the inputs, by parameter."""
+        task = self.task()
+        if context.preview is not None:
+            task = getattr(task, "fn", task)  # a task outside a flow would start a Prefect server
+        return task(context, *self.subject, **artifacts)
+
+
+def reaches(steps: Sequence[PipelineStep], until: str, *kinds: str) -> bool:
+    """Return whether a run that stops after the step or kind `until` (empty: it does not) has a step of `kinds`."""
+    ends = [number for number, step in enumerate(steps, 1) if until in (step.name, step.kind)]
+    return any(step.kind in kinds for step in steps[: ends[-1] if ends else None])
+
+
 class StepOutcome(NamedTuple):
     """An artifact and how the step got it."""
 
@@ -76,8 +109,8 @@ class Context:
     record: RunRecord
     tracker: MLflowTracker
     console: Console
-    steps: list[str]
-    """Names of all steps in order."""
+    steps: Sequence[PipelineStep]
+    """All steps in order."""
     made: dict[str, Artifact] = field(default_factory=dict)
     fence: int = 0
     """Fencing token of the lease on the run: higher than that of every earlier holder."""
@@ -91,6 +124,8 @@ class Context:
     """Predicts memory and step times of a stage; steps do not import the planner."""
     tensorboard: TensorBoard | None = None
     """The run's event files, if the recipe wants some; made here."""
+    preview: Callable[[str, ArtifactSpec, WorkInProgress | None], Artifact] | None = None
+    """Takes the place of `ensure_artifact` in `herd plan --steps`, where nothing is made."""
 
     def __post_init__(self) -> None:
         self.agents = self.agents or Agents(self.folder / "logs" / "agent.log")
@@ -110,6 +145,14 @@ class Context:
     def scratch(self) -> Path:
         """Folder of work in progress; outlives a killed process."""
         return self.root.local / "work"
+
+    def reaches(self, *kinds: str) -> bool:
+        """Return whether the run, which may stop early, has a step of one of `kinds`."""
+        return reaches(self.steps, self.record.until, *kinds)
+
+    def recorded(self, step: str) -> Artifact | None:
+        """Return the artifact of a step that the run has done, or None. Raises ValueError if it was deleted."""
+        return self.store.load(self.record.steps[step].artifact) if step in self.record.steps else None
 
     @property
     def in_store(self) -> bool:
@@ -148,6 +191,8 @@ def ensure_artifact(
     the step in the run and the tracker. Errors of `build` and LeaseLost pass through; then nothing is committed.
     """
     spec = _redone(context, step, spec)
+    if context.preview is not None:
+        return context.preview(step, spec, work)
     existing = context.store.find(spec, partial(_report_damage, context, step))
     known = context.record.steps.get(step)
     if existing and known and known.artifact == existing.label and context.record.state != "running":
@@ -201,7 +246,7 @@ def ensure_in_scratch(
                 ctypes.CDLL(None).malloc_trim(0)
 
     artifact = ensure_artifact(context, step, spec, in_scratch, work)
-    if scratch.exists():  # a process was killed between the commit and the removal
+    if context.preview is None and scratch.exists():  # a process was killed between the commit and the removal
         with suppress(LeaseHeld), lease(context.root, f"work/{work.name}", context.record.name):
             shutil.rmtree(scratch, ignore_errors=True)
     return artifact

@@ -32,8 +32,8 @@ from herd.storage.staging import discard, disk_usage, newest_mtime
 from herd.tasks.format import format_bytes, format_duration
 from herd.tasks.plan.calibrate import KIND as CALIBRATION
 from herd.tasks.promotion.log import aliased_labels
-from herd.tasks.runs.progress import IN_PROGRESS
 from herd.tasks.runs.records import OPEN, RunRecord, Runs, read_records
+from herd.tasks.runs.work_dirs import IN_PROGRESS
 from herd.tasks.study.records import Studies
 from herd.tasks.tracking.mlflow import MLflowTracker
 from herd.tasks.tracking.mlflow_store import NAME, VARIABLE, database_uri, tracking_uri

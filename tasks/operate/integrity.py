@@ -24,8 +24,8 @@ from herd.storage.processes import parallel_map
 from herd.storage.root import Root
 from herd.tasks.format import format_bytes, format_duration
 from herd.tasks.promotion.log import PromotionLog, families
-from herd.tasks.runs.progress import IN_PROGRESS
 from herd.tasks.runs.records import DamagedRecord, Runs
+from herd.tasks.runs.work_dirs import IN_PROGRESS
 from herd.tasks.study.records import RECORD, Studies
 
 

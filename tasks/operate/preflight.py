@@ -29,7 +29,7 @@ from herd.tasks.launch.devices import device_memory, place_evaluation, processes
 from herd.tasks.launch.hosts import Hosts
 from herd.tasks.launch.local import excluded_here
 from herd.tasks.models.start import embedding_rows, init_from_faults, known_tokenizer, with_local_models
-from herd.tasks.pipeline_steps import reaches
+from herd.tasks.pipeline_steps import pipeline_steps
 from herd.tasks.plan.predict import memory_faults
 from herd.tasks.plan.recipe import (
     MOST_TOKENS_PER_BYTE,
@@ -40,6 +40,7 @@ from herd.tasks.plan.recipe import (
     survey_evaluation,
 )
 from herd.tasks.runs.records import Runs
+from herd.tasks.step import reaches
 from herd.tasks.tracking.prometheus import folder_faults
 from herd.tasks.tracking.tensorboard import package_faults
 
@@ -77,10 +78,10 @@ def preflight(recipe: Recipe, cluster: Cluster, root: Root, until: str = "") -> 
         conversations = survey_chats(recipe, tokenizer)
     except ValueError as error:
         faults = [*faults, *str(error).splitlines()]
-    if not faults and reaches(recipe, until, "pretrain"):
+    if not faults and reaches(pipeline_steps(recipe), until, "pretrain"):
         faults = [fault for domain in domains if (fault := data_shortage(recipe, domain, MOST_TOKENS_PER_BYTE))]
         faults += conversation_shortage(recipe, conversations, SURELY)
-    if not recipe.curate.validation_fraction and reaches(recipe, until, "gate", "evaluate"):
+    if not recipe.curate.validation_fraction and reaches(pipeline_steps(recipe), until, "gate", "evaluate"):
         faults.append(nothing_held_out(recipe))
     if faults:
         raise RecipeError("\n".join(faults))

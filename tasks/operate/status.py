@@ -35,7 +35,7 @@ from herd.tasks.format import (
     format_losses,
 )
 from herd.tasks.promotion.log import CHALLENGER, compared_run
-from herd.tasks.runs.progress import RunProgress, artifact_of, log_folders, run_progress
+from herd.tasks.report.progress import RunProgress, artifact_of, log_folders, run_progress
 from herd.tasks.runs.records import PENDING_APPROVAL, RunRecord, Runs, example_change, trained_stages
 from herd.tasks.stages.alerts import read_alerts
 from herd.tasks.tracking.mlflow_store import run_page, server_uri, tracking_uri

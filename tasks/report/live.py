@@ -23,8 +23,8 @@ from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.format import command, format_duration
 from herd.tasks.html import render
+from herd.tasks.report.progress import RunProgress, artifact_of, run_progress, run_work_dir_name, training_step
 from herd.tasks.report.run import training_charts
-from herd.tasks.runs.progress import RunProgress, artifact_of, run_progress, run_work_dir_name
 from herd.tasks.runs.records import Runs, trained_stages
 from herd.tasks.stages.alerts import read_alerts
 
@@ -95,9 +95,9 @@ class LivePage:
                 with suppress(ValueError):  # without curves
                     self._finished[label] = read_series([artifact.path_of("metrics.parquet")], SERIES, keys=CHARTED)
             parts.append(self._finished.get(label, {}))
-        span = next((span for span in Schedule(run.recipe).trained if span.name == run.step), None)
-        if span is not None:
-            work = run_work_dir_name(store, run.recipe, run.record, span)
+        step = training_step(run.recipe, run.step)
+        if step is not None:
+            work = run_work_dir_name(store, run.recipe, run.record, step)
             tail, current = self._current.setdefault(work, (Tail(self.root.file("work", work, "journal.jsonl")), {}))
             for entry in tail.entries():
                 _add(current, entry)

@@ -31,7 +31,6 @@ from herd.storage.page_cache import lazy_folder
 from herd.tasks.executors import data_runner, item_memory
 from herd.tasks.format import format_bytes
 from herd.tasks.models.start import with_local_models
-from herd.tasks.pipeline_steps import reaches
 from herd.tasks.step import Context, ensure_artifact, ensure_in_scratch, link_files
 
 COLLECT_VERSION = 2
@@ -120,7 +119,7 @@ def curate_documents(context: Context, collected: Artifact, annotated: Artifact)
     lines = [f"{domain} {format_bytes(sizes[domain])} in {counts[domain]:,} documents" for domain in counts]
     context.console.log(f"  {'':<18}[dim]kept {'; '.join(lines)}[/]")
     held_out = sum(artifact.metadata["held_out"].values())
-    if not held_out and reaches(recipe, context.record.until, "gate", "evaluate"):
+    if not held_out and context.reaches("gate", "evaluate"):
         raise ValueError(nothing_held_out(recipe))
     for line in unscored_domains(artifact.metadata) if recipe.curate.validation_fraction else []:
         context.console.log(f"  [yellow]curate: {line}[/]")
@@ -229,7 +228,7 @@ def tokenize_documents(context: Context, curated: Artifact, tokenizer: Artifact)
     try:
         stream.check()
     except ValueError as error:
-        if reaches(recipe, context.record.until, "pretrain"):
+        if context.reaches("pretrain"):
             raise
         lines = [*str(error).splitlines(), *lines]
     for line in lines:

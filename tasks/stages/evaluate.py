@@ -48,7 +48,7 @@ from herd.tasks.launch.base import Excluded, launch_key, launcher_of, wait
 from herd.tasks.launch.devices import place_evaluation
 from herd.tasks.launch.hosts import Hosts
 from herd.tasks.launch.local import Agents
-from herd.tasks.runs.progress import newest
+from herd.tasks.runs.work_dirs import newest
 from herd.tasks.stages.alerts import alert_gate_failed
 from herd.tasks.step import Context, ensure_in_scratch, link_files
 from herd.tasks.tracking.events import checkpoint_saved
@@ -157,14 +157,21 @@ VERSION = 3
 
 
 @task(name="evaluate", task_run_name="evaluate-{name}", cache_policy=NO_CACHE, persist_result=False)
-def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: Artifact, suite: str = "") -> Artifact:
-    """Return the scores of `checkpoint` on the held-out documents of `curated`, by `suite` or the recipe's.
+def evaluate_model(
+    context: Context,
+    name: str,
+    checkpoint: Artifact,
+    curated: Artifact,
+    conversations: Artifact | None = None,
+    suite: str = "",
+) -> Artifact:
+    """Return the scores of `checkpoint` on what `curated` and `conversations` hold out, by `suite` or the recipe's.
 
     `name` is the stage that ends with it, or `champion`.
     """
     usual = stage_suite_name(context.recipe, name)
     recipe = with_suite(context.recipe, suite or usual)
-    spec, conversations = _evaluation(context, recipe, checkpoint.manifest.name, checkpoint.key, curated)
+    spec, chats = _evaluation(recipe, checkpoint.manifest.name, checkpoint.key, curated, conversations)
     step = f"evaluate-{name}" if suite in ("", usual) else f"evaluate-{name}-{Path(suite).stem}"
 
     def build(folder: Path, work: Path) -> dict[str, Any]:
@@ -172,7 +179,7 @@ def evaluate_model(context: Context, name: str, checkpoint: Artifact, curated: A
         model, cluster = checkpoint.path_of("model"), context.cluster
         excluded = Hosts(context.root).excluded
         facts = run_evaluation(
-            recipe, model, documents, folder, work, cluster, context.agents, None, None, conversations, excluded
+            recipe, model, documents, folder, work, cluster, context.agents, None, None, chats, excluded
         )
         return {**facts, **_ngram_baseline(recipe, documents)}
 
@@ -192,10 +199,10 @@ def _ngram_baseline(recipe: Recipe, documents: Path) -> dict[str, float]:
 
 
 def _evaluation(
-    context: Context, recipe: Recipe, name: str, checkpoint: str, curated: Artifact
+    recipe: Recipe, name: str, checkpoint: str, curated: Artifact, conversations: Artifact | None
 ) -> tuple[ArtifactSpec, Path | None]:
     """Return the artifact of the scores of the checkpoint with the key `checkpoint`, by the suite of `recipe`, and the
-    file of held-out conversations, if the run has any."""
+    file of held-out conversations, if there are any."""
     from herd.llama3.tokens.conversations import HELD_OUT  # imports numba
 
     spec = ArtifactSpec(
@@ -205,11 +212,10 @@ def _evaluation(
         parameters=keys.evaluation(recipe),
         inputs={"checkpoint": checkpoint, "curated": curated.key, **suite_inputs(recipe)},
     )
-    if "conversations" not in context.record.steps:
+    if conversations is None:
         return spec, None
-    chats = context.store.load(context.record.steps["conversations"].artifact)
-    spec.inputs["conversations"] = chats.key
-    return spec, chats.path_of(HELD_OUT)
+    spec.inputs["conversations"] = conversations.key
+    return spec, conversations.path_of(HELD_OUT)
 
 
 # Scores of a stage in progress: the supervisor pins a checkpoint every `evaluate.every` tokens and sends an event; the
@@ -325,7 +331,7 @@ def evaluate_checkpoint(
     try:
         saved = CheckpointQueue(folder).fetch(position, scratch)
         name, key = f"{recipe.name}-{stage}-{position}", digest_file(saved / MANIFEST).sha256
-        spec, conversations = _evaluation(context, recipe, name, key, curated)
+        spec, conversations = _evaluation(recipe, name, key, curated, context.recorded("conversations"))
 
         def build(result: Path, work: Path) -> dict[str, Any]:
             documents = validation_folder(curated, recipe.evaluate.documents)

@@ -128,7 +128,7 @@ def measure_champion(context: Context, log: Log, evaluation: Artifact, curated: 
         rule = "the champion can be scored"
         missing = Check(metric=CHAMPION, rule=rule, passed=False, reason=f"{error}; {remedy}")
         return ChampionModel(label, tuple(log), checks=[missing])
-    scored = evaluate_model(context, "champion", checkpoint, curated).path
+    scored = evaluate_model(context, "champion", checkpoint, curated, context.recorded("conversations")).path
     return ChampionModel(label, tuple(log), read_scores(scored), compare(recipe, evaluation.path, scored))
 
 

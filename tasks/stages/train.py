@@ -27,7 +27,7 @@ from herd.llama3.model.flops import parameter_count
 from herd.llama3.recipe import keys
 from herd.llama3.recipe.load import RecipeError, digest
 from herd.llama3.recipe.schedule import Schedule, StageSpan
-from herd.llama3.recipe.units import Bytes
+from herd.llama3.recipe.units import Bytes, Tokens
 from herd.llama3.tokens.tokenizer import Tokenizer
 from herd.llama3.train import metrics
 from herd.llama3.train.averaging import FILE as AVERAGE
@@ -54,8 +54,8 @@ from herd.tasks.models.start import (
     tokenizer_faults,
     with_local_models,
 )
-from herd.tasks.runs.progress import kept_checkpoints, newest, work_dir_name
 from herd.tasks.runs.provenance import hourly_costs
+from herd.tasks.runs.work_dirs import kept_checkpoints, newest, work_dir_name
 from herd.tasks.stages.alerts import Alerts
 from herd.tasks.stages.evaluate import CheckpointOffers, validation_folder, write_validation_rows
 from herd.tasks.stages.follow import JournalReader, JournalTailer
@@ -88,6 +88,7 @@ def train_stage(
     model has a chat template.
     """
     span = Schedule(context.recipe).span(stage)
+    _announce(context, span)
     context = replace(context, cluster=context.cluster.for_stage(span.stage.name, stage))
     spec = _spec(context, span, tokens, parent, conversations)
     made_from, work_dir_key = spec.inputs, context.record.work_dir_key(stage)
@@ -129,6 +130,30 @@ def train_stage(
         context.console.log(f"  {'average':<18}{Choice.model_validate(artifact.metadata['average'])}")
     stage_done(context.record, context.recipe, stage, artifact)
     return artifact
+
+
+def _announce(context: Context, span: StageSpan) -> None:
+    """Print what changes from the stage before to this one."""
+    spans = [part for stage in Schedule(context.recipe).spans for part in stage.parts]
+    number = [part.name for part in spans].index(span.name)
+    before = spans[number - 1] if number else None
+    if before is None:
+        context.console.log(
+            f"[bold]{span.name}[/]: seq_len {span.segments[0].seq_len}, batch {Tokens(span.segments[0].batch)}"
+        )
+        return
+    old, new = before.segments[-1], span.segments[0]
+    fields = {
+        "seq_len": (old.seq_len, new.seq_len),
+        "batch": (Tokens(old.batch), Tokens(new.batch)),
+        "mix": (before.stage.mix, span.stage.mix),
+        "kind": (before.stage.kind, span.stage.kind),
+    }
+    changes = [f"{name} {left} -> {right}" for name, (left, right) in fields.items() if left != right]
+    if span.stage.lr is not None:
+        changes.append(f"lr {span.stage.lr}")
+    changed = ", ".join(changes) or "same shape"
+    context.console.log(f"[bold]{before.name} -> {span.name}[/]: {changed}; stream continues at token {span.start:,}")
 
 
 def _spec(

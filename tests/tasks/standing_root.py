@@ -15,7 +15,7 @@ from herd.llama3.train.journal import Journal, Record
 from herd.storage.artifact import Artifact, ArtifactSpec
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
-from herd.tasks.runs.progress import run_work_dir_name
+from herd.tasks.report.progress import run_work_dir_name, training_step
 from herd.tasks.runs.records import RunRecord, Runs, StepRecord
 
 TINY = Path("tests/e2e/tiny.yaml")
@@ -56,7 +56,7 @@ def begun(root: Root, recipe: Recipe) -> RunRecord:
 def train(root: Root, recipe: Recipe, record: RunRecord, steps: int, saved: int) -> Path:
     """Write the journal of `steps` steps of the run's second stage, and a checkpoint after `saved` of them."""
     span = Schedule(recipe).trained[1]
-    work = root.file("work", run_work_dir_name(open_store(root), recipe, record, span))
+    work = root.file("work", run_work_dir_name(open_store(root), recipe, record, training_step(recipe, span.name)))
     (work / "checkpoints").mkdir(parents=True)
     batch = span.segments[0].batch
     with Journal(work / "journal.jsonl") as journal:

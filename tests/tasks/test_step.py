@@ -58,7 +58,7 @@ def context(root: Root, tracker: MLflowTracker) -> Context:
     runs = Runs(root)
     record = runs.begin(RECIPE, "code")
     record.mlflow_run = tracker.open_run(record.name, {"herd.run": record.name}, {})
-    return Context(RECIPE, Cluster(), open_store(root), runs, record, tracker, Heard(), ["thing"])  # type: ignore[arg-type]
+    return Context(RECIPE, Cluster(), open_store(root), runs, record, tracker, Heard(), [])  # type: ignore[arg-type]
 
 
 def heard(of: Context) -> list[str]:

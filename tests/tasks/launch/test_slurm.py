@@ -289,7 +289,7 @@ def test_a_node_on_which_attempts_die_twice_is_not_used_again(
     runs, cluster = Runs(Root.parse(tmp_path)), cluster_of(2)
     path = job(tmp_path, ASKED, health_s=5.0, preflight=True)
     record = runs.begin(ASKED, "code")
-    context = Context(ASKED, cluster, Store(tmp_path), runs, record, None, TerminalConsole(), ["main"])  # type: ignore[arg-type]
+    context = Context(ASKED, cluster, Store(tmp_path), runs, record, None, TerminalConsole(), [])  # type: ignore[arg-type]
     hosts = Hosts(context.root)
     launcher = SlurmLauncher(cluster, "offender", hosts.excluded)
     attempts = StageAttempts(context, Schedule(ASKED).span("main"), launcher, hosts)

@@ -15,8 +15,9 @@ from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole
 from herd.tasks.operate import doctor
 from herd.tasks.operate.gc import COPY, delete_items, plan_gc
-from herd.tasks.runs.progress import IN_PROGRESS, run_progress
+from herd.tasks.report.progress import run_progress
 from herd.tasks.runs.records import Runs
+from herd.tasks.runs.work_dirs import IN_PROGRESS
 from herd.tasks.stages.alerts import Alert, emit_alert, read_alerts
 from tests.tasks.standing_root import begun, commit, tiny, train
 

@@ -15,7 +15,7 @@ from herd.storage.lease import lease
 from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole
 from herd.tasks.operate.status import run_document, status_tables, summary_lines
-from herd.tasks.runs.progress import run_progress
+from herd.tasks.report.progress import run_progress
 from herd.tasks.runs.records import PENDING_APPROVAL, Runs
 from herd.tasks.stages.alerts import Alert, emit_alert
 from tests.tasks.promotion_samples import add

@@ -63,7 +63,7 @@ def context(tmp_path: Path) -> Context:
     record = runs.begin(ASKED, "code")
     tracker = MLflowTracker(Root.parse(tmp_path), "tiny")
     record.mlflow_run = tracker.open_run(record.name, {"herd.run": record.name}, {})
-    return Context(ASKED, cluster, Store(tmp_path), runs, record, tracker, TerminalConsole(), ["main"])
+    return Context(ASKED, cluster, Store(tmp_path), runs, record, tracker, TerminalConsole(), [])
 
 
 @pytest.fixture(scope="module")

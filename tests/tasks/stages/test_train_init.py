@@ -21,7 +21,7 @@ from herd.tasks.models.start import init_from_faults
 from herd.tasks.operate.preflight import check_run
 from herd.tasks.pipeline_steps import next_step, step_names
 from herd.tasks.plan.recipe import make_plan, stage_rows, summary_lines
-from herd.tasks.runs.progress import run_work_dir_name
+from herd.tasks.report.progress import run_work_dir_name, training_step
 from herd.tasks.runs.records import Runs, StepRecord
 from herd.tasks.stages.train import init_weights, train_stage
 from herd.tasks.step import Context
@@ -115,7 +115,7 @@ def test_the_run_s_lineage_names_it(trained: Trained, went_on: tuple[Context, Ar
     assert context.record.steps["init-weights"].artifact == main.label
     assert again.manifest.inputs["parent"] == main.key
     parts = context.store, context.recipe, context.record
-    assert not run_work_dir_name(*parts, Schedule(context.recipe).trained[0]).endswith("unknown")
+    assert not run_work_dir_name(*parts, training_step(context.recipe, "anneal")).endswith("unknown")
     card = make_card(room.root, "on-1", again.path_of("model"), tmp_path, "hf", "bf16", "")
     assert card.digests["started from"] == "tiny-1/main"
     assert card.digests["started from, as an artifact"] == main.label

@@ -8,39 +8,26 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
 
-from herd.llama3.recipe.frozen import frozen_fields
-from herd.llama3.recipe.load import digest
-from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.train import metrics
 from herd.llama3.train.journal import Record, read_journal
 from herd.storage.artifact import Artifact, Store
-from herd.storage.filesystem import is_local
 from herd.storage.lease import lease_holders
 from herd.storage.object_artifact import open_store
-from herd.storage.objects import get_bytes, list_children, list_objects
+from herd.storage.objects import get_bytes, list_children
 from herd.storage.root import Root
-from herd.tasks.pipeline_steps import next_step
+from herd.tasks.pipeline_steps import next_step, pipeline_steps
 from herd.tasks.runs.records import PENDING_APPROVAL, RunRecord, Runs, trained_stages
+from herd.tasks.runs.work_dirs import IN_PROGRESS, SavedCheckpoint, newest, work_dir_name
+from herd.tasks.step import PipelineStep
 
-IN_PROGRESS = "in-progress"
-"""Folder of a remote root with the checkpoints of stages in training."""
 SEGMENTS = "journal"
 """Folder of journal chunks; repeats a constant of `herd.llama3.train.checkpoint`, whose import loads torch."""
-
-
-class SavedCheckpoint(NamedTuple):
-    """The newest checkpoint of a stage."""
-
-    position: int
-    time: float
-    """When it was committed, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +109,10 @@ def _standing(root: Root, store: Store, record: RunRecord, holder: str) -> RunPr
     starts = sum(max(0, len(attempts) - 1) for attempts in log_folders(root, record.name).values())
     restarts = max(starts, record.attempts - 1)
     base = RunProgress(record, recipe, holder, step, position, [], saved, losses, restarts)
-    span = next((span for span in Schedule(recipe).trained if span.name == step), None)
-    if span is None:
+    current = training_step(recipe, step)
+    if current is None or current.span is None:
         return base
-    work = run_work_dir_name(store, recipe, record, span)
+    span, work = current.span, run_work_dir_name(store, recipe, record, current)
     folders = [str(root.file("work", work, "checkpoints"))]
     folders += [] if root.is_local else [root.join(IN_PROGRESS, work)]
     saved = newest(folders) or saved
@@ -154,39 +141,21 @@ def artifact_of(store: Store, record: RunRecord, step: str) -> Artifact | None:
         return None
 
 
-def run_work_dir_name(store: Store, recipe: Recipe, record: RunRecord, span: StageSpan) -> str:
-    """Return the name of the stage's work folder, from the artifacts of the earlier steps of its run."""
-    trained = [part.name for part in Schedule(recipe).trained]
-    earlier = trained[: trained.index(span.name)]
-    before = earlier[-1] if earlier else ("init-weights" if recipe.init_from else "")
-    tokens, parent = artifact_of(store, record, "tokenize"), artifact_of(store, record, before)
-    if tokens is None or (before and parent is None):
-        return f"{span.name}-unknown"
-    work_dir_key, data = record.work_dir_key(span.name), tokens.key
-    if span.stage.kind == "sft":
-        if (conversations := artifact_of(store, record, "conversations")) is None:
-            return f"{span.name}-unknown"
-        data += f" {conversations.key}"
-    return work_dir_name(recipe, span, data, parent.key if parent else "fresh weights", work_dir_key)
+def training_step(recipe: Recipe, name: str) -> PipelineStep | None:
+    """Return the step `name` if it trains, else None."""
+    return next((step for step in pipeline_steps(recipe) if step.name == name and step.kind == "pretrain"), None)
 
 
-def kept_checkpoints(root: Root, checkpoints: str, work: str) -> str | None:
-    """Return the URI of the checkpoints of the work folder `work`; None: they are in it.
-
-    `checkpoints` is the cluster's setting, empty for the default.
-    """
-    if not checkpoints and root.is_local:
-        return None
-    return f"{checkpoints.rstrip('/') or root.join(IN_PROGRESS)}/{work}"
-
-
-def work_dir_name(recipe: Recipe, span: StageSpan, tokens: str, parent: str, work_dir_key: str) -> str:
-    """Return the name of the work folder of a stage whose inputs have these keys.
-
-    It depends on the recipe before the stage's start, not on its end: a stage that is lengthened while it trains
-    continues (the trainer refuses changed frozen fields). `work_dir_key` is that of the run record.
-    """
-    return f"{span.name}-{digest([frozen_fields(recipe, span.start), tokens, parent, work_dir_key])[:16]}"
+def run_work_dir_name(store: Store, recipe: Recipe, record: RunRecord, step: PipelineStep) -> str:
+    """Return the name of the work folder of a step that trains, from the artifacts of the earlier steps of its run."""
+    assert step.span is not None
+    roles = ("tokens", "conversations", "parent")
+    keys = {role: artifact.key for role in roles if (artifact := artifact_of(store, record, step.inputs[role]))}
+    if any(step.inputs[role] and role not in keys for role in roles):
+        return f"{step.name}-unknown"
+    data = " ".join(keys[role] for role in ("tokens", "conversations") if role in keys)
+    parent = keys.get("parent", "fresh weights")
+    return work_dir_name(recipe, step.span, data, parent, record.work_dir_key(step.name))
 
 
 def _stored(root: Root, work: str) -> list[Record]:
@@ -202,22 +171,3 @@ def _stored(root: Root, work: str) -> list[Record]:
         path = Path(folder) / "journal.jsonl"
         path.write_bytes(lines)
         return read_journal(path)
-
-
-def newest(folders: Iterable[str]) -> SavedCheckpoint | None:
-    """Return the newest committed checkpoint (one with a manifest) in any of the folders or prefixes."""
-    saved = []
-    for folder in folders:
-        for name in sorted((name for name in list_children(folder) if name.isdigit()), reverse=True):
-            if written := _manifest_times(f"{folder}/{name}"):
-                saved.append(SavedCheckpoint(int(name), written[0]))
-                break
-    return max(saved, default=None)
-
-
-def _manifest_times(folder: str) -> list[float]:
-    """Return when the manifests of a checkpoint were written, newest first; a remote one has a folder per attempt."""
-    if is_local(folder):
-        return [path.stat().st_mtime for path in Path(folder).glob("manifest.json")]
-    objects = list_objects(folder).items()
-    return sorted((stored.modified for name, stored in objects if name.endswith("/manifest.json")), reverse=True)

@@ -1,0 +1,64 @@
+"""Folders of stages in progress: their names, where their checkpoints are, and the newest one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from herd.llama3.recipe.frozen import frozen_fields
+from herd.llama3.recipe.load import digest
+from herd.llama3.recipe.schedule import StageSpan
+from herd.llama3.recipe.schema import Recipe
+from herd.storage.filesystem import is_local
+from herd.storage.objects import list_children, list_objects
+from herd.storage.root import Root
+
+IN_PROGRESS = "in-progress"
+"""Folder of a remote root with the checkpoints of stages in training."""
+
+
+class SavedCheckpoint(NamedTuple):
+    """The newest checkpoint of a stage."""
+
+    position: int
+    time: float
+    """When it was committed, in seconds since 1970."""
+
+
+def kept_checkpoints(root: Root, checkpoints: str, work: str) -> str | None:
+    """Return the URI of the checkpoints of the work folder `work`; None: they are in it.
+
+    `checkpoints` is the cluster's setting, empty for the default.
+    """
+    if not checkpoints and root.is_local:
+        return None
+    return f"{checkpoints.rstrip('/') or root.join(IN_PROGRESS)}/{work}"
+
+
+def work_dir_name(recipe: Recipe, span: StageSpan, tokens: str, parent: str, work_dir_key: str) -> str:
+    """Return the name of the work folder of a stage whose inputs have these keys.
+
+    It depends on the recipe before the stage's start, not on its end: a stage that is lengthened while it trains
+    continues (the trainer refuses changed frozen fields). `work_dir_key` is that of the run record.
+    """
+    return f"{span.name}-{digest([frozen_fields(recipe, span.start), tokens, parent, work_dir_key])[:16]}"
+
+
+def newest(folders: Iterable[str]) -> SavedCheckpoint | None:
+    """Return the newest committed checkpoint (one with a manifest) in any of the folders or prefixes."""
+    saved = []
+    for folder in folders:
+        for name in sorted((name for name in list_children(folder) if name.isdigit()), reverse=True):
+            if written := _manifest_times(f"{folder}/{name}"):
+                saved.append(SavedCheckpoint(int(name), written[0]))
+                break
+    return max(saved, default=None)
+
+
+def _manifest_times(folder: str) -> list[float]:
+    """Return when the manifests of a checkpoint were written, newest first; a remote one has a folder per attempt."""
+    if is_local(folder):
+        return [path.stat().st_mtime for path in Path(folder).glob("manifest.json")]
+    objects = list_objects(folder).items()
+    return sorted((stored.modified for name, stored in objects if name.endswith("/manifest.json")), reverse=True)
