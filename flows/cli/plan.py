@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from herd.storage.root import DEFAULT_ROOT, Root
 
 if TYPE_CHECKING:
     from herd.tasks.plan.recipe import RunPlan
+    from herd.tasks.plan.steps import PlannedStep
 
 planner = typer.Typer(
     cls=DefaultGroup,
@@ -55,6 +57,9 @@ def plan_recipe(
             help="Hosts, a server a line in the order of the wiring; --write puts them in the order of ranks."
         ),
     ] = None,
+    steps: Annotated[
+        bool, typer.Option("--steps", help="List the steps of a run too, and what each would reuse under the root.")
+    ] = False,
     root: RootOption = DEFAULT_ROOT,
     json_: JsonOption = False,
 ) -> None:
@@ -79,6 +84,13 @@ def plan_recipe(
             faults = here and (layout_faults(plan.recipe, here, plan.rows) or pod_memory_faults(plan.recipe, here))
             if faults:
                 raise ValueError("\n".join(faults))
+        planned_steps: list[PlannedStep] = []
+        if steps:
+            from herd.tasks.cluster import Cluster
+            from herd.tasks.plan.steps import plan_steps
+
+            planned_steps = plan_steps(loaded, Root.parse(root), here or Cluster())
+        pipeline = {"pipeline": [asdict(step) for step in planned_steps]} if steps else {}
         if fabric is None:
             options = {"--gpus": gpus, "--html": html, "--write": write, "--hosts": hosts, "--json": json_ and cluster}
             if given := [name for name, value in options.items() if value]:
@@ -87,9 +99,9 @@ def plan_recipe(
                     "(herd plan presets) with --cluster, or write fabric: into the file"
                 )
             if json_:
-                print_json(plan_document(plan))
+                print_json({**plan_document(plan), **pipeline})
                 return
-            _print_plan(plan)
+            _print_plan(plan, planned_steps)
             if here is not None:  # the devices are unknown: only the memory of the fullest process can be computed
                 for line in memory_lines(plan, here.layout, here.processes, here.micro_batch):
                     out.print(line)
@@ -101,9 +113,9 @@ def plan_recipe(
         prices = {"gpu_hour": price, "pue": pue, **({"gpu_watts": watts} if watts else {})}
         planned = plan_on_cluster(plan, cluster, gpus or [], prices, sparse, Root.parse(root), megawatts, hosts)
         if json_:
-            print_json({**plan_document(plan), **planned.as_json(top)})
+            print_json({**plan_document(plan), **planned.as_json(top), **pipeline})
         else:
-            _print_plan(plan, warnings=False)
+            _print_plan(plan, planned_steps, warnings=False)
             print_cluster_plan(planned, out, top)
             _print_warnings(planned.plan)
         console = problems if json_ else out  # with --json standard output is JSON
@@ -119,12 +131,16 @@ def plan_recipe(
             console.print(f"[dim]{write}: {escape(line)}[/]")
 
 
-def _print_plan(plan: RunPlan, warnings: bool = True) -> None:
+def _print_plan(plan: RunPlan, planned_steps: list[PlannedStep], warnings: bool = True) -> None:
     from herd.tasks.plan.recipe import stage_table, summary_lines
 
     out.print(stage_table(plan))
     for line in summary_lines(plan):
         out.print(line)
+    if planned_steps:
+        from herd.tasks.plan.steps import steps_table
+
+        out.print(steps_table(planned_steps))
     if warnings:
         _print_warnings(plan)
 

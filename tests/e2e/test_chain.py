@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -136,8 +137,15 @@ def test_a_second_run_reuses_everything(herd: Herd) -> None:
 
 @pytest.mark.slow
 def test_a_changed_parameter_redoes_only_what_is_downstream(herd: Herd) -> None:
-    printed = herd("run", herd.recipe, "--set", "stages.anneal.weight_averaging=3")
+    change = (herd.recipe, "--set", "stages.anneal.weight_averaging=3")
+    plan = {step["step"]: step for step in json.loads(herd("plan", *change, "--steps", "--json"))["pipeline"]}
+    printed = herd("run", *change)
     steps = record(herd, "tiny-3").steps
+    made = {name for name, step in plan.items() if step["outcome"] == "new"}
+    assert made == {"anneal", "evaluate-anneal", "promote"}, "what the run then does, and its decision"
+    assert plan["anneal"]["why"] == 'average "last 2" -> "last 3"'
+    assert plan["evaluate-anneal"]["why"] == "anneal is new"
+    assert plan["promote"]["inputs"] == ["anneal", "evaluate-anneal", "curate"]
     assert {name for name, step in steps.items() if step.outcome == "created"} == {"anneal", "evaluate-anneal"}
     assert 'anneal            new: average "last 2" -> "last 3"' in printed
 
