@@ -27,7 +27,7 @@ from herd.llama3.planner.goodput import CheckpointCosts, Recovery, effective_tim
 from herd.llama3.planner.reliability import Failure, Fleet, Trace, llama3_failures, make_trace, scale_trace
 from herd.llama3.planner.uptime import SEEDS, MeanAndSpread, simulate
 from herd.llama3.recipe.load import resolved
-from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import Bytes
 from herd.llama3.train import metrics
@@ -322,7 +322,7 @@ def run_fault_test(
 
 def fault_test_recipe(recipe: Recipe, settings: FaultTestSettings) -> Recipe:
     """Return a recipe with one stage, in the shape of the first of `recipe`, that saves as `settings` say."""
-    span = Schedule(recipe).trained[0]
+    span = recipe.schedule.trained[0]
     shape = span.segments[0]
     stage = {
         "name": STAGE,
@@ -392,7 +392,7 @@ def _work(context: Context) -> Path:
 
 def _inject_and_compare(context: Context, tokens: Artifact, settings: FaultTestSettings) -> FaultTestResult:
     injector = FaultInjector(_work(context))
-    span = Schedule(context.recipe).span(STAGE)
+    span = context.recipe.schedule.span(STAGE)
     job = _job(context, tokens)
 
     def inject() -> tuple[SteadyState, FaultRunResult]:

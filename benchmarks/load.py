@@ -32,7 +32,7 @@ from benchmarks.measure import NotMeasured
 from benchmarks.process_tree import tree_cost
 from benchmarks.rows import LOAD_TARGETS, Row, measured, rows_of
 from herd.llama3.recipe.load import digest, load_recipe, resolved, to_yaml
-from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.train import metrics
 from herd.storage.artifact import MANIFEST, ArtifactSpec
@@ -184,7 +184,7 @@ def full_root(folder: Path, artifacts: int) -> Root:
 
 def write_run(root: Root, record: RunRecord, recipe: Recipe, points: int) -> None:
     """Write a run's record and artifacts; its stages have `points` points of each series."""
-    spans = {span.name: span for span in Schedule(recipe).trained}
+    spans = {span.name: span for span in recipe.schedule.trained}
     before: dict[str, str] = {}
     for step in [step.name for step in pipeline_steps(recipe)[:-1]]:
         span, kind = spans.get(step), "checkpoint" if step in spans else KINDS.get(step, "evaluation")

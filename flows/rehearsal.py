@@ -14,7 +14,6 @@ import psutil
 from herd.flows.pipeline import pipeline
 from herd.flows.recipe_form import PipelineParameters
 from herd.llama3.recipe.load import to_yaml
-from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
 from herd.storage.filesystem import write_atomic
 from herd.storage.object_artifact import open_store
@@ -62,7 +61,7 @@ def rehearse(recipe: Recipe, cluster: Cluster, root: Root, processes: int) -> tu
     write_atomic(file, to_yaml(scaled.recipe))
     os.environ.pop("MLFLOW_TRACKING_URI", None)  # a team's server is for runs
     before = {record.name for record in Runs(here).all()}
-    stage = max(Schedule(scaled.recipe).trained, key=lambda span: span.steps)
+    stage = max(scaled.recipe.schedule.trained, key=lambda span: span.steps)
     parameters = PipelineParameters(
         recipe=str(file), root=here.uri, cluster=scaled.cluster, fresh=True, from_step="pretrain"
     )

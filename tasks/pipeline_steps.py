@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from herd.llama3.recipe.load import RecipeError, did_you_mean
-from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.tasks.step import PipelineStep
 
@@ -208,7 +208,7 @@ def pipeline_steps(recipe: Recipe) -> list[PipelineStep]:
     steps: list[PipelineStep] = []
     for of_spans, kinds in groupby(PIPELINE, lambda kind: kind.subject is not None):
         present = [kind for kind in kinds if kind.only_if is None or kind.only_if(recipe)]
-        for span in Schedule(recipe).trained if of_spans else [None]:
+        for span in recipe.schedule.trained if of_spans else [None]:
             for kind in present:
                 subject = kind.subject(recipe, span) if kind.subject and span else ""
                 if span is not None and not subject:

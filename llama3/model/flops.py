@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from herd.llama3.model.param_table import PARAMS, axis_sizes
 from herd.llama3.recipe.base import SPECIAL_TOKENS
-from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.sections import Model
 
@@ -62,7 +61,7 @@ def trained_flops(recipe: Recipe, config: Model, rows: int, position: int) -> fl
     """Return the operations of training up to `position` with the recipe's schedule, with causal attention."""
     return sum(
         min(segment.tokens, position - segment.start) * flops_per_token(config, rows, segment.seq_len).causal
-        for segment in Schedule(recipe).segments
+        for segment in recipe.schedule.segments
         if segment.start < position
     )
 

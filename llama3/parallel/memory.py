@@ -16,7 +16,7 @@ from typing import Literal
 from herd.llama3.model.param_table import Param, layer_params, param_table
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.pipeline_schedule import peak_in_flight, split_layers
-from herd.llama3.recipe.schedule import Schedule, Segment
+from herd.llama3.recipe.schedule import Segment
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.sections import Model
 
@@ -135,7 +135,7 @@ class Load:
 
 def average_bytes(recipe: Recipe, segment: Segment) -> int:
     """Return the bytes of a value in the average of a segment's stage at the stage's end, 0 without one."""
-    span = Schedule(recipe).span(segment.stage)
+    span = recipe.schedule.span(segment.stage)
     if (rule := span.stage.weight_averaging) is None:
         return 0
     terms = {"last": min(rule.count, span.steps), "polyak": span.steps, "ema": 1}[rule.kind]

@@ -27,7 +27,7 @@ from herd.llama3.planner.layout_search import (
 )
 from herd.llama3.planner.routing import bandwidth_share
 from herd.llama3.planner.step_time import StepModel
-from herd.llama3.recipe.schedule import Schedule, Segment, StageSpan
+from herd.llama3.recipe.schedule import Segment, StageSpan
 from herd.llama3.recipe.schema import Recipe
 
 PIPELINE, CHUNK = 16, 8192
@@ -127,7 +127,7 @@ def project(
     if most > fabric.gpus:
         raise ValueError(f"gpus: {most:,} are more than the {fabric.gpus:,} of {fabric.name}; ask for fewer")
     segments: list[ProjectedSegment] = []
-    for span in Schedule(recipe).trained:
+    for span in recipe.schedule.trained:
         placement = placements.get(span.name) or placements.get(span.stage.name) or StagePlacement(gpus)
         segments += _project_span(recipe, rows, fabric, curves, span, placement, most_gpus or fabric.gpus)
     return Projection(recipe, rows, fabric, curves, tuple(segments))

@@ -16,7 +16,7 @@ import yaml
 from herd.llama3.recipe.base import DECISIONS, Decides, chosen_fields
 from herd.llama3.recipe.keys import Part, is_covered
 from herd.llama3.recipe.load import RecipeError, resolved
-from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import Share, Tokens, tokens
 
@@ -48,7 +48,7 @@ def frozen_fields(recipe: Recipe, position: int) -> dict[str, Any]:
 
 def _parts(recipe: Recipe, position: int) -> list[Part]:
     """Return what is compared by its result; the fields that a part covers explain a difference of it, in order."""
-    schedule = Schedule(recipe)
+    schedule = recipe.schedule
     spans = [span for span in schedule.spans if span.start < position]
     last, average = spans[-1], spans[-1].stage.weight_averaging
     tuned = any(span.stage.kind == "sft" for span in spans)
@@ -139,8 +139,8 @@ def _as_written(difference: Difference, trained: Recipe, now: Recipe, position: 
         return difference
     stage, fields = "", part.covers
     if name == "segments":
-        segments, field = Schedule(trained).segments, rest[1] if len(rest) > 1 else "end"
-        stage = (segments if int(rest[0]) < len(segments) else Schedule(now).segments)[int(rest[0])].stage
+        segments, field = trained.schedule.segments, rest[1] if len(rest) > 1 else "end"
+        stage = (segments if int(rest[0]) < len(segments) else now.schedule.segments)[int(rest[0])].stage
         if field == "mix":  # with another name, or other shares
             old, new = (value if value is ABSENT else str(Share(Fraction(value))) for value in (old, new))
         if field in ("mix", "extra_sources"):

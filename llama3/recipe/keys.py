@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from herd.llama3.recipe.base import ArtifactKind, Decides, chosen_fields, declared
 from herd.llama3.recipe.load import digest
-from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.sections import Stage
 
@@ -122,7 +122,7 @@ def checkpoint(recipe: Recipe, span: StageSpan, stream: dict[str, Any] | None = 
 
     `stream` is the identity of its tokens; without, the fields that decide the stream are in by value.
     """
-    schedule, stage, evaluate = Schedule(recipe), span.stage, recipe.evaluate
+    schedule, stage, evaluate = recipe.schedule, span.stage, recipe.evaluate
     rates = schedule.rates(span.start, span.end)
     values = [rate for _, rate in rates]
     scored = {

@@ -21,7 +21,7 @@ FEW_CHUNKS = 16
 
 def lint(recipe: Recipe) -> list[str]:
     """Return the warnings about `recipe`; each names its field."""
-    schedule = Schedule(recipe)
+    schedule = recipe.schedule
     last = schedule.spans[-1]
     final_rate = schedule.scheduled(last.start if last.stage.lr else schedule.tokens)
     return [

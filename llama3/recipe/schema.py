@@ -6,8 +6,9 @@ their descriptions in the Prefect form and in the reference.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -214,6 +215,16 @@ class Recipe(Section):
     studies: Annotated[list[Studied], left_out([])] = Field(default_factory=list)
     """Studies whose verdicts changed this recipe, written by `herd study apply`; does not affect any artifact."""
 
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The stages as spans of positions, and the learning rate at each position."""
+        return Schedule(self)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("schedule", None)  # pydantic copies cached values too, of the fields before the update
+        return copied
+
     @property
     def named_sources(self) -> dict[str, Domain]:
         """Name -> domain of each named source."""
@@ -277,7 +288,7 @@ class Recipe(Section):
                 "(base + 256 special); write uint32 or auto"
             )
         if not faults:  # a schedule needs valid stages
-            faults += self.lr.decay.faults(Schedule(self).timeline)
+            faults += self.lr.decay.faults(self.schedule.timeline)
         if faults:
             raise ValueError("\n".join(faults))
         return self

@@ -33,7 +33,6 @@ from herd.llama3.recipe.load import (
     read_recipe,
     resolved,
 )
-from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.sections import Model
 from herd.llama3.recipe.units import Share, Tokens
@@ -152,7 +151,7 @@ class VariantRun:
 
     @cached_property
     def tokens(self) -> int:
-        return Schedule(self.recipe).tokens
+        return self.recipe.schedule.tokens
 
     @cached_property
     def parameters(self) -> int:

@@ -17,7 +17,6 @@ from herd.llama3.evaluate.scores import Score
 from herd.llama3.model.flops import trained_flops, vocab_rows
 from herd.llama3.recipe import keys
 from herd.llama3.recipe.load import digest
-from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.statistics.significance import Number
 from herd.llama3.studies.expand import VariantRun
@@ -88,7 +87,7 @@ def stage_flops(run: VariantRun) -> Iterator[StageFlops]:
     # From recipes alone, before any token exists. Two lineages may differ although their artifacts get one key.
     start = recipe.init_from and keys.weights(recipe, recipe.init_from.path, rows)
     lineage = digest([data_digest(recipe), keys.conversations(recipe), start])
-    for span in Schedule(recipe).trained:
+    for span in recipe.schedule.trained:
         lineage = digest([lineage, keys.checkpoint(recipe, span)])
         before, after = (trained_flops(recipe, recipe.model, rows, position) for position in (span.start, span.end))
         yield StageFlops(run.name, span.name, lineage, span.tokens, after - before)

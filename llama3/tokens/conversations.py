@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from herd.llama3.data.mapreduce import hash_threshold
 from herd.llama3.data.readers.files import SourceError
 from herd.llama3.recipe.base import CONVERSATIONS, DOMAINS
-from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import Tokens
 from herd.llama3.tokens.chat import PADDING, encode_conversation, special_id
@@ -208,7 +208,7 @@ class ConversationStream:
                 self.sequences_per_epoch, self.recipe.seed, f"{CONVERSATIONS}/{span.name}", epoch
             )
         )
-        spans = Schedule(self.recipe).spans
+        spans = self.recipe.schedule.spans
         self.replay_start = sum(other.mix_tokens for other in spans if other.start < span.start)
         """Position of the first replayed token in `replay`."""
         assert int(self._deal.totals[1]) * self.seq_len == span.mix_tokens

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.tokens.shards import COUNTED
 from herd.llama3.tokens.stream import DocumentUse, TokenStream
@@ -80,7 +79,7 @@ def stream_position(recipe: Recipe, position: int) -> int:
     All, until the first stage of kind `sft`; of such a stage only what it replays, and that counts at its end.
     """
     before = 0
-    for span in Schedule(recipe).spans:
+    for span in recipe.schedule.spans:
         if span.stage.kind == "pretrain":
             before += min(max(position - span.start, 0), span.tokens)
         elif span.end <= position:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from herd.llama3.recipe.base import DOMAINS, Domain
-from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.tokens.interleave import MixtureInterleaver, UnitAssignment
 from herd.llama3.tokens.kernels import Ints, fold_window
@@ -71,7 +71,7 @@ def mix_phases(recipe: Recipe, datasets: Sequence[MixDataset], unit: int) -> Ite
     before: Ints = np.zeros(len(datasets), np.int64)
     ahead: Ints = np.zeros(len(datasets), np.int64)
     start = 0
-    for (shares, added, draw, _), group in groupby(Schedule(recipe).spans, key=phase_key):
+    for (shares, added, draw, _), group in groupby(recipe.schedule.spans, key=phase_key):
         if not (tokens := sum(span.mix_tokens for span in group)):
             continue
         deal = MixtureInterleaver(dataset_shares(datasets, shares, added), tokens, unit)

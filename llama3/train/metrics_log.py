@@ -19,7 +19,7 @@ import torch
 
 from herd.llama3.model.flops import flops_per_token
 from herd.llama3.parallel.mesh import ParallelContext
-from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import tokens as readable
 from herd.llama3.tokens.conversations import ConversationStream
@@ -77,7 +77,7 @@ class Recorder(Callback):
         """
         self.predicted = predicted.by_seq if predicted and predicted.processes == world.size else {}
         self.span, self.stream, self.skips = span, stream, skips
-        self.schedule = Schedule(stream.recipe)
+        self.schedule = stream.recipe.schedule
         self.meter = Meter(stream.recipe, rows, world, span.end)
         self.journal = Journal(work / "journal.jsonl")
         for skip in skips.spans[len(read_rewinds(self.journal.path)) :]:  # killed between writing the two files

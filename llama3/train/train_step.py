@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from herd.llama3.model.loss import NO_TARGET
 from herd.llama3.parallel.mesh import ParallelContext, to_local
 from herd.llama3.recipe.base import CONVERSATIONS, DOMAINS
-from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.train.callbacks import StepResult
 from herd.llama3.train.data_loader import LocalBatch, Step
@@ -71,7 +70,7 @@ class Engine:
     ) -> None:
         self.state, self.world, self.guard = state, world, guard
         self.clip = recipe.optimizer.clip
-        kind = Schedule(recipe).span(job.stage).stage.kind
+        kind = recipe.schedule.span(job.stage).stage.kind
         self.groups: tuple[str, ...] = DOMAINS if kind == "pretrain" else (*DOMAINS, CONVERSATIONS)
         self.micro_batch = 1 if job.deterministic else job.micro_batch
         self.pipeline: Any = None

@@ -22,7 +22,7 @@ from herd.llama3.model.files import CheckpointModel, open_model, save_model
 from herd.llama3.parallel.mesh import ParallelContext, run_on_rank0_and_broadcast
 from herd.llama3.recipe.frozen import check_frozen_fields
 from herd.llama3.recipe.load import RecipeError, load_recipe, to_yaml
-from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe, check_batches
 from herd.llama3.recipe.units import Cadence
 from herd.llama3.tokens.conversations import ConversationStream
@@ -60,7 +60,7 @@ class Trainer:
         self.pipelined = world.device.type != "cpu"
         """Whether the device runs a step while the host continues; a CPU has ended it when `train_step` returns."""
         self.span, self.stream, self.state, self.checkpoints, origin = setup_stage(job, recipe, world)
-        self.schedule = Schedule(recipe)
+        self.schedule = recipe.schedule
         self.skips = world.broadcast_object(SkippedRanges.read(job.work) if world.is_rank0 else SkippedRanges())
         self.averaging = Averaging(self.span)
         self.recorder: Recorder | None = None
@@ -336,7 +336,7 @@ def setup_stage(
     The state comes from the newest good checkpoint of the stage, else from `init_or_load`. Raises ValueError if the
     parts of the job do not fit each other, or the stage was begun under a recipe with another past (`recipe.frozen`).
     """
-    schedule = Schedule(recipe)
+    schedule = recipe.schedule
     try:
         span = schedule.span(job.stage)
     except KeyError:
@@ -423,7 +423,7 @@ def _adopt_recipe(
         return
     trained = load_recipe(job.trained_recipe)
     check_frozen_fields(trained, recipe, position)
-    before = open_stream(job, trained, Schedule(trained).span(span.name))
+    before = open_stream(job, trained, trained.schedule.span(span.name))
     if before.identity(span.start, position) != stream.identity(span.start, position):
         raise RecipeError(
             f"mix: the tokens before {position} were read under mixes that ended elsewhere, and the past of a run "

@@ -22,7 +22,7 @@ from herd.llama3.model.files import CONFIG, read_config
 from herd.llama3.recipe.base import DOMAINS, Decides, chosen_fields
 from herd.llama3.recipe.keys import STREAM
 from herd.llama3.recipe.load import to_yaml
-from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import tokens
 from herd.llama3.tokens.chat import TEMPLATE_FILE
@@ -65,7 +65,7 @@ class TrainedCheckpoint:
     @property
     def stages(self) -> list[tuple[StageSpan, Artifact]]:
         """The stages up to the checkpoint, in order."""
-        spans = [span for span in Schedule(self.recipe).trained if span.name in self.record.steps]
+        spans = [span for span in self.recipe.schedule.trained if span.name in self.record.steps]
         return [(span, self.step(span.name)) for span in spans if span.end <= self.end]
 
     def step(self, name: str) -> Artifact:
@@ -154,7 +154,7 @@ class Composition:
 def _composition(trained: TrainedCheckpoint, shards: Artifact) -> Composition:
     """Count the token stream up to the checkpoint, and the conversations of its stages."""
     recipe, spans = trained.recipe, [span for span, _ in trained.stages]
-    begin = Schedule(recipe).trained[0].start  # above 0 if the run continues another run's checkpoint
+    begin = recipe.schedule.trained[0].start  # above 0 if the run continues another run's checkpoint
     seen = inspect(lazy_folder(shards, 0), recipe, begin, stream_position(recipe, trained.end), limit=0)
     total = trained.end - begin
 
@@ -244,7 +244,7 @@ def data_mix_digest(recipe: Recipe, tokens: str, end: int) -> str:
         return path in ("seed", "stages.extra_sources", *STREAM)
 
     spans = []
-    for span in Schedule(recipe).trained:
+    for span in recipe.schedule.trained:
         if span.start < end:
             shapes = [[segment.start, segment.steps, segment.seq_len, segment.batch] for segment in span.segments]
             shares = {domain: str(share) for domain, share in span.shares.items()}

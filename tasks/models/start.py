@@ -13,7 +13,6 @@ from pathlib import Path
 from herd.llama3.model.flops import vocab_rows
 from herd.llama3.recipe.base import NAME
 from herd.llama3.recipe.load import RecipeError
-from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.tokens.tokenizer import MODEL_FILE, Tokenizer, use_tokenizer
 from herd.storage.artifact import Artifact, Store
@@ -111,7 +110,7 @@ def init_from_faults(store: Store, runs: Runs, recipe: Recipe) -> list[str]:
 
     assert recipe.init_from is not None
     faults = []
-    ends = {span.name: span.end for span in Schedule(recipe).spans}
+    ends = {span.name: span.end for span in recipe.schedule.spans}
     after, end = recipe.init_from.after, int(checkpoint.metadata["end"])
     assert after is not None
     if ends[after] != end:

@@ -17,7 +17,6 @@ from herd.llama3.evaluate.scores import check_evaluation
 from herd.llama3.recipe.data_schema import Curate
 from herd.llama3.recipe.lint import placeholders
 from herd.llama3.recipe.load import RecipeError
-from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe, check_batches
 from herd.storage.digests import sign
 from herd.storage.fetch import use_fetched
@@ -199,7 +198,7 @@ def _root_faults(run: CheckedRun) -> list[str]:
 def layout_faults(recipe: Recipe, cluster: Cluster, rows: int) -> list[str]:
     """Return unknown stages, and model, batches, sequences and nodes that do not divide as each stage's layout says."""
     faults: dict[str, None] = {}  # stages that share a layout share its faults
-    for span in Schedule(recipe).trained:
+    for span in recipe.schedule.trained:
         stage_cluster = cluster.for_stage(span.stage.name, span.name)
         if recipe.precision == "fp8" and not stage_cluster.layout.compile:
             # By arithmetic for the 8B: 390 operations and 40 ms a layer, where bf16 takes 26 ms.
@@ -223,7 +222,7 @@ def layout_faults(recipe: Recipe, cluster: Cluster, rows: int) -> list[str]:
                     "processes_per_node"
                 )
                 faults[fault] = None
-    known = Schedule(recipe).names
+    known = recipe.schedule.names
     names = ", ".join(sorted(known))
     unknown = [
         f"cluster.stages: {name} is not a stage of the recipe; write one of {names}"

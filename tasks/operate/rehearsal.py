@@ -31,7 +31,7 @@ from herd.llama3.recipe.base import Domain
 from herd.llama3.recipe.gates import AbsoluteRule, AtLeast, AtMost, GateRule, NoDropOver, assign_rules
 from herd.llama3.recipe.lint import lint
 from herd.llama3.recipe.load import resolved
-from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import Bytes, Cadence, Share, Tokens, tokens
 from herd.storage.artifact import Store
@@ -104,7 +104,7 @@ class ScaledRun:
 
     def __init__(self, recipe: Recipe, cluster: Cluster, processes: int = 8) -> None:
         """`processes`: maximum trainer processes."""
-        self.original, self.original_cluster, self.schedule = recipe, cluster, Schedule(recipe)
+        self.original, self.original_cluster, self.schedule = recipe, cluster, recipe.schedule
         self.processes = processes
         self.parts = [part for span in self.schedule.spans for part in span.parts]
         self.places = {
@@ -239,7 +239,7 @@ class ScaledRun:
 
     def _cluster(self, cluster: Cluster) -> Cluster:
         stages = {}
-        for original, span in zip(self.parts, Schedule(self.recipe).trained, strict=True):
+        for original, span in zip(self.parts, self.recipe.schedule.trained, strict=True):
             layout, processes = self.places[original.name]
             per_rank = min(part.batch // part.seq_len for part in span.segments) // layout.dp(processes)
             passes = 2 * layout.pp  # several micro-batches where there are enough sequences
@@ -314,7 +314,7 @@ class Rehearsal:
 
     def stage_rows(self) -> list[tuple[str, ...]]:
         """Return a row per stage or part under `STAGE_HEADERS`: at full size, and in small."""
-        parts = zip(self.scaled.parts, Schedule(self.scaled.recipe).trained, strict=True)
+        parts = zip(self.scaled.parts, self.scaled.recipe.schedule.trained, strict=True)
         return [
             (
                 full.name,
@@ -525,7 +525,7 @@ def proofs(scaled: ScaledRun, root: Root, record: RunRecord, killed: str) -> Ite
     data = ["collect", "annotate", "curate", "tokenizer", "tokenize", "conversations"]
     if data := [name for name in data if name in steps]:
         yield "data", f"{', '.join(data)} of a sample in {_seconds(record, data)}"
-    trained = [span.name for span in Schedule(scaled.recipe).trained if span.name in steps]
+    trained = [span.name for span in scaled.recipe.schedule.trained if span.name in steps]
     if trained:
         axes = ", ".join(axes_used(list(scaled.places.values()))) or "one process"
         yield "training", f"{', '.join(trained)} in {_seconds(record, trained)}; layout axes: {axes}"

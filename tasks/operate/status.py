@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.units import tokens
 from herd.llama3.train import metrics
 from herd.llama3.train.job import TERMINATED, AttemptResult, read_outcomes
@@ -230,7 +230,7 @@ def _steps(store: Store, run: RunProgress) -> FittedTable:
     headers = ("step", "outcome", "tokens", "mean loss", "bits/byte", "time", "size", "artifact")
     record, left_out = run.record, ("size", "tokens", "time", "bits/byte", "mean loss")
     table = FittedTable("steps", headers, left_out, NUMBERS)
-    spans = {span.name: span for span in Schedule(run.recipe).trained}
+    spans = {span.name: span for span in run.recipe.schedule.trained}
     for name, step in record.steps.items():
         artifact, span = artifact_of(store, record, name), spans.get(name)
         metadata = artifact.metadata if artifact else {}

@@ -12,7 +12,6 @@ from herd.llama3.hardware.topology import Fabric, is_fabric_name, load_fabric
 from herd.llama3.planner.device_curves import Curves, derate_for_step, prior_curves
 from herd.llama3.planner.projection import StagePlacement
 from herd.llama3.recipe.base import read_yaml
-from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster, load_cluster
@@ -70,7 +69,7 @@ def free_gpus(hosts: Sequence[str], fabric: Fabric) -> NDArray[np.int64]:
 
 def check_stage_names(recipe: Recipe, placements: Mapping[str, StagePlacement]) -> None:
     """Raise ValueError for a stage that the recipe does not have."""
-    known = Schedule(recipe).names
+    known = recipe.schedule.names
     for name in sorted(set(placements) - known):
         raise ValueError(f"gpus: {name} is not a stage of the recipe; write one of {', '.join(sorted(known))}")
 
@@ -92,7 +91,7 @@ def open_cluster(named: str, sparse: bool = False) -> tuple[Fabric | None, Clust
 def stage_placements(recipe: Recipe, cluster: Cluster) -> dict[str, StagePlacement]:
     """Return the placement of each trained part in a run's cluster file."""
     placements = {}
-    for span in Schedule(recipe).trained:
+    for span in recipe.schedule.trained:
         own = cluster.for_stage(span.stage.name, span.name)
         placements[span.name] = StagePlacement(own.processes, own.layout, own.micro_batch)
     return placements

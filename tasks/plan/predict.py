@@ -19,7 +19,7 @@ from herd.llama3.hardware.topology import load_fabric
 from herd.llama3.model.flops import flops_per_token, parameter_count, vocab_rows
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.memory import BYTES, DECODED, RankCoords, inference_bytes, memory, memory_error
-from herd.llama3.recipe.schedule import Schedule, Segment, StageSpan
+from herd.llama3.recipe.schedule import Segment, StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.train import metrics
 from herd.llama3.train.job import PredictedStepTimes
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 def memory_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
     """Return a line for each stage whose layout does not fit its devices, and for a pod's memory, with what would."""
     faults = pod_memory_faults(recipe, cluster)
-    for span in Schedule(recipe).trained:
+    for span in recipe.schedule.trained:
         stage_cluster = cluster.for_stage(span.stage.name, span.name)
         device = device_memory(stage_cluster)
         if device is None:
@@ -69,7 +69,7 @@ def pod_memory_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
     if cluster.nodes is None or given is None:
         return []
     limit = quantity_bytes(given)
-    for span in Schedule(recipe).trained:
+    for span in recipe.schedule.trained:
         stage_cluster = cluster.for_stage(span.stage.name, span.name)
         layout, world, each = stage_cluster.layout, stage_cluster.processes, cluster.nodes.processes_per_node
         pod = DeviceMemory("pod", limit, cuda=True)
@@ -202,7 +202,7 @@ def evaluation_cost(recipe: Recipe, cluster: Cluster) -> EvaluationCost:
     """Return the estimate for `cluster`, which has a fabric. Raises ValueError as `place_evaluation` does."""
     layout, processes = place_evaluation(recipe, cluster)
     accelerator, section, rows = load_fabric(cluster.fabric).accelerator, recipe.evaluate, vocab_rows(recipe)
-    schedule, domains = Schedule(recipe), sum(bool(sources) for sources in recipe.sources.values())
+    schedule, domains = recipe.schedule, sum(bool(sources) for sources in recipe.sources.values())
     window = min(recipe.model.max_seq_len, recipe.longest_sequence)
     evaluated = [*(section.after or [recipe.stages[-1].name]), "champion"]
     work: list[tuple[float, int]] = []  # positions, and the sequence length that attention sees

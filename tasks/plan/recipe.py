@@ -100,7 +100,7 @@ def make_plan(
     short = [fault for source in sources if (fault := data_shortage(recipe, source, USUAL_TOKENS_PER_BYTE))]
     lacking = [f"evaluate: leaves out {line}" for line in left_out]
     warnings = [*placeholders(recipe), *lint(recipe), *short, *conversation_shortage(recipe, conversations), *lacking]
-    return RunPlan(recipe, Schedule(recipe), rows, warnings, sources, conversations)
+    return RunPlan(recipe, recipe.schedule, rows, warnings, sources, conversations)
 
 
 def survey_and_plan(recipe: Recipe, root: Root) -> RunPlan:
@@ -154,7 +154,7 @@ def tokens_needed(recipe: Recipe, domain: Domain, name: str = "") -> int:
         added = {one: Fraction(of_one) for one, of_one in span.stage.extra_sources.items() if apart[one] == domain}
         return added.get(name, Fraction(0)) if name else span.shares.get(domain, Fraction(0)) - sum(added.values())
 
-    return round(sum(span.tokens * share(span) for span in Schedule(recipe).spans))
+    return round(sum(span.tokens * share(span) for span in recipe.schedule.spans))
 
 
 def data_shortage(recipe: Recipe, source: DomainSurvey, tokens_per_byte: float) -> str:
@@ -177,7 +177,7 @@ def conversation_shortage(
 ) -> list[str]:
     """Return a line for each stage of kind `sft` with more passes over its conversations than `factor` x the limit."""
     once, limit, lines = conversation_tokens(recipe, conversations), recipe.tokens.max_epochs, []
-    for span in Schedule(recipe).spans:
+    for span in recipe.schedule.spans:
         if span.stage.kind != "sft" or span.stage.epochs or not once:
             continue
         passes, batch = (span.tokens - span.mix_tokens) / once, span.segments[0].batch

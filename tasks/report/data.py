@@ -21,7 +21,7 @@ from herd.llama3.evaluate.held_out import NGRAM_BPB
 from herd.llama3.evaluate.scores import Score, read_scores
 from herd.llama3.recipe.base import CONVERSATIONS, DOMAINS
 from herd.llama3.recipe.load import to_yaml
-from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.train import metrics
 from herd.llama3.train.averaging import Choice
@@ -147,7 +147,7 @@ def collect_report_data(root: Root, name: str) -> ReportData:
     runs, store = Runs(root), open_store(root)
     record, recipe = runs.find(name), runs.recipe(name)
     artifacts = {step: store.load(entry.artifact) for step, entry in record.steps.items()}
-    trained = [(span, artifacts[span.name]) for span in Schedule(recipe).trained if span.name in artifacts]
+    trained = [(span, artifacts[span.name]) for span in recipe.schedule.trained if span.name in artifacts]
     series = read_series(artifact.path_of("metrics.parquet") for _, artifact in trained)
     prefix = "evaluate-"
     evaluations = {step.removeprefix(prefix): artifacts[step] for step in artifacts if step.startswith(prefix)}

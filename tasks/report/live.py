@@ -15,7 +15,6 @@ from threading import Lock
 from urllib.parse import urlsplit
 
 from herd.llama3.evaluate.scores import GENERATIONS_FILE
-from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.units import tokens
 from herd.llama3.train import metrics
 from herd.llama3.train.journal import Entry, Record, Rewind, Series, Tail, read_series
@@ -55,7 +54,7 @@ class LivePage:
         with self._lock:
             record = self.runs.find(self.run)
             progress = run_progress(self.root, [record])[0]
-            reached = [span for span in Schedule(progress.recipe).trained if span.start < max(1, progress.position)]
+            reached = [span for span in progress.recipe.schedule.trained if span.start < max(1, progress.position)]
             stages = [(span.start, min(span.end, progress.position) or span.end, span.name) for span in reached]
             series = self._series(progress)
             return render(

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
-from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.train import metrics
 from herd.llama3.train.journal import Record, read_journal
@@ -65,7 +64,7 @@ class RunProgress:
 
     @property
     def total(self) -> int:
-        return Schedule(self.recipe).tokens
+        return self.recipe.schedule.tokens
 
     @property
     def loss(self) -> float | None:
@@ -82,7 +81,7 @@ class RunProgress:
         stage, rate = self.last(metrics.REMAINING_S), self.last(metrics.TOKENS_PER_S)
         if stage is None or not rate or not self.step:
             return None
-        return stage + (self.total - Schedule(self.recipe).span(self.step).end) / rate
+        return stage + (self.total - self.recipe.schedule.span(self.step).end) / rate
 
 
 SMOOTHED = 16

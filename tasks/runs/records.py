@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from herd.llama3.recipe.base import read_plain
 from herd.llama3.recipe.load import digest, parse_recipe, resolved, to_yaml
-from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.sections import Stage
 from herd.storage.artifact import Artifact, Store
@@ -267,7 +267,7 @@ def rerun_command(root: Root, record: RunRecord) -> str:
 
 def trained_stages(recipe: Recipe, record: RunRecord) -> list[StageSpan]:
     """Return the training stages that the run has finished, in order."""
-    return [span for span in Schedule(recipe).trained if span.name in record.steps]
+    return [span for span in recipe.schedule.trained if span.name in record.steps]
 
 
 def evaluation_of(store: Store, record: RunRecord, checkpoint: Artifact) -> Artifact | None:

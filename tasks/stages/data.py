@@ -21,7 +21,6 @@ from herd.llama3.data.accounting import unscored_domains
 from herd.llama3.data.mapreduce import Runner, read_table, run_step, write_table
 from herd.llama3.evaluate.held_out import nothing_held_out
 from herd.llama3.recipe import keys
-from herd.llama3.recipe.schedule import Schedule
 from herd.storage.artifact import Artifact, ArtifactSpec
 from herd.storage.digests import digest_file
 from herd.storage.filesystem import is_local, source_state
@@ -272,7 +271,7 @@ def prepare_conversations(context: Context, tokens: Artifact, tokenizer: Artifac
         f"tokens, {facts['target_tokens']:,} of them targets; held out {facts['held_out']:,}, "
         f"repeated {facts['dropped']['duplicate']:,}[/]"
     )
-    for span in Schedule(recipe).spans:
+    for span in recipe.schedule.spans:
         if span.stage.kind != "sft":
             continue
         data = ConversationStream(artifact.path, stream, span)

@@ -371,7 +371,7 @@ def check_long_context_gates(
 
     `began` is the checkpoint that the whole stage started from. Raises GateFailed if a gate fails.
     """
-    schedule = Schedule(context.recipe)
+    schedule = context.recipe.schedule
     span = schedule.span(name)
     gates = span.stage.gates
     first = next(number for number, part in enumerate(schedule.segments) if part.stage == span.stage.name)

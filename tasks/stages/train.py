@@ -26,7 +26,7 @@ from herd.llama3.model.files import weight_files
 from herd.llama3.model.flops import parameter_count
 from herd.llama3.recipe import keys
 from herd.llama3.recipe.load import RecipeError, digest
-from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.units import Bytes, Tokens
 from herd.llama3.tokens.tokenizer import Tokenizer
 from herd.llama3.train import metrics
@@ -87,7 +87,7 @@ def train_stage(
     held-out documents of `curated`, which changes no weight. A stage of kind `sft` trains on `conversations`, and its
     model has a chat template.
     """
-    span = Schedule(context.recipe).span(stage)
+    span = context.recipe.schedule.span(stage)
     _announce(context, span)
     context = replace(context, cluster=context.cluster.for_stage(span.stage.name, stage))
     spec = _spec(context, span, tokens, parent, conversations)
@@ -134,7 +134,7 @@ def train_stage(
 
 def _announce(context: Context, span: StageSpan) -> None:
     """Print what changes from the stage before to this one."""
-    spans = [part for stage in Schedule(context.recipe).spans for part in stage.parts]
+    spans = [part for stage in context.recipe.schedule.spans for part in stage.parts]
     number = [part.name for part in spans].index(span.name)
     before = spans[number - 1] if number else None
     if before is None:

@@ -13,7 +13,6 @@ from herd.llama3.evaluate.scores import PREFIX, SAMPLES_FILE, SCORES_FILE, gold_
 from herd.llama3.evaluate.suite import BPB
 from herd.llama3.model.files import CONFIG, read_config
 from herd.llama3.model.flops import parameter_count, vocab_rows
-from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import Tokens, tokens
 from herd.llama3.studies.chinchilla import fit_chinchilla
@@ -114,7 +113,7 @@ def outcome(expanded: ExpandedStudy, store: Store, variant: VariantRun, record: 
         run=record.name,
         parameters=parameter_count(config, rows),
         tokens=int(checkpoint.metadata["end"]),
-        flops=training_flops(expanded, Schedule(variant.recipe).segments, config, rows),
+        flops=training_flops(expanded, variant.recipe.schedule.segments, config, rows),
         scores=scores,
         samples=samples,
     )
@@ -122,7 +121,7 @@ def outcome(expanded: ExpandedStudy, store: Store, variant: VariantRun, record: 
 
 def last_artifacts(store: Store, record: RunRecord, recipe: Recipe) -> tuple[Artifact, Artifact]:
     """Return checkpoint and evaluation of the run's last stage. Raises ValueError if either was deleted."""
-    span, stage = Schedule(recipe).trained[-1], recipe.stages[-1].name
+    span, stage = recipe.schedule.trained[-1], recipe.stages[-1].name
     return store.load(record.steps[span.name].artifact), store.load(record.steps[f"evaluate-{stage}"].artifact)
 
 

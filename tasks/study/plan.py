@@ -15,7 +15,7 @@ from rich.table import Table
 
 from herd.llama3.model.files import CONFIG, read_config
 from herd.llama3.model.flops import flops_per_token
-from herd.llama3.recipe.schedule import Schedule, Segment
+from herd.llama3.recipe.schedule import Segment
 from herd.llama3.recipe.sections import Model
 from herd.llama3.recipe.units import tokens
 from herd.llama3.studies.expand import ExpandedStudy, VariantRun
@@ -144,7 +144,7 @@ def _pace(root: Root, expanded: ExpandedStudy, cluster: Cluster, runs: Runs) -> 
 def _predicted_pace(root: Root, variant: VariantRun, cluster: Cluster) -> float | None:
     """Return seconds per operation from a calibration; None without one."""
     seconds = 0.0
-    for span in Schedule(variant.recipe).trained:
+    for span in variant.recipe.schedule.trained:
         prediction = predict_step_times(root, variant.recipe, cluster.for_stage(span.stage.name, span.name), span)
         for segment in span.segments:
             step = prediction.by_seq[segment.seq_len].get(metrics.PLANNED_STEP_S) if prediction else None
@@ -164,7 +164,7 @@ def _measured_paces(runs: Runs) -> list[tuple[float, float]]:
             recipe = runs.recipe(record.name)
         except ValueError:  # written by another version
             continue
-        names = {span.name for span in Schedule(recipe).trained}
+        names = {span.name for span in recipe.schedule.trained}
         trained = [step for name, step in record.steps.items() if name in names]
         if (
             recipe.init_from is None
@@ -273,7 +273,7 @@ def spent(
 
 def _stages(store: Store, run: VariantRun, record: RunRecord) -> Iterator[tuple[Sequence[Segment], Artifact]]:
     """Yield segments and checkpoint of each stage whose checkpoint still exists."""
-    for span in Schedule(run.recipe).trained:
+    for span in run.recipe.schedule.trained:
         with suppress(ValueError):  # deleted by retention
             yield span.segments, store.load(record.steps[span.name].artifact)
 

@@ -22,7 +22,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.utilities.context import get_task_and_flow_run_ids
 
 from herd.llama3.evaluate.scores import Score, read_scores
-from herd.llama3.recipe.schedule import Schedule, StageSpan
+from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import tokens
 from herd.llama3.train import metrics
@@ -200,7 +200,7 @@ def _enqueue(key: str, job: Job) -> None:
 
 def stage_done(record: RunRecord, recipe: Recipe, stage: str, artifact: Artifact) -> None:
     """Show the result of a training stage that has just been recorded, on the page of its task."""
-    span = {span.name: span for span in Schedule(recipe).trained}[stage]
+    span = {span.name: span for span in recipe.schedule.trained}[stage]
     entry, metadata = record.steps[stage], artifact.metadata
     values = {
         "outcome": entry.outcome,
@@ -222,7 +222,7 @@ def stage_done(record: RunRecord, recipe: Recipe, stage: str, artifact: Artifact
 
 def run_done(record: RunRecord, recipe: Recipe, artifacts: Mapping[str, Artifact]) -> None:
     """Show all steps of the run and its scores, and wait a moment for the last artifacts."""
-    spans = {span.name: span for span in Schedule(recipe).trained}
+    spans = {span.name: span for span in recipe.schedule.trained}
     steps = [_row(step, entry, artifacts.get(step), spans.get(step)) for step, entry in record.steps.items()]
     verdict = f" **{record.verdict}**" if record.verdict else ""
     table(f"{record.name}-steps", steps, f"{record.name}{verdict}: steps")

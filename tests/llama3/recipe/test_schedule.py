@@ -337,3 +337,12 @@ def test_unusual_settings_earn_a_warning(changes: list[str], warning: str) -> No
 )
 def test_usual_settings_earn_none(rate: str) -> None:
     assert lint(with_rate(rate, "tokens.shuffle=chunks")) == []
+
+
+def test_a_recipe_builds_its_schedule_once_and_a_changed_copy_another() -> None:
+    recipe = load_recipe(FILE)
+    assert recipe.schedule is recipe.schedule
+    shorter = recipe.model_copy(update={"stages": recipe.stages[:-1]})
+    assert len(shorter.schedule.spans) == len(recipe.schedule.spans) - 1
+    assert recipe == FOUR_STAGES, "what is cached is not compared"
+    assert "schedule" not in recipe.model_dump()
