@@ -8,7 +8,6 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
@@ -24,7 +23,6 @@ from herd.tasks.console import TerminalConsole
 from herd.tasks.pipeline_steps import pipeline_steps
 from herd.tasks.runs.records import RunRecord, Runs, now
 from herd.tasks.step import REUSED, Context, PipelineStep, WorkInProgress
-from herd.tasks.tracking.mlflow import MLflowTracker
 
 NEW, UNKNOWN = "new", "unknown"
 
@@ -64,8 +62,9 @@ def plan_steps(recipe: Recipe, root: Root, cluster: Cluster) -> list[PlannedStep
     """Return the steps of a run of `recipe`, in order, each with what exists of it under `root`."""
     store, steps = open_store(root), pipeline_steps(recipe)
     record = RunRecord(name=f"{recipe.name}-plan", family=recipe.name, recipe_digest="", started=now(), code="")
-    console, untracked = TerminalConsole(RichConsole(quiet=True)), cast(MLflowTracker, None)
-    context = Context(recipe, cluster, store, Runs(root), record, untracked, console, steps)
+    console = TerminalConsole(RichConsole(quiet=True))
+    # without a tracker: `preview` ends each step before it is tracked
+    context = Context(recipe, cluster, store, Runs(root), record, None, console, steps)  # type: ignore[arg-type]
     artifacts: dict[str, Artifact] = {}
     planned: dict[str, PlannedStep] = {}
     for step in steps:
