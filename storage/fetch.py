@@ -89,7 +89,7 @@ class Target(FetchedListing):
     folder: str = ""
     """Of the copies, below the folder of all copies."""
     digests: dict[str, str] = field(default_factory=dict)
-    """URI -> `sha256:`, `git:` or `md5:` and the digest that the store states."""
+    """URI -> digest that the store states, after `sha256:`, `git:` or `md5:`."""
     unchanged: dict[str, FetchedFile] = field(default_factory=dict)
     """URI -> the copy of an earlier revision with the same bytes."""
 
@@ -307,7 +307,7 @@ def _refuse_hub(uri: str, status: int, headers: Any) -> None:
 
 
 def _page(uri: str) -> str:
-    return f"{uri}: an HTML page comes instead of the file; open the address in a browser: a login or a proxy answers"
+    return f"{uri}: the server sends an HTML page; open the address in a browser: a login or a proxy answers"
 
 
 # Downloading.
@@ -348,7 +348,7 @@ def check_space(folder: Path, targets: Sequence[Target]) -> None:
 
 
 def download(folder: Path, targets: Sequence[Target], jobs: int, progress: Callable[[int], None]) -> None:
-    """Download the missing files of `targets` and write their manifests; `progress` gets the bytes as they come.
+    """Download the missing files of `targets` and write their manifests; `progress` gets the bytes as they arrive.
 
     Complete and partial files stay, so that a repeated call resumes. Raises FetchRefused and OSError.
     """
@@ -414,7 +414,7 @@ def _fetch(
             _complete(target, file, path, stop, progress)
         except _Changed:  # begin again with the version that is there now
             if (wrong := wrong + 1) == TRIES:
-                raise StoreError(f"{file.uri}: changed {wrong} times while it came; try again later") from None
+                raise StoreError(f"{file.uri}: changed {wrong} times during its download; try again later") from None
             _drop(path, progress)
             _describe(target, file, with_retries(file.uri, lambda: remote_filesystem(file.uri).info(file.uri)))
             continue
@@ -489,7 +489,7 @@ def _complete(
                     if stop.is_set():
                         raise InterruptedError(f"{file.uri}: stopped")
                     if out.tell() + len(data) > file.size:
-                        raise StoreError(f"more bytes come than the {file.size:,} that its store lists")
+                        raise StoreError(f"the server sends more bytes than the {file.size:,} that its store lists")
                     out.write(data)
                     progress(len(data))
                 if file.size and out.tell() <= begin:
@@ -556,5 +556,5 @@ def _get_http(commit: str, file: FetchedFile, out: BinaryIO, progress: Callable[
             out.seek(0)
             progress(-begin)
         if total not in (-1, file.size):
-            raise StoreError(f"{total:,} bytes come, its store lists {file.size:,}")
+            raise StoreError(f"the server sends {total:,} bytes, its store lists {file.size:,}")
         yield from answer.iter_raw(CHUNK)

@@ -120,7 +120,7 @@ def _request_range(uri: str, start: int, stop: int) -> bytes:
             file.seek(start)
             data = bytes(file.read(stop - start))
     if len(data) != stop - start:
-        raise StoreError(f"{len(data):,} bytes came instead of {stop - start:,} from {start:,} on")
+        raise StoreError(f"{len(data):,} bytes received instead of {stop - start:,} from byte {start:,} on")
     return data
 
 

@@ -90,7 +90,7 @@ def get_verified_pages(uri: str, first: int, end: int, digests: bytes) -> bytes:
         page = first_wrong_page(data, digests)
         if len(data) == end - start and page is None:
             return data
-        wrong = f"{len(data):,} bytes came" if page is None else f"page {first + page} has another SHA-256"
+        wrong = f"{len(data):,} bytes received" if page is None else f"page {first + page} has another SHA-256"
     raise WrongBytes(f"{uri}: bytes {start:,} to {end:,} are not what was committed ({wrong}); {_SET_ASIDE}")
 
 
@@ -125,8 +125,8 @@ def download_verified(uri: str, digest: FileDigest, path: Path) -> None:
             return
     partial.unlink()
     raise WrongBytes(
-        f"{uri}: {actual.bytes:,} bytes of SHA-256 {actual.sha256[:12]} came, {digest.bytes:,} of {digest.sha256[:12]} "
-        f"were committed; {_SET_ASIDE}"
+        f"{uri}: received {actual.bytes:,} bytes of SHA-256 {actual.sha256[:12]}, committed were {digest.bytes:,} of "
+        f"{digest.sha256[:12]}; {_SET_ASIDE}"
     )
 
 
@@ -263,7 +263,7 @@ class StoredFile(BaseModel):
             path = Path(folder, uri.rpartition("/")[2])
             get_file(uri, path)
             if (stored := size_of(uri)) != path.stat().st_size:
-                raise OSError(f"{uri}: {path.stat().st_size:,} bytes came, {stored or 0:,} are stored; try again")
+                raise OSError(f"{uri}: {path.stat().st_size:,} bytes received, {stored or 0:,} are stored; try again")
             if path.suffix == PAGED and path.stat().st_size > PAGE:
                 digest, pages = digest_pages(path)
                 return cls(uri=uri, digest=digest, pages=pages.hex())
@@ -337,7 +337,7 @@ class RemoteStore(Store):
     def delete(self, label: str) -> None:
         artifact = self._readable(label)
         remove(self._manifest(check_label(label)))  # first: this makes it invisible
-        if artifact is not None:  # other attempts may be on their way to a commit; what stays is cleaned up later
+        if artifact is not None:  # other attempts may still commit; `clean_up_root` deletes the rest later
             remove_all(artifact.uri)
         super().delete(label)
 

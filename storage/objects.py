@@ -87,7 +87,7 @@ def create_bytes(uri: str, data: bytes) -> bool:
         try:
             return _holds(uri, data)
         except FileNotFoundError:
-            if created:  # deleted since, with what it names perhaps: it must not come back
+            if created:  # was deleted concurrently; do not create it again
                 return True
             time.sleep(0.5)  # a conflict with a writer that failed
     raise OSError(f"{uri}: refused as existing {CONFLICTS} times, but absent when read; try again")

@@ -111,7 +111,7 @@ class BoundedS3(S3FileSystem):  # type: ignore[misc]
             except OSError as error:
                 if self.retries >= LATER_ROUNDS or not _is_busy(error.__cause__):
                     raise
-                self.retries = LATER_ROUNDS  # somebody is there
+                self.retries = LATER_ROUNDS  # the store exists
                 return await super()._call_s3(method, *args, **given)
 
     call_s3 = sync_wrapper(_call_s3)

@@ -149,7 +149,7 @@ def test_wrong_bytes_never_become_a_copy(hub: Hub, tmp_path: Path) -> None:
     for uri, fault, message in (
         ("hf://datasets/people/words/data/a.parquet", "flip", "do not have the stated sha256:"),
         ("hf://datasets/people/words/data/b.jsonl", "flip", "do not have the stated git:"),
-        ("hf://datasets/people/words/data/b.jsonl", "longer", "4,201 bytes come, its store lists 4,200"),
+        ("hf://datasets/people/words/data/b.jsonl", "longer", "4,201 bytes, its store lists 4,200"),
     ):
         hub.use()
         folder = tmp_path / f"{fault}-{uri[-7:]}"
@@ -580,7 +580,7 @@ def test_a_login_page_is_not_a_file(hub: Hub, tmp_path: Path) -> None:
     with web(True, True) as server:
         server.files["/a.jsonl"] = b"<html>log in</html>"
         server.kind = "text/html; charset=utf-8"
-        with pytest.raises(FetchRefused, match="an HTML page comes instead of the file"):
+        with pytest.raises(FetchRefused, match="an HTML page"):
             get(tmp_path, f"{server.url}/a.jsonl")
         with pytest.raises(FetchRefused, match="matches no file"):
             get(tmp_path, f"{server.url}/absent.jsonl")

@@ -139,7 +139,7 @@ def test_damage_in_the_store_is_named(tmp_path: Path) -> None:
     assert not lazy.table.marks[2]
     with lazy.held(np.array([0, 3])):
         assert page_of(source, lazy, 3)[0] == page_of(source, lazy, 3)[1]
-    with pytest.raises(WrongBytes, match=r"index.json: 16 bytes of SHA-256"):
+    with pytest.raises(WrongBytes, match=r"index.json: received 16 bytes of SHA-256"):
         lazy.path("index.json")
 
 

@@ -134,13 +134,13 @@ def hub() -> Iterator[Hub]:
         yield running
 
 
-HTML = "an HTML page comes instead of the file; open the address in a browser: a login or a proxy answers"
+HTML = "the server sends an HTML page; open the address in a browser: a login or a proxy answers"
 FAULTS: dict[str, tuple[int | str, str, dict[str, str], str]] = {
     "HTML for JSON": ("html", "/tree/", {}, f"error sources.general.0: {URI}: {HTML}"),
     "HTML for a file": ("html", "/resolve/", {}, HTML),
     "HTML for bytes": ("html", "/cdn/", {}, HTML),
-    "another size": ("longer", "/cdn/", {}, "bytes come, its store lists"),
-    "fewer bytes": ("short", "/cdn/", {}, "bytes come, its store lists"),
+    "another size": ("longer", "/cdn/", {}, "bytes, its store lists"),
+    "fewer bytes": ("short", "/cdn/", {}, "bytes, its store lists"),
     "wrong bytes": ("flip", "/cdn/", {}, "downloads do not have the stated"),
     "quota": (429, "/resolve/", {"Retry-After": "7200"}, "it asks for a pause of 7,200 s"),
     "refused": (403, "/resolve/", {}, "set HF_TOKEN to a token that may read"),
@@ -169,7 +169,7 @@ def test_what_a_hub_does_wrong_is_named_and_the_same_command_goes_on(
     if name not in ("wrong bytes", "quota"):  # a reader has no digest to compare, and waits for five minutes
         hub.use()
         directly = said(herd("data", "try", *SKIP, uri=URI), 2)
-        assert f"error '{URI}" in directly
+        assert f"error sources.general.0.uri: '{URI}" in directly
         assert " documents, " not in directly
     hub.at_request = lambda number: None
     hub.use()
