@@ -18,8 +18,8 @@ from typing import TypeVar
 
 from herd.llama3.parallel.mesh import ParallelContext
 from herd.llama3.recipe.sections import Keep
-from herd.llama3.train.checkpoint.dcp import Savable
-from herd.llama3.train.checkpoint.manager import THREADS, Checkpoints, load_state
+from herd.llama3.train.checkpoint.dcp import THREADS, Savable
+from herd.llama3.train.checkpoint.manager import Checkpoints, load_state
 from herd.llama3.train.checkpoint.manifest import CheckpointManifest
 
 T = TypeVar("T")

@@ -6,17 +6,15 @@ earlier checkpoints untouched and training goes on; after a few failures in a ro
 
 from __future__ import annotations
 
-import threading
 import time
 import uuid
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,22 +23,21 @@ from torch.distributed.checkpoint.planner import WriteItem
 from herd.llama3.parallel.mesh import ParallelContext, run_on_rank0_and_broadcast, to_local
 from herd.llama3.recipe.sections import Keep
 from herd.llama3.train.checkpoint import dcp
-from herd.llama3.train.checkpoint.dcp import Savable, SaveResult
+from herd.llama3.train.checkpoint.dcp import THREADS, Savable, SaveResult
+from herd.llama3.train.checkpoint.journal_upload import JournalUpload
 from herd.llama3.train.checkpoint.manifest import CheckpointManifest, DamagedCheckpoint
 from herd.llama3.train.checkpoint.storage import (
     CheckpointRef,
     CheckpointStore,
-    JournalUpload,
     LocalCheckpointStore,
+    LocalSave,
     RemoteCheckpointStore,
+    RemoteSave,
     SupersededError,
 )
 from herd.llama3.train.device import DeviceTime
 from herd.llama3.train.job import SAVE_TIMEOUT_S
-from herd.storage.digests import FileDigest
 
-THREADS = 4
-"""Files that each process writes or reads at the same time."""
 TOLERATED = 3
 """Failed saves in a row after which training ends: a full disk is often cleaned up before that."""
 ADVICE = (
@@ -87,20 +84,25 @@ class Checkpoints:
         """
         self.keep, self.world, self.threads, self.tolerated, self.log = keep, world, threads, tolerated, log
         self.attempt = world.broadcast_object(f"{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{uuid.uuid4().hex[:8]}")
-        self.store: CheckpointStore = (
-            RemoteCheckpointStore(uri, folder, self.attempt) if uri else LocalCheckpointStore(folder)
-        )
-        self.journal_upload = JournalUpload(uri, work, self.attempt) if uri and work and world.is_rank0 else None
+        self.store: CheckpointStore = LocalCheckpointStore(folder)
+        if uri:
+            journal = JournalUpload(uri, work, self.attempt) if work and world.is_rank0 else None
+            self.store = RemoteCheckpointStore(uri, folder, self.attempt, journal)
         self.snapshot = Snapshot(world.rank)
-        # The thread has its own group: collectives of two threads must not meet on one. gloo needs no device.
-        self.group: Any = None
-        if world.size > 1:
-            self.group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_TIMEOUT_S))
         self.failures: list[str] = []
         """Errors of the saves since the last that succeeded."""
-        self._running: Future[SaveResult] | None = None
-        self._thread: threading.Thread | None = None
-        """Of the last save; deletes older checkpoints after it."""
+        # The thread that saves has a group to itself: collectives of two threads must not meet on one. gloo needs no
+        # device.
+        self._saving_world = world
+        if world.size > 1:
+            group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=SAVE_TIMEOUT_S))
+            self._saving_world = replace(world, host_group=group)
+        # One thread saves, another deletes older checkpoints: else a save would end on rank 0 only after the deletions,
+        # and the other processes would wait for rank 0 at the next step that they take together.
+        self._save_thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._prune_thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-prune")
+        self._saving: Future[SaveResult] | None = None
+        self._pruning: Future[None] | None = None
         self._done: list[SaveResult] = []
         self._saves = 0
 
@@ -112,40 +114,23 @@ class Checkpoints:
         began = time.perf_counter()
         self._wait()
         self._give_up()
-        waited = time.perf_counter() - began
+        copy_began = time.perf_counter()
         manifest = dcp.make_manifest(state, stage, self.world, self.attempt)
         self.snapshot.take(state.tensors())
-        blocked = time.perf_counter() - began - waited
+        waited_s, blocked_s = copy_began - began, time.perf_counter() - copy_began
         self._saves += 1
-        journal_end = self.journal_upload.mark() if self.journal_upload else 0
-        cost = SaveResult(state.position, 0, blocked, waited, 0.0)
-        self._running, before = Future[SaveResult](), self._thread
-        running = self._running
-
-        def run() -> None:
-            try:
-                running.set_result(self._save(manifest, cost, began + waited, journal_end))
-            except BaseException as error:
-                running.set_exception(error)
-            # After the result: the other processes would wait for rank 0 at the next step that they take together.
-            if before is not None:
-                before.join()
-            if self.world.is_rank0 and running.exception() is None:
-                self._prune()
-
-        # A daemon: an interrupted save is never loaded, so exit need not wait for it.
-        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
-        self._thread.start()
-        return waited + blocked
+        save = self.store.save(state.position, self._saves)  # here: it notes where the journal ends now
+        self._saving = self._save_thread.submit(self._save, save, manifest, waited_s, blocked_s, copy_began)
+        return waited_s + blocked_s
 
     @property
     def saving(self) -> bool:
         """Whether a save is in progress, or has ended and was not polled yet."""
-        return self._running is not None
+        return self._saving is not None
 
     def poll(self) -> list[SaveResult]:
         """Return what was committed since the last call; never waits, so a loop may call it after each step."""
-        if self._running is not None and self._running.done():
+        if self._saving is not None and self._saving.done():
             self._wait()
         done, self._done = self._done, []
         return done
@@ -155,7 +140,7 @@ class Checkpoints:
 
         Raises SaveFailed and SupersededError.
         """
-        self._wait_for_thread()
+        self._wait_for_pruning()
         self._give_up()
         run_on_rank0_and_broadcast(self.world, self.store.check)
         return self.poll()
@@ -163,7 +148,7 @@ class Checkpoints:
     def save(self, state: Savable, stage: str) -> SaveResult:
         """Save `state` and wait for the commit. Raises SaveFailed if this one fails."""
         self.begin(state, stage)
-        self._wait_for_thread()
+        self._wait_for_pruning()
         if self.failures:
             raise SaveFailed(self.failures[-1])
         return self._done.pop()
@@ -175,28 +160,21 @@ class Checkpoints:
         NoGoodCheckpoint if all are damaged, because a disk that can be repaired may hold days of training; `restart`
         quarantines them instead, and `state` must be reset. Raises ValueError for a checkpoint of another model.
         """
-        self._wait_for_thread()
+        self._wait_for_pruning()
         self.store.remove_leftovers(self.world)
         if before is not None:
             run_on_rank0_and_broadcast(self.world, lambda: self._forget_after(before))
-        loaded: tuple[Path | None, CheckpointManifest | None] = None, None
+        path: Path | None = None
+        manifest: CheckpointManifest | None = None
         damaged: dict[CheckpointRef, str] = {}
-        reason = f"loading, attempt {self.attempt}"
         for ref in reversed(run_on_rank0_and_broadcast(self.world, self.store.refs)):
             try:
-                with self.store.pins.pinned(ref.position, reason) if self.world.is_rank0 else nullcontext():
-                    path, manifest = self.store.open(ref, self.world)
-                    download = partial(self.store.download, path, manifest, self.world)
-                    try:
-                        load_state(path, manifest, state, self.world, threads=self.threads, download=download)
-                    finally:
-                        self.store.release(path)
-                loaded = path, manifest
+                path, manifest = self._load(ref, state)
                 break
             except DamagedCheckpoint as damage:
                 damaged[ref] = str(damage)
         reasons = tuple(damaged.values())
-        if damaged and loaded[0] is None and not restart:
+        if damaged and path is None and not restart:
             raise NoGoodCheckpoint(
                 "\n".join([f"checkpoints: none of this stage is good: {reasons[0]}", *reasons[1:], ADVICE])
             )
@@ -206,58 +184,62 @@ class Checkpoints:
                 self.store.quarantine(ref, reason)
 
         run_on_rank0_and_broadcast(self.world, quarantine)
-        return RestorePoint(*loaded, reasons)
+        return RestorePoint(path, manifest, reasons)
 
     def restore(self, point: RestorePoint) -> bool:
         """Download journal and small files if those on this machine are not those of `point`; return whether.
 
         Every process calls it, before that folder is used. Raises DamagedCheckpoint if they are missing in the store.
         """
-        chunk = point.manifest.journal if point.manifest else None
-        if chunk is None:
+        manifest = point.manifest
+        if manifest is None:
             return False
-        return run_on_rank0_and_broadcast(
-            self.world, lambda: self.journal_upload is not None and self.journal_upload.restore(chunk)
-        )
+        return run_on_rank0_and_broadcast(self.world, lambda: self.store.restore_journal(manifest))
 
     def positions(self) -> list[int]:
         return sorted({ref.position for ref in self.store.refs()})
 
-    def _save(self, manifest: CheckpointManifest, cost: SaveResult, began: float, journal_end: int) -> SaveResult:
-        """In the thread: wait for the copy, write, commit."""
-        on_device = self.snapshot.wait()
-        building = self.store.building(manifest.position, self._saves)
-
-        def commit(files: dict[str, FileDigest]) -> None:
-            # The journal up to `journal_end` goes first: a checkpoint must not be ahead of it.
-            upload = self.journal_upload
-            chunk = None if upload is None else upload.store(manifest.position, self._saves, journal_end)
-            self.store.commit(building, manifest.model_copy(update={"files": files, "journal": chunk}))
-
-        writer = dcp.Writer(
-            building,
-            self.threads,
-            start=lambda: self.store.start(building),
-            stored=lambda path: self.store.stored(building, path),
-            commit=commit,
-        )
+    def _save(
+        self,
+        save: LocalSave | RemoteSave,
+        manifest: CheckpointManifest,
+        waited_s: float,
+        blocked_s: float,
+        copy_began: float,
+    ) -> SaveResult:
+        """In the thread: wait for the copy, write, commit; on rank 0 have older checkpoints deleted."""
+        copy_s = self.snapshot.wait()
         committed = False
         try:
-            world = replace(self.world, host_group=self.group)
-            written = writer.write(self.snapshot.items, self.snapshot.parts, world)
+            items, shards = self.snapshot.items, self.snapshot.shards
+            written = dcp.write(save, manifest, items, shards, self._saving_world, self.threads)
             committed = True
         finally:
-            self.store.end_save(building, committed, self.world.is_rank0)
-        total = time.perf_counter() - began
-        size = sum(digest.bytes for digest in written.values())
-        return replace(cost, bytes=size, blocked_s=max(cost.blocked_s, on_device), total_s=total)
+            save.clean_up(committed, self.world.is_rank0)
+        if self.world.is_rank0:
+            self._pruning = self._prune_thread.submit(self._prune)
+        size, total_s = sum(digest.bytes for digest in written.values()), time.perf_counter() - copy_began
+        return SaveResult(manifest.position, size, max(blocked_s, copy_s), waited_s, total_s)
+
+    def _load(self, ref: CheckpointRef, state: Savable) -> tuple[Path, CheckpointManifest]:
+        """Read a checkpoint into `state`; return its folder and manifest. Raises DamagedCheckpoint."""
+        reason = f"loading, attempt {self.attempt}"
+        with self.store.pins.pinned(ref.position, reason) if self.world.is_rank0 else nullcontext():
+            path, manifest = self.store.open(ref, self.world)
+            download = partial(self.store.download, path, manifest, self.world)
+            try:
+                load_state(path, manifest, state, self.world, threads=self.threads, download=download)
+            finally:
+                self.store.release(path)
+        return path, manifest
 
     def _wait(self) -> None:
-        if self._running is None:
+        """Wait for the save in progress, if any: keep its result, or count its failure. Raises SupersededError."""
+        if self._saving is None:
             return
-        running, self._running = self._running, None
+        saving, self._saving = self._saving, None
         try:
-            self._done.append(running.result())
+            self._done.append(saving.result())
             self.failures = []
         except SupersededError:
             raise
@@ -266,11 +248,11 @@ class Checkpoints:
             if self.world.is_rank0:
                 self.log(f"checkpoint failed, {len(self.failures)} in a row: {error}")
 
-    def _wait_for_thread(self) -> None:
+    def _wait_for_pruning(self) -> None:
         """Wait for the save in progress, and on rank 0 for the deletions after it."""
         self._wait()
-        if self._thread is not None:
-            self._thread.join()
+        if self._pruning is not None:
+            self._pruning.result()
 
     def _give_up(self) -> None:
         if len(self.failures) >= self.tolerated:
@@ -309,32 +291,32 @@ class Snapshot:
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
-        self.parts: dict[str, Tensor] = {}
-        """This process's tensors."""
+        self.shards: dict[str, Tensor] = {}
+        """What this process has of each tensor."""
         self.items: list[WriteItem] = []
-        """Those that this process writes."""
+        """The shards that this process writes."""
         self._began: DeviceTime | None = None
         self._copied: DeviceTime | None = None
 
     @torch.no_grad()
     def prepare(self, tensors: dict[str, Tensor]) -> None:
         """Allocate memory for `tensors`, and choose what this process writes, unless that was done."""
-        parts = {name: to_local(tensor) for name, tensor in tensors.items()}
-        allocated = {name: (part.shape, part.dtype) for name, part in self.parts.items()}
-        if allocated == {name: (part.shape, part.dtype) for name, part in parts.items()}:
+        shards = {name: to_local(tensor) for name, tensor in tensors.items()}
+        allocated = {name: (shard.shape, shard.dtype) for name, shard in self.shards.items()}
+        if allocated == {name: (shard.shape, shard.dtype) for name, shard in shards.items()}:
             return
-        pinned = any(part.is_cuda for part in parts.values())
-        self.parts = {name: torch.zeros(p.shape, dtype=p.dtype, pin_memory=pinned) for name, p in parts.items()}
-        self.items = dcp.parts_to_write(tensors, self.rank)
+        pinned = any(shard.is_cuda for shard in shards.values())
+        self.shards = {name: torch.zeros(s.shape, dtype=s.dtype, pin_memory=pinned) for name, s in shards.items()}
+        self.items = dcp.shards_to_write(tensors, self.rank)
 
     @torch.no_grad()
     def take(self, tensors: dict[str, Tensor]) -> None:
-        """Copy `tensors`; call `wait` before reading `parts`."""
+        """Copy `tensors`; call `wait` before reading `shards`."""
         self.prepare(tensors)
         device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), torch.device("cpu"))
         self._began = DeviceTime(device)
         for name, tensor in tensors.items():
-            self.parts[name].copy_(to_local(tensor), non_blocking=True)
+            self.shards[name].copy_(to_local(tensor), non_blocking=True)
         self._copied = DeviceTime(device) if device.type == "cuda" else None
 
     def wait(self) -> float:

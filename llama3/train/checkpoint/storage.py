@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import re
 import shutil
 import socket
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from itertools import compress, count
+from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from herd.llama3.parallel.mesh import ParallelContext, raise_on_all_ranks, run_on_rank0_and_broadcast
-from herd.llama3.train.checkpoint.manifest import MANIFEST, CheckpointManifest, DamagedCheckpoint, JournalChunk
-from herd.storage.digests import digest_bytes, digest_file
+from herd.llama3.train.checkpoint.journal_upload import JournalUpload
+from herd.llama3.train.checkpoint.manifest import MANIFEST, CheckpointManifest, DamagedCheckpoint
+from herd.storage.digests import digest_file
 from herd.storage.filesystem import is_local, local_path, sync_folder, write_atomic
 from herd.storage.lease import LeaseHeld
 from herd.storage.objects import (
@@ -44,15 +41,6 @@ SAVING, DELETING, DAMAGED, REPLACED = ".saving", ".deleting", ".damaged", ".repl
 DIGITS = 18
 """Positions are written with this many digits, so that names sort as numbers."""
 ATTEMPTS = "attempts"
-JOURNAL_CHUNKS = "journal"
-JOURNAL = "journal.jsonl"
-RECORDS = "segments.jsonl"
-"""In the stage's folder: the chunks that its journal is known to hold."""
-SMALL_FILES = re.compile(r"recipe\.yaml|skips\.json|attempts\.jsonl|incidents/\d+\.json|abandoned-\d+\.jsonl")
-"""Files of the stage's folder that are stored with the journal."""
-CHUNK_BYTES = 2**25
-"""Bytes of the journal in a chunk, at most: each is one request, and is read back."""
-TRIES = 3
 MARK = "damaged.txt"
 """Beside the files of a checkpoint that failed to verify: why."""
 
@@ -127,35 +115,16 @@ class LocalCheckpointStore:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.pins = folder, Pins(str(folder.parent))
 
-    def building(self, position: int, serial: int) -> Path:
-        """Return the folder into which this process writes save number `serial`."""
-        return self.folder / f"{SAVING}-{position:0{DIGITS}}"
-
-    def start(self, building: Path) -> None:
-        """Clear that folder before any process writes."""
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir()
-
-    def stored(self, building: Path, path: Path) -> None:
-        """Store a finished file; called by the process that wrote it, in several threads. No-op: written in place."""
-
-    def commit(self, building: Path, manifest: CheckpointManifest) -> None:
-        """Make the checkpoint visible, whole or not at all. Raises OSError and SupersededError."""
-        manifest.write(building)
-        final = self.folder / f"{manifest.position:0{DIGITS}}"
-        old = self._rename(final, REPLACED) if final.exists() else None  # after a rollback, positions come again
-        building.rename(final)
-        sync_folder(self.folder)
-        if old:
-            shutil.rmtree(old)
+    def save(self, position: int, number: int) -> LocalSave:
+        """Return where this attempt writes its save `number`, of the state at `position`; every process calls it."""
+        return LocalSave(self, position)
 
     def check(self) -> None:
         """Raise SupersededError if a later attempt has begun. No-op: the folder lease excludes other writers."""
 
-    def end_save(self, building: Path, committed: bool, is_rank0: bool) -> None:
-        """Remove temporary files of a save; every process calls it at the end of each."""
-        if is_rank0 and not committed:
-            shutil.rmtree(building, ignore_errors=True)
+    def restore_journal(self, manifest: CheckpointManifest) -> bool:
+        """Bring the journal up to `manifest` to this machine; return whether it was not there. No-op: it is."""
+        return False
 
     def refs(self) -> list[CheckpointRef]:
         """Return the committed checkpoints, oldest first."""
@@ -192,15 +161,46 @@ class LocalCheckpointStore:
     def quarantine(self, ref: CheckpointRef, reason: str) -> None:
         """Never offer this checkpoint again, but keep its files."""
         with suppress(FileNotFoundError):  # damaged because it was deleted while it was read
-            self._rename(self.folder / ref.name, DAMAGED)
+            hide(self.folder / ref.name, DAMAGED)
 
     def delete(self, ref: CheckpointRef) -> None:
-        shutil.rmtree(self._rename(self.folder / ref.name, DELETING))
+        shutil.rmtree(hide(self.folder / ref.name, DELETING))
 
-    def _rename(self, path: Path, prefix: str) -> Path:
-        hidden = path.with_name(f"{prefix}-{path.name}")
-        shutil.rmtree(hidden, ignore_errors=True)
-        return path.rename(hidden)
+
+class LocalSave:
+    """A save into a LocalCheckpointStore."""
+
+    def __init__(self, store: LocalCheckpointStore, position: int) -> None:
+        self.store = store
+        self.folder = store.folder / f"{SAVING}-{position:0{DIGITS}}"
+        self.committed_folder = store.folder / f"{position:0{DIGITS}}"
+
+    def start(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir()
+
+    def store_file(self, path: Path) -> None:
+        """No-op: it was written in place."""
+
+    def commit(self, manifest: CheckpointManifest) -> None:
+        manifest.write(self.folder)
+        final = self.committed_folder
+        replaced = hide(final, REPLACED) if final.exists() else None  # after a rollback, positions come again
+        self.folder.rename(final)
+        sync_folder(final.parent)
+        if replaced:
+            shutil.rmtree(replaced)
+
+    def clean_up(self, committed: bool, is_rank0: bool) -> None:
+        if is_rank0 and not committed:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def hide(folder: Path, prefix: str) -> Path:
+    """Rename `folder`, which then is not a checkpoint anymore; return its new path."""
+    hidden = folder.with_name(f"{prefix}-{folder.name}")
+    shutil.rmtree(hidden, ignore_errors=True)
+    return folder.rename(hidden)
 
 
 class RemoteCheckpointStore:
@@ -211,30 +211,20 @@ class RemoteCheckpointStore:
     before a commit that it is still the newest.
     """
 
-    def __init__(self, uri: str, folder: Path, attempt: str) -> None:
-        """Use `folder/.staging/<host>` for files in transit. Raises ValueError if `uri` is a local path."""
+    def __init__(self, uri: str, folder: Path, attempt: str, journal: JournalUpload | None = None) -> None:
+        """Use `folder/.staging/<host>` for files in transit. Raises ValueError if `uri` is a local path.
+
+        With a `journal`, rank 0 keeps it beside the checkpoints, because this machine's disk may be lost.
+        """
         if is_local(uri):
             raise ValueError(f"checkpoints: {uri!r} is not the URI of an object store; write s3://bucket/prefix")
-        self.uri, self.attempt, self.pins = uri.rstrip("/"), attempt, Pins(uri)
+        self.uri, self.attempt, self.journal, self.pins = uri.rstrip("/"), attempt, journal, Pins(uri)
         self.number: int | None = None
         """Of this attempt; None until `remove_leftovers` registers it."""
         self.staging = folder / ".staging" / socket.gethostname()
 
-    def building(self, position: int, serial: int) -> Path:
-        return self.staging / f"{position:0{DIGITS}}" / f"{self.attempt}-{serial:04}"
-
-    def start(self, building: Path) -> None:
-        """No-op: the prefix is new."""
-
-    def stored(self, building: Path, path: Path) -> None:
-        put_file(path, f"{self._prefix(building)}/{path.name}")
-        path.unlink()
-
-    def commit(self, building: Path, manifest: CheckpointManifest) -> None:
-        prefix = self._prefix(building)
-        manifest.compare(list_children(prefix).keys(), prefix)
-        self.check()
-        put_bytes(f"{prefix}/{MANIFEST}", manifest.text().encode())
+    def save(self, position: int, number: int) -> RemoteSave:
+        return RemoteSave(self, position, number)
 
     def check(self) -> None:
         if self.number is None:
@@ -246,10 +236,8 @@ class RemoteCheckpointStore:
                 f"one is number {self.number} and ends"
             )
 
-    def end_save(self, building: Path, committed: bool, is_rank0: bool) -> None:
-        shutil.rmtree(building.parent, ignore_errors=True)
-        if is_rank0 and not committed:
-            self._remove(self._prefix(building))
+    def restore_journal(self, manifest: CheckpointManifest) -> bool:
+        return self.journal is not None and manifest.journal is not None and self.journal.restore(manifest.journal)
 
     def refs(self) -> list[CheckpointRef]:
         names = self._names()
@@ -272,11 +260,11 @@ class RemoteCheckpointStore:
     def download(
         self, path: Path, manifest: CheckpointManifest, world: ParallelContext, names: Collection[str]
     ) -> None:
-        """Download and verify what the machine's processes need and lack, each its part.
+        """Download and verify what the machine's processes need and lack, each its share.
 
         Raises DamagedCheckpoint, and OSError if a file cannot be downloaded.
         """
-        prefix = self._prefix(path)
+        prefix = f"{self.uri}/{path.relative_to(self.staging).as_posix()}"
         everything = len(names) == len(manifest.files)  # not gathered: 65,536 names from each of 16,384 processes
         gathered = world.all_gather_object((socket.gethostname(), None if everything else sorted(names)))
         here = [rank for rank, (host, _) in enumerate(gathered) if host == gathered[world.rank][0]]
@@ -309,7 +297,12 @@ class RemoteCheckpointStore:
         put_bytes(f"{self.uri}/{ref.name}/{MARK}", reason.encode())
 
     def delete(self, ref: CheckpointRef) -> None:
-        self._remove(f"{self.uri}/{ref.name}")
+        self.remove_prefix(f"{self.uri}/{ref.name}")
+
+    def remove_prefix(self, prefix: str) -> None:
+        """Delete a save, whole or not."""
+        remove(f"{prefix}/{MANIFEST}")  # first: without it, the prefix is not a checkpoint
+        remove_all(prefix)
 
     def _read_manifest(self, prefix: str) -> CheckpointManifest:
         """Return the manifest if the stored files have its names and sizes. Raises DamagedCheckpoint."""
@@ -352,191 +345,35 @@ class RemoteCheckpointStore:
         """Ask for the file alone: a checkpoint may have 65,536, and each listing has 1,000 at most."""
         return size_of(f"{self.uri}/{name}/{file}") is not None
 
-    def _remove(self, prefix: str) -> None:
-        remove(f"{prefix}/{MANIFEST}")  # first: without it, the prefix is not a checkpoint
-        remove_all(prefix)
 
-    def _prefix(self, building: Path) -> str:
-        return f"{self.uri}/{building.relative_to(self.staging).as_posix()}"
+class RemoteSave:
+    """A save into a RemoteCheckpointStore."""
+
+    def __init__(self, store: RemoteCheckpointStore, position: int, number: int) -> None:
+        self.store, self.position, self.number = store, position, number
+        name = f"{position:0{DIGITS}}/{store.attempt}-{number:04}"
+        self.folder, self.prefix = store.staging / name, f"{store.uri}/{name}"
+        self.journal_end = store.journal.mark() if store.journal else 0
+
+    def start(self) -> None:
+        """No-op: the prefix is new."""
+
+    def store_file(self, path: Path) -> None:
+        put_file(path, f"{self.prefix}/{path.name}")
+        path.unlink()
+
+    def commit(self, manifest: CheckpointManifest) -> None:
+        if self.store.journal is not None:  # first: a checkpoint must not be ahead of the journal
+            chunk = self.store.journal.store(self.position, self.number, self.journal_end)
+            manifest = manifest.model_copy(update={"journal": chunk})
+        manifest.compare(list_children(self.prefix).keys(), self.prefix)
+        self.store.check()
+        put_bytes(f"{self.prefix}/{MANIFEST}", manifest.text().encode())
+
+    def clean_up(self, committed: bool, is_rank0: bool) -> None:
+        shutil.rmtree(self.folder.parent, ignore_errors=True)
+        if is_rank0 and not committed:
+            self.store.remove_prefix(self.prefix)
 
 
 CheckpointStore = LocalCheckpointStore | RemoteCheckpointStore
-
-
-# The journal, in chunks beside remote checkpoints: the machine's disk may be lost.
-
-
-class ChunkHeader(BaseModel):
-    """The first line of a chunk."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    before: JournalChunk | None
-    start: int
-    """Byte of the journal at which the chunk begins."""
-    files: dict[str, str]
-    """Text of the small files that were new or changed."""
-
-
-class UploadRecord(BaseModel):
-    """A line of RECORDS: the first `length` bytes of the journal, of this SHA-256, are in the chain that ends here."""
-
-    segment: JournalChunk
-    length: int
-    sha256: str
-
-
-class JournalUpload:
-    """The journal chunks at `uri` of the stage in `work`, on rank 0.
-
-    Before a remote checkpoint is committed, the new lines of the journal are stored with the small files of the run as
-    `<uri>/journal/<position>-<attempt>-<save>-<chunk>.jsonl`; nothing is overwritten. A manifest names its chunk with
-    its SHA-256, and each chunk names the one before it.
-    """
-
-    def __init__(self, uri: str, work: Path, attempt: str) -> None:
-        self.uri, self.work, self.attempt = f"{uri.rstrip('/')}/{JOURNAL_CHUNKS}", work, attempt
-        self._last: JournalChunk | None = None
-        self._length, self._sum = 0, hashlib.sha256()
-        """Of the journal as far as it is stored."""
-        self._known: dict[str, str] = {}
-
-    def mark(self) -> int:
-        """Return where the journal ends now, for `store`."""
-        journal = self.work / JOURNAL
-        return journal.stat().st_size if journal.exists() else 0
-
-    def store(self, position: int, serial: int, mark: int) -> JournalChunk:
-        """Store the journal's new lines up to `mark` for save number `serial`; return the newest chunk.
-
-        Raises OSError; the next call continues after the chunks that were stored.
-        """
-        texts = {name: (self.work / name).read_text() for name in self._small_files()}
-        digests = {name: digest_bytes(text.encode()).sha256 for name, text in texts.items()}
-        changed = {name: text for name, text in texts.items() if self._known.get(name) != digests[name]}
-        for number in count():
-            stop = min(mark, self._length + CHUNK_BYTES)
-            with (self.work / JOURNAL).open("rb") as file:
-                file.seek(self._length)
-                lines = file.read(stop - self._length)
-            # Small files go with the last chunk of a save.
-            header = ChunkHeader(before=self._last, start=self._length, files=changed if stop == mark else {})
-            name = f"{position:018}-{self.attempt}-{serial:04}-{number:03}.jsonl"
-            data = header.model_dump_json().encode() + b"\n" + lines
-            put_bytes(f"{self.uri}/{name}", data)
-            self._last = JournalChunk(name=name, sha256=digest_bytes(data).sha256)
-            self._record(lines)
-            if stop == mark:
-                break
-        self._known |= {name: digests[name] for name in changed}
-        assert self._last is not None
-        return self._last
-
-    def restore(self, chunk: JournalChunk) -> bool:
-        """Restore the stage's folder to the checkpoint of `chunk`, unless the local journal holds it; return whether.
-
-        Earlier files are moved to a folder `abandoned-<time>`. Takes one request per checkpoint ever saved, about 20 a
-        second. Raises DamagedCheckpoint, and OSError if the store cannot be read.
-        """
-        if self._holds(chunk):
-            return False
-        chain = self._chain(chunk)
-        # What another attempt left here is not the past of the checkpoint.
-        abandoned = self.work / f"abandoned-{time.time_ns()}"
-        for name in [JOURNAL, *self._small_files(), RECORDS]:
-            if (self.work / name).exists():
-                (abandoned / name).parent.mkdir(parents=True, exist_ok=True)
-                (self.work / name).rename(abandoned / name)
-        for name, text in {name: text for header, _ in chain for name, text in header.files.items()}.items():
-            write_atomic(self.work / name, text)
-        with (self.work / JOURNAL).open("wb") as file:  # not atomic: without RECORDS it is restored again
-            for _, lines in chain:
-                file.write(lines)
-                self._length += len(lines)
-                self._sum.update(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        self._last = chunk
-        self._record(b"", joined=not chain or chain[0][0].start == 0)
-        return True
-
-    def _holds(self, chunk: JournalChunk) -> bool:
-        """Return whether the local journal holds `chunk`; if so, find where the next chunk continues."""
-        path, journal = self.work / RECORDS, self.work / JOURNAL
-        if not path.exists() or not journal.exists():
-            return False
-        lines = [line for line in path.read_bytes().splitlines() if line.endswith(b"}")]  # the last may be torn
-        records = [UploadRecord.model_validate_json(line) for line in lines]
-        if chunk not in [record.segment for record in records]:
-            return False
-        last = records[-1]
-        stored = hashlib.sha256()
-        with journal.open("rb") as file:
-            while block := file.read(min(CHUNK_BYTES, last.length - file.tell())):
-                stored.update(block)
-        if stored.hexdigest() == last.sha256:  # else records were abandoned, and the whole journal is stored again
-            self._last, self._length, self._sum = last.segment, last.length, stored
-        return True
-
-    def _chain(self, chunk: JournalChunk) -> list[tuple[ChunkHeader, bytes]]:
-        chain: list[tuple[ChunkHeader, bytes]] = []
-        before: JournalChunk | None = chunk
-        while before is not None:
-            if (content := self._read(before)) is None:
-                break
-            chain.append(content)
-            before = content[0].before
-        chain.reverse()
-        length = chain[0][0].start if chain else 0
-        for header, lines in chain:
-            if header.start != length:
-                raise DamagedCheckpoint(
-                    f"{self.uri}: chunks up to {chunk.name} do not join at byte {length} of the journal"
-                )
-            length += len(lines)
-        return chain
-
-    def _read(self, chunk: JournalChunk) -> tuple[ChunkHeader, bytes] | None:
-        """Return the content of a chunk, or None if it was replaced by an empty object: the chain starts after it."""
-        uri, problem = f"{self.uri}/{chunk.name}", ""
-        for _ in range(TRIES):
-            try:
-                data = get_bytes(uri)
-            except FileNotFoundError:
-                problem = "is missing"
-                continue
-            if not data:
-                return None
-            if digest_bytes(data).sha256 != chunk.sha256:
-                problem = "has changed since it was written"
-                continue
-            first, lines = data.split(b"\n", 1)
-            try:
-                header = ChunkHeader.model_validate_json(first)
-            except ValidationError as error:
-                raise DamagedCheckpoint(f"{uri}: does not begin with the header of a chunk ({error})") from None
-            for name in header.files:
-                if not SMALL_FILES.fullmatch(name):
-                    raise DamagedCheckpoint(f"{uri}: holds a file {name!r}, which is not a file of a stage")
-            return header, lines
-        raise DamagedCheckpoint(
-            f"{uri}: {problem}, so the stage's journal is not whole; put the object back, or an empty one to continue "
-            "without the metrics up to there"
-        )
-
-    def _small_files(self) -> list[str]:
-        paths = [*self.work.glob("*"), *self.work.glob("incidents/*")]
-        names = (path.relative_to(self.work).as_posix() for path in sorted(paths) if path.is_file())
-        return [name for name in names if SMALL_FILES.fullmatch(name)]
-
-    def _record(self, lines: bytes, joined: bool = True) -> None:
-        """Record that `lines`, the next of the journal, are stored; unless `joined`, the next chunk starts a chain."""
-        assert self._last is not None
-        self._length += len(lines)
-        self._sum.update(lines)
-        sha256 = self._sum.hexdigest() if joined else ""
-        record = UploadRecord(segment=self._last, length=self._length, sha256=sha256)
-        if not joined:
-            self._last, self._length, self._sum = None, 0, hashlib.sha256()
-        with (self.work / RECORDS).open("ab") as file:
-            file.write(b"\n" + record.model_dump_json().encode() + b"\n")

@@ -153,7 +153,7 @@ def parts_written(layout: dict[str, int]) -> tuple[int, dict[tuple[str, tuple[in
     with init_distributed("cpu", 30, Layout(**layout)) as world:
         parts = empty_parts(config, 512, world, torch.float32, None)
         tensors: dict[str, Any] = {name: one for part in parts.values() for name, one in part.named_parameters()}
-        mine = dcp.parts_to_write(tensors, world.rank)
+        mine = dcp.shards_to_write(tensors, world.rank)
         written = {(item.index.fqn, tuple(item.index.offset or ())): dcp.size_of(item) for item in mine}
         return world.axis("pp").rank, written
 

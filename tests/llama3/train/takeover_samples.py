@@ -8,7 +8,7 @@ from pathlib import Path
 from threading import Event
 
 from herd.llama3.train.checkpoint.manifest import CheckpointManifest
-from herd.llama3.train.checkpoint.storage import RemoteCheckpointStore
+from herd.llama3.train.checkpoint.storage import RemoteSave
 from tests.llama3.train.test_bad_steps import poison
 from tests.llama3.train.train_samples import train, train_until_signal
 
@@ -26,11 +26,11 @@ def killed_there(
     """The same, until SIGKILL after call number `calls` of `target`, and once a checkpoint has reached the store."""
     os.environ.update(environment)
     poison(poisoned or [], 1e6)
-    committed, commit = Event(), RemoteCheckpointStore.commit
+    committed, commit = Event(), RemoteSave.commit
 
-    def noticed(self: RemoteCheckpointStore, building: Path, manifest: CheckpointManifest) -> None:
-        commit(self, building, manifest)
+    def noticed(self: RemoteSave, manifest: CheckpointManifest) -> None:
+        commit(self, manifest)
         committed.set()
 
-    RemoteCheckpointStore.commit = noticed  # type: ignore[method-assign]
+    RemoteSave.commit = noticed  # type: ignore[method-assign]
     return train_until_signal(path, signal.SIGKILL, target, calls, True, lambda: committed.wait(60))

@@ -205,7 +205,7 @@ import os, runpy, sys, threading, time
 runpy.run_path({guard!r})
 fsync = os.fsync
 def slow(handle):
-    if threading.current_thread().name == "checkpoint" and os.path.exists({slow!r}):
+    if threading.current_thread().name == "checkpoint_0" and os.path.exists({slow!r}):
         time.sleep({seconds})
     fsync(handle)
 os.fsync = slow

@@ -210,13 +210,13 @@ def test_copies_from_a_device_are_of_one_moment() -> None:
         tensor.add_(100)
     assert snapshot.wait() > 0
     for n in range(8):
-        assert snapshot.parts[str(n)].is_pinned()
-        assert np.all(snapshot.parts[str(n)].numpy() == n)
+        assert snapshot.shards[str(n)].is_pinned()
+        assert np.all(snapshot.shards[str(n)].numpy() == n)
 
 
 def test_host_memory_is_taken_once() -> None:
     state, snapshot = State(), Snapshot()
     snapshot.prepare(state.tensors())
-    addresses = {name: part.data_ptr() for name, part in snapshot.parts.items()}
+    addresses = {name: shard.data_ptr() for name, shard in snapshot.shards.items()}
     snapshot.take(state.tensors())
-    assert {name: part.data_ptr() for name, part in snapshot.parts.items()} == addresses
+    assert {name: shard.data_ptr() for name, shard in snapshot.shards.items()} == addresses

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import herd.llama3.train.checkpoint.storage as checkpoint_storage
+import herd.llama3.train.checkpoint.journal_upload as journal_upload
+from herd.llama3.train.checkpoint.journal_upload import JournalUpload
 from herd.llama3.train.checkpoint.manifest import DamagedCheckpoint, JournalChunk
-from herd.llama3.train.checkpoint.storage import JournalUpload
 from herd.llama3.train.journal import Journal, Record, Rewind, SkippedRange, SkippedRanges, discard_after, read_journal
 from herd.storage.digests import digest_bytes
 
@@ -78,7 +78,7 @@ def test_every_checkpoint_has_its_past(
     machine, saved, attempt = machines[0], list[tuple[JournalChunk, int, dict[str, bytes]]](), 0
     machine.start(None, "attempt-0")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_storage, "CHUNK_BYTES", piece)
+        patch.setattr(journal_upload, "CHUNK_BYTES", piece)
         for what, number in operations:
             if what == "train":
                 machine.train(machine.position + 1, number, attempt)
