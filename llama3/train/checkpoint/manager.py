@@ -84,10 +84,12 @@ class Checkpoints:
         """
         self.keep, self.world, self.threads, self.tolerated, self.log = keep, world, threads, tolerated, log
         self.attempt = world.broadcast_object(f"{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{uuid.uuid4().hex[:8]}")
-        self.store: CheckpointStore = LocalCheckpointStore(folder)
+        self.store: CheckpointStore
         if uri:
             journal = JournalUpload(uri, work, self.attempt) if work and world.is_rank0 else None
             self.store = RemoteCheckpointStore(uri, folder, self.attempt, journal)
+        else:
+            self.store = LocalCheckpointStore(folder)
         self.snapshot = Snapshot(world.rank)
         self.failures: list[str] = []
         """Errors of the saves since the last that succeeded."""
