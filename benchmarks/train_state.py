@@ -36,7 +36,7 @@ from herd.llama3.train import metrics
 from herd.llama3.train.job import Attempt, AttemptResult, TrainJob
 from herd.llama3.train.journal import Record, read_journal
 from herd.llama3.train.state import Precision, TrainState
-from herd.llama3.train.validation import AUTO_SHARE, FORWARD, pack_rows
+from herd.llama3.train.validation import AUTO_SHARE, FORWARD, pack_sequences
 
 RANKS = 4
 SEQ, SEQUENCES = 256, 8
@@ -130,7 +130,7 @@ def held_out(run: TrainSession, name: str) -> Row:
     """
     often = f"{SEQ * SEQUENCES * max(1, run.size.steps // HELD_OUT_TIMES)} tokens"
     job = _job(run.settings.folder / "held-out", _shape(run), run.size.steps, evaluate={"val_interval": often})
-    held = pack_rows(_documents(), Tokenizer([bytes([value]) for value in range(256)]), SEQ)
+    held = pack_sequences(_documents(), Tokenizer([bytes([value]) for value in range(256)]), SEQ)
     work = TrainJob.model_validate_json(job.read_text()).work
     work.mkdir()
     held.write(work)

@@ -73,7 +73,7 @@ def check_layout(
 
     from herd.llama3.parallel.comm_trace import fake_process_group
     from herd.llama3.parallel.mesh import to_local
-    from herd.llama3.parallel.parallelize import empty_parts
+    from herd.llama3.parallel.parallelize import empty_model_parts
 
     checks = []
     for rank in ranks:
@@ -81,7 +81,7 @@ def check_layout(
             meshes = {name: context.mesh[name] for name in ("tp", "cp", "pp")}
             meshes["shards"] = context.shards if layout.dp_replicate == 1 else context.shards["fsdp"]
             groups = {name: mesh.get_group() for name, mesh in meshes.items()}
-            parts = empty_parts(config, rows, context, torch.float32, torch.bfloat16)
+            parts = empty_model_parts(config, rows, context, torch.float32, torch.bfloat16)
             parameters = [to_local(parameter) for part in parts.values() for parameter in part.parameters()]
             check = RankCheck(
                 rank=rank,

@@ -25,7 +25,7 @@ from herd.llama3.parallel.comm_records import Collective, RankTrace, StageTrace,
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.memory import Load, layer_elements, shards, stages
 from herd.llama3.parallel.mesh import ParallelContext, make_meshes
-from herd.llama3.parallel.parallelize import empty_parts, last_micro_batch
+from herd.llama3.parallel.parallelize import empty_model_parts, last_micro_batch
 from herd.llama3.recipe.sections import Model
 
 TYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
@@ -72,7 +72,7 @@ def trace(config: Model, rows: int, layout: Layout, world: int, rank: int, load:
     master = torch.promote_types(compute, torch.float32)
     traces = []
     with fake_process_group(layout, world, rank) as context:
-        parts = empty_parts(config, rows, context, master, None if compute == master else compute, load.exact)
+        parts = empty_model_parts(config, rows, context, master, None if compute == master else compute, load.exact)
         groups = {name: context.mesh[name].get_group() for name in ("tp", "cp", "replica")}
         groups["fsdp"] = (context.shards if layout.dp_replicate == 1 else context.shards["fsdp"]).get_group()
         axes = {group.group_name: (name, group.size()) for name, group in groups.items() if group.size() > 1}

@@ -92,7 +92,7 @@ Value = Callable[[str, torch.Size], Tensor]
 """Map a parameter name and global shape to its whole value."""
 
 
-def empty_parts(
+def empty_model_parts(
     config: Model,
     rows: int,
     world: ParallelContext,

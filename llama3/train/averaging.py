@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # a report reads a choice without torch
     from herd.llama3.train.validation import Validator
 
 FILE = "average.json"
-Kept = Literal["average", "last"]
+KeptWeights = Literal["average", "last"]
 
 
 class Choice(BaseModel):
@@ -29,19 +29,19 @@ class Choice(BaseModel):
 
     rule: str
     """`last 8`, `polyak`, `ema 0.99`."""
-    kept: Kept
+    kept: KeptWeights
     average: float | None = None
     """Bits per byte of held-out documents with the average; None if none were scored."""
     last: float | None = None
     """With the last weights."""
-    parts: dict[int, float] = {}
+    by_position: dict[int, float] = {}
     """With the weights at each averaged position; only for `last k`."""
 
     def __str__(self) -> str:
         if self.average is None or self.last is None:
             return f"average ({self.rule}) kept; no held-out document was scored"
-        parts = list(self.parts.values())
-        spread = f", its parts {min(parts):.4f} to {max(parts):.4f}" if len(parts) > 1 else ""
+        scores = list(self.by_position.values())
+        spread = f", averaged weights {min(scores):.4f} to {max(scores):.4f}" if len(scores) > 1 else ""
         return (
             f"average ({self.rule}) {self.average:.4f} bits per byte held out, last weights {self.last:.4f}{spread}: "
             f"{'the average' if self.kept == 'average' else 'the last weights'} kept"
@@ -67,7 +67,9 @@ def average_positions(span: StageSpan) -> list[int]:
     rule = span.stage.weight_averaging
     if rule is None or rule.kind != "last":
         return []
-    ends = [end for part in span.segments for end in range(part.start + part.batch, part.end + 1, part.batch)]
+    ends = [
+        end for segment in span.segments for end in range(segment.start + segment.batch, segment.end + 1, segment.batch)
+    ]
     count = min(rule.count, len(ends))
     return [ends[-(-len(ends) * number // count) - 1] for number in range(1, count + 1)]
 
@@ -75,7 +77,7 @@ def average_positions(span: StageSpan) -> list[int]:
 def select_weights(state: TrainState, span: StageSpan, validator: Validator | None) -> Choice | None:
     """Decide which weights are the stage's model; None for a stage without an average. Every process calls it.
 
-    Overwrites the weights: save the state before. The caller fills in the parts (see `averaged_validation`).
+    Overwrites the weights: save the state before. The caller fills in `by_position` (see `averaged_validation`).
     """
     import torch
 
@@ -98,4 +100,4 @@ def averaged_validation(span: StageSpan, journal: Path) -> dict[int, float]:
     positions = average_positions(span)
     records = iter_journal(journal, after=positions[0] - 1) if positions else ()
     scored = {record.position: record.metrics for record in records if record.position in positions}
-    return {position: at[metrics.HELD_OUT] for position, at in scored.items() if metrics.HELD_OUT in at}
+    return {at: values[metrics.HELD_OUT] for at, values in scored.items() if metrics.HELD_OUT in values}

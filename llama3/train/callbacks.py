@@ -27,11 +27,11 @@ def log(line: str) -> None:
 class StepDecision:
     """What follows from a step."""
 
-    kind: Literal["go on", "skipped", "stop", "roll back", "passed over"]
-    """`skipped`: a bad step changed nothing; `passed over`: not trained on, because of an earlier rollback."""
+    kind: Literal["continue", "skipped", "stop", "roll back", "excluded"]
+    """`skipped`: a bad step changed nothing; `excluded`: not trained on, because of an earlier rollback."""
     reason: str = ""
     skip: SkippedRange | None = None
-    """`roll back` only: what to skip from now on. Go back to the newest checkpoint at or before its start."""
+    """`roll back` only: the batches to exclude, from the newest checkpoint at or before their start on."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StepTiming:
     step: float
     data_wait: float
     checkpoint: float | None = None
-    """That training stopped for the checkpoint begun since the step before, if any."""
+    """Seconds that training stopped before this step for a checkpoint; None if there was none."""
 
 
 @dataclass(frozen=True)
@@ -55,24 +55,24 @@ class StepResult:
     domain_loss: Mapping[str, float] = field(default_factory=dict)
     """Nats per target of each domain, and of conversations."""
     stop: bool = False
-    """Whether any process has asked to stop."""
+    """Whether any process has received a request to stop."""
     save: bool = False
-    """Whether any process has asked for a checkpoint."""
+    """Whether any process has requested a checkpoint."""
     skipped: bool = False
     """Whether the weights were left unchanged because the step was bad."""
     score: float = 0.0
-    """Spreads above the mean of the good steps before."""
+    """z-score of the loss or the log gradient norm, if larger, against the last good steps."""
     targets: float = 0.0
     """Tokens that the loss is averaged over."""
-    decision: StepDecision = StepDecision("go on")
+    decision: StepDecision = StepDecision("continue")
     timing: StepTiming = StepTiming(0.0, 0.0)
     metrics: dict[str, float] = field(default_factory=dict)
     """What callbacks add to the record of the step in the journal."""
 
     @classmethod
-    def passed_over(cls) -> StepResult:
-        """Return the result of a batch that is not trained on, because of a rollback: it has no numbers."""
-        return cls(math.nan, math.nan, skipped=True, score=math.nan, decision=StepDecision("passed over"))
+    def excluded(cls) -> StepResult:
+        """Return the result of a batch that is not trained on because of a rollback: it has no numbers."""
+        return cls(math.nan, math.nan, skipped=True, score=math.nan, decision=StepDecision("excluded"))
 
 
 class Callback:
@@ -82,10 +82,10 @@ class Callback:
         """`step` is about to be enqueued; training waited `data_wait_s` for its batch."""
 
     def on_step_end(self, step: Step, result: StepResult) -> None:
-        """The host has read `result`, or the batch was passed over. On a GPU the next step may be running already."""
+        """The host has read `result`, or the batch was excluded. On a GPU the next step may be running already."""
 
     def on_save_start(self) -> None:
         """The training state is about to be saved."""
 
     def on_train_end(self) -> None:
-        """Training has ended, or was asked to stop; no step is running."""
+        """Training has ended or stops on request; no step is running."""

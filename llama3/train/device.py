@@ -54,7 +54,7 @@ class PeakFlops(NamedTuple):
 
 
 def peak_flops(device: str, compute: str) -> PeakFlops | None:
-    """Return the peak of the device with this name for products in `precision`, or None if it is unknown."""
+    """Return the peak of the device with this name for products in the format `compute`, or None if it is unknown."""
     flops = PEAKS.get(device, {}).get(compute)
     return None if flops is None else PeakFlops(flops, compute)
 
@@ -79,29 +79,29 @@ def device_name(device: torch.device) -> str:
 
 
 ENVIRONMENT = "environment.json"
-"""File of a stage's result with the facts of `describe_environment`."""
+"""File of a stage's result with what `describe_environment` returns."""
 
 
-def describe_environment(device: torch.device, places: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
-    """Return facts by name; `places` has the host and the device of every process, in the order of ranks."""
+def describe_environment(device: torch.device, hosts_and_devices: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
+    """Return what processes run on, by name; `hosts_and_devices` has both of each process, in the order of ranks."""
     import torch
 
-    places = places or [(socket.gethostname(), device_name(device))]
-    hosts, devices = (list(dict.fromkeys(names)) for names in zip(*places, strict=True))
-    facts = {
+    hosts_and_devices = hosts_and_devices or [(socket.gethostname(), device_name(device))]
+    hosts, devices = (list(dict.fromkeys(names)) for names in zip(*hosts_and_devices, strict=True))
+    environment = {
         "hosts": ", ".join(hosts),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "device": ", ".join(devices),
-        "devices": str(len(places)),
+        "devices": str(len(hosts_and_devices)),
         "processors": str(len(os.sched_getaffinity(0))),
     }
     if device.type != "cuda":
-        return facts
+        return environment
     nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     version = re.search(r"Kernel Module(?: for \S+)?\s+(\S+)", DRIVER.read_text()) if DRIVER.exists() else None
-    return facts | {
+    return environment | {
         "cuda": str(torch.version.cuda),
         "nccl": ".".join(map(str, nccl)),
         "driver": version[1] if version else "",
@@ -113,12 +113,12 @@ def describe_links(device: torch.device) -> dict[str, str]:
     return {"topology": _nvidia_smi("topo", "-m")} if device.type == "cuda" else {}
 
 
-def _nvidia_smi(*words: str) -> str:
+def _nvidia_smi(*arguments: str) -> str:
     """Return what the driver's tool prints; "" if it is missing or fails."""
     if not shutil.which("nvidia-smi"):
         return ""
     try:
-        done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=30)
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30)
     except subprocess.TimeoutExpired:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,7 +1,7 @@
 """The health of a node: samples while it trains, faults past the vendors' thresholds, a short test before it trains.
 
 The agent of a node forks a sampler, which writes a line every few seconds to `health-<node>.jsonl` beside the logs, for
-the supervisor. A process of its own costs the ranks nothing, and a driver that hangs hangs only the sampler.
+the supervisor. A separate process costs the ranks nothing, and a driver that hangs stops only the sampler.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ REDUCED: dict[str, Callable[[list[float]], float]] = {
     metrics.PREFLIGHT_DISK: min,
     metrics.CLOCK_OFFSET: lambda values: max(values, key=abs),
 }
-"""How the values of several GPUs and nodes become one."""
+"""How values of several GPUs and nodes are reduced to one."""
 LOGS = "HERD_LOGS"
 """Environment variable of a rank: the folder of the attempt's logs."""
 
@@ -93,7 +93,7 @@ class HealthSample(BaseModel):
     """Number of the node in the attempt; None for a line of the preflight."""
     metrics: dict[str, float] = {}
     faults: list[str] = Field(default=[])
-    """What speaks against the node, one sentence each, always in the same words."""
+    """Why the node should not be used, one sentence each; the same fault always has the same text."""
 
 
 class Gpus:
@@ -134,12 +134,12 @@ class Gpus:
         faults = [*self._seen]
         for (name, uuid), device in zip(self.names, self.devices, strict=True):
             try:
-                own, wrong = self._read(device)
+                readings, problems = self._read(device)
             except self.nvml.NVMLError:
-                own, wrong = {}, [LOST]
-            for key, value in own.items():
+                readings, problems = {}, [LOST]
+            for key, value in readings.items():
                 values[key].append(value)
-            faults += [f"{name}: {text} ({uuid})" for text in wrong]
+            faults += [f"{name}: {text} ({uuid})" for text in problems]
         if self.devices:
             values[metrics.GPU_XIDS] = [self.xids]
         return values, faults
@@ -149,8 +149,8 @@ class Gpus:
         ask, nvml = self._ask, self.nvml
         utilization, power = ask("nvmlDeviceGetUtilizationRates", device), ask("nvmlDeviceGetPowerUsage", device)
         reasons = ask("nvmlDeviceGetCurrentClocksEventReasons", device)
-        rows = ask("nvmlDeviceGetRemappedRows", device)  # by correctable errors, by others, pending, failed
-        lanes, most = (ask(f"nvmlDeviceGet{which}PcieLinkWidth", device) for which in ("Curr", "Max"))
+        remapped = ask("nvmlDeviceGetRemappedRows", device)  # by correctable errors, by others, pending, failed
+        lanes, max_lanes = (ask(f"nvmlDeviceGet{which}PcieLinkWidth", device) for which in ("Curr", "Max"))
         volatile, lifetime = (
             ask("nvmlDeviceGetTotalEccErrors", device, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, counter)
             for counter in (nvml.NVML_VOLATILE_ECC, nvml.NVML_AGGREGATE_ECC)
@@ -163,19 +163,19 @@ class Gpus:
             metrics.GPU_THROTTLED: None if reasons is None else bool(reasons & THROTTLED),
             metrics.GPU_ECC: volatile,
             metrics.GPU_ECC_LIFETIME: lifetime,
-            metrics.GPU_REMAPPED: None if rows is None else rows[1],
+            metrics.GPU_REMAPPED: None if remapped is None else remapped[1],
             metrics.GPU_PCIE_LANES: lanes,
             metrics.GPU_PCIE_GENERATION: ask("nvmlDeviceGetCurrPcieLinkGeneration", device),
         }
         faults = []
         if volatile:
             faults.append("uncorrectable ECC errors since the driver was loaded")
-        if rows is not None and rows[2]:
+        if remapped is not None and remapped[2]:
             faults.append("a memory row waits to be remapped: reset the GPU")
-        if rows is not None and rows[3]:
+        if remapped is not None and remapped[3]:
             faults.append("remapping a memory row failed: replace the GPU")
-        if self.judge_lanes and lanes is not None and most is not None and lanes < most:
-            faults.append(f"PCIe link has {lanes} of {most} lanes")
+        if self.judge_lanes and lanes is not None and max_lanes is not None and lanes < max_lanes:
+            faults.append(f"PCIe link has {lanes} of {max_lanes} lanes")
         return {key: float(value) for key, value in values.items() if value is not None}, faults
 
     def wait(self, seconds: float) -> bool:
@@ -244,12 +244,11 @@ def watch(attempt: Attempt, every_s: float) -> None:
     gpus, counters, host = Gpus(judge_lanes=attempt.per_node > 0), HostCounters(), host_name()
     with attempt.health.open("ab", buffering=0) as file:
         while True:
-            values, faults = gpus.sample()
-            others, more = counters.sample()
-            reduced = {key: REDUCED[key](found) for key, found in (values | others).items() if found}
-            sample = HealthSample(
-                time=time.time(), host=host, node=attempt.node, metrics=reduced, faults=[*faults, *more]
-            )
+            gpu_values, gpu_faults = gpus.sample()
+            host_values, host_faults = counters.sample()
+            reduced = {key: REDUCED[key](values) for key, values in (gpu_values | host_values).items() if values}
+            faults = [*gpu_faults, *host_faults]
+            sample = HealthSample(time=time.time(), host=host, node=attempt.node, metrics=reduced, faults=faults)
             file.write(sample.model_dump_json().encode() + b"\n")
             due = time.monotonic() + every_s
             while (left := due - time.monotonic()) > 0 and not gpus.wait(left):
@@ -345,8 +344,8 @@ def measure_nodes(world: ParallelContext, work: Path) -> dict[str, str]:
     tests = world.all_gather_object(NodeTest(host, values, error))
     by_host: dict[str, dict[str, float]] = {}
     for test in tests:
-        own = by_host.setdefault(test.host, {})
-        own |= {key: min(value, own.get(key, value)) for key, value in test.values.items()}
+        slowest = by_host.setdefault(test.host, {})
+        slowest |= {key: min(value, slowest.get(key, value)) for key, value in test.values.items()}
     bad = judge_nodes(by_host, world.device.type == "cuda")
     bad |= {test.host: f"preflight: {test.error}" for test in tests if test.error}
     if world.is_rank0:
@@ -355,7 +354,7 @@ def measure_nodes(world: ParallelContext, work: Path) -> dict[str, str]:
 
 
 def judge_nodes(by_host: Mapping[str, Mapping[str, float]], cuda: bool) -> dict[str, str]:
-    """Return the hosts far below the median of the others, or with another clock than they, and the reason."""
+    """Return the hosts far below the median of the others, or whose clock differs from theirs, and the reason."""
     shares = {
         metrics.PREFLIGHT_TFLOPS: ("TFLOP/s of a matrix product", SLOW_PRODUCT if cuda else SHARED_PROCESSORS),
         metrics.PREFLIGHT_ALL_REDUCE: ("GB/s of an all-reduce", SLOW_ALL_REDUCE if cuda else SHARED_PROCESSORS),
@@ -425,7 +424,7 @@ def _product_tflops(device: torch.device) -> float:
     import torch
 
     size, times, dtype = (8192, 30, torch.bfloat16) if device.type == "cuda" else (384, 5, torch.float32)
-    # No random numbers: those of the model come from the same generator.
+    # Do not draw random numbers: it would shift the generator of the model's weights.
     left = torch.linspace(-1, 1, size * size, device=device).to(dtype).reshape(size, size)
     first, result = left @ left.T, torch.empty(size, size, dtype=dtype, device=device)
     rate = _best_rate(device, 2 * size**3 / 1e12, times, lambda: torch.mm(left, left.T, out=result))

@@ -1,4 +1,4 @@
-"""The files between a trainer, its launch agent and the supervising task: job, attempt, result, pace."""
+"""The files between a trainer, its launch agent and the supervising task: job, attempt, result, stop estimate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from herd.llama3.train.profiler import Profile
 
 TERMINATED = 128 + signal.SIGTERM
 HUNG = 124
-"""Status of an attempt that its supervisor stopped because it did nothing."""
+"""Status of an attempt that its supervisor stopped because it hung."""
 SETTLE_S = 1.0
 """From the first failure to SIGKILL: time for the other ranks to print their errors. A hanging rank never would."""
 LAST_LINES = 12
@@ -30,7 +30,7 @@ SAVE_TIMEOUT_S = 3600.0
 """How long a process that has written its files of a checkpoint waits for the slowest."""
 SLACK = 3.0
 """A save may take this many times as long as the longest before it: a disk is slower when others write too."""
-PACE = "pace.json"
+STOP_ESTIMATE = "stop_estimate.json"
 
 
 Cause = Literal[
@@ -51,7 +51,7 @@ SIGNS: tuple[tuple[Cause, re.Pattern[str]], ...] = (
         ),
     ),
 )
-"""What the messages of torch, NCCL, the kernel, Slurm and Kubernetes say of a cause; the first that matches counts."""
+"""How messages of torch, NCCL, the kernel, Slurm and Kubernetes show a cause; the first match counts."""
 
 
 class PredictedStepTimes(BaseModel):
@@ -195,22 +195,20 @@ class Attempt(BaseModel):
 class AttemptResult(BaseModel):
     """How an attempt ended, on one node or on all nodes."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True, serialize_by_alias=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     status: int
     """0: complete; 143: stopped on request; negative: a rank was killed by this signal; else a rank's exit status."""
-    message: str = Field("", alias="words")
+    message: str = ""
     """Error message: which rank failed first, and the end of its log."""
     time: float = 0.0
     """When the first rank failed, in seconds since 1970."""
     host: str = ""
-    """The node on which it failed; empty if the attempt is complete, or nobody knows."""
+    """The node on which it failed; empty if the attempt is complete, or the node is not known."""
 
     @property
     def cause(self) -> Cause:
-        """What ended the attempt, in the words of docs/explanations/operating.md; empty if it is complete."""
+        """What ended the attempt, by the names of docs/explanations/operating.md; empty if it is complete."""
         if self.status in (0, HUNG):
             return "hang" if self.status else ""
         for cause, pattern in SIGNS:
@@ -237,14 +235,14 @@ class StopEstimate(BaseModel):
     def read(cls, work: Path) -> Self:
         """Return the last estimate of the stage in `work`; zeros if there is none."""
         try:
-            return cls.model_validate_json((work / PACE).read_text())
+            return cls.model_validate_json((work / STOP_ESTIMATE).read_text())
         except FileNotFoundError:
             return cls()
 
     def write(self, work: Path) -> None:
-        new = work / f"{PACE}.new"  # no fsync: a power cut also ends the process that would read it
+        new = work / f"{STOP_ESTIMATE}.new"  # no fsync: a power cut also ends the process that would read it
         new.write_text(self.model_dump_json())
-        new.rename(work / PACE)
+        new.rename(work / STOP_ESTIMATE)
 
 
 def program_of(job: Path) -> str:
@@ -274,10 +272,10 @@ def leave_by(job: Path, requested: float) -> float:
         train_job = TrainJob.model_validate_json(job.read_text())
     except FileNotFoundError:  # the stage is committed, and its folder removed
         return requested + GRACE_S
-    pace = StopEstimate.read(train_job.work)
-    deadline = requested + GRACE_S + 2 * pace.step_s  # the current step, and one on which all ranks have agreed
-    save_s = SLACK * pace.save_s or train_job.timeout_s  # no save of the stage has been measured yet
-    return max(deadline, pace.saving_since + GRACE_S + save_s) if pace.saving_since else deadline
+    estimate = StopEstimate.read(train_job.work)
+    deadline = requested + GRACE_S + 2 * estimate.step_s  # the current step, and one on which all ranks have agreed
+    save_s = SLACK * estimate.save_s or train_job.timeout_s  # no save of the stage has been measured yet
+    return max(deadline, estimate.saving_since + GRACE_S + save_s) if estimate.saving_since else deadline
 
 
 def first_failure(outcomes: list[AttemptResult]) -> AttemptResult:

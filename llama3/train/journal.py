@@ -72,9 +72,9 @@ def read_journal(path: Path, after: int = -1) -> list[Record]:
 
 
 def iter_journal(path: Path, after: int = -1) -> Iterator[Record]:
-    """Yield the valid records of `path` with positions above `after`, in order; none if there is no file.
+    """Yield the valid records of `path` with positions above `after`, in order; none without the file.
 
-    Holds one at a time (711K of them take 7 GB), and reads from the end, only as far as needed. Raises ValueError for a
+    Holds one record at a time (711K take 7 GB), and reads from the end, only as far as needed. Raises ValueError for a
     broken line that is not the last.
     """
     if not path.exists():
@@ -180,14 +180,14 @@ def discard_after(path: Path, position: int) -> None:
     """Move the records after `position` to a file beside the journal. Only the holder of the lease may call it."""
     if not path.exists():
         return
-    parts: dict[bool, list[bytes]] = {False: [], True: []}
+    kept, discarded = list[bytes](), list[bytes]()
     with path.open("rb") as file:
         for line in _lines(file):
             entry = _parse(path, line)
-            parts[isinstance(entry, Record) and entry.position > position].append(line)
-    if parts[True]:
-        write_atomic(path.with_name(f"abandoned-{time.time_ns()}.jsonl"), b"".join(parts[True]))
-        write_atomic(path, b"".join(parts[False]))
+            (discarded if isinstance(entry, Record) and entry.position > position else kept).append(line)
+    if discarded:
+        write_atomic(path.with_name(f"abandoned-{time.time_ns()}.jsonl"), b"".join(discarded))
+        write_atomic(path, b"".join(kept))
 
 
 def to_parquet(journal: Path, path: Path) -> None:
@@ -199,9 +199,9 @@ def to_parquet(journal: Path, path: Path) -> None:
         {"time": pa.float64(), "position": pa.int64(), "key": pa.string(), "value": pa.float64()}.items()
     )
     records = chain(iter_journal(journal), iter_journal(journal.with_name(HEALTH)))
-    rows = ((record.time, record.position, key, value) for record in records for key, value in record.metrics.items())
+    points = ((record.time, record.position, key, value) for record in records for key, value in record.metrics.items())
     with pq.ParquetWriter(path, schema) as writer:
-        while group := list(islice(rows, GROUP_ROWS)):
+        while group := list(islice(points, GROUP_ROWS)):
             writer.write_table(pa.table([*map(pa.array, zip(*group, strict=True))], schema=schema))
 
 
@@ -247,7 +247,7 @@ def end_attempt(work: Path, pid: int = 0) -> None:
 def device_hours(work: Path) -> float:
     """Return the device-hours of all attempts at the stage in `work`: a process is a device, from its start to its end.
 
-    An attempt whose end nobody saw ends with its last record.
+    An attempt without an `ended` entry counts until its last record.
     """
     attempts = read_attempts(work)
     starts: list[float] = [attempt["time"] for attempt in attempts]
@@ -288,43 +288,43 @@ class SkippedRange(BaseModel):
     reason: str
 
 
-_SPANS = TypeAdapter(tuple[SkippedRange, ...])
+_RANGES = TypeAdapter(tuple[SkippedRange, ...])
 
 
 @dataclass(frozen=True)
 class SkippedRanges:
-    """`skips.json` of a stage: spans of whole steps, in the order in which they were decided.
+    """`skips.json` of a stage: ranges of whole steps, in the order in which they were decided.
 
-    Tokens, recipe and this file decide the weights, so it is written before training goes back. A span begins where the
-    journal was rewound to, whichever checkpoints exist.
+    Tokens, recipe and this file decide the weights, so it is written before training goes back. A range begins where
+    the journal was rewound to, whichever checkpoints exist.
     """
 
-    spans: tuple[SkippedRange, ...] = ()
+    ranges: tuple[SkippedRange, ...] = ()
 
     @classmethod
     def read(cls, folder: Path) -> SkippedRanges:
-        """Return the spans in `folder`, () without the file. Raises ValueError for a broken file."""
+        """Return the ranges in `folder`, none without the file. Raises ValueError for a broken file."""
         path = folder / SKIPS
         if not path.exists():
             return cls()
         try:
-            return cls(_SPANS.validate_json(path.read_bytes()))
+            return cls(_RANGES.validate_json(path.read_bytes()))
         except ValueError as error:
             raise ValueError(
-                f"{path}: is not a list of spans ({error}); restore the file, or train the stage again"
+                f"{path}: is not a list of skipped ranges ({error}); restore the file, or train the stage again"
             ) from None
 
     def write(self, folder: Path) -> None:
-        write_atomic(folder / SKIPS, json.dumps(self.facts(), indent=1) + "\n")
+        write_atomic(folder / SKIPS, json.dumps(self.as_dicts(), indent=1) + "\n")
 
-    def plus(self, span: SkippedRange) -> SkippedRanges:
-        return SkippedRanges((*self.spans, span))
+    def plus(self, skip: SkippedRange) -> SkippedRanges:
+        return SkippedRanges((*self.ranges, skip))
 
     def covers(self, start: int) -> bool:
-        return any(span.start <= start < span.end for span in self.spans)
+        return any(skip.start <= start < skip.end for skip in self.ranges)
 
-    def facts(self) -> list[dict[str, Any]]:
-        return [span.model_dump() for span in self.spans]
+    def as_dicts(self) -> list[dict[str, Any]]:
+        return [skip.model_dump() for skip in self.ranges]
 
 
 def _encode(fields: dict[str, Any]) -> bytes:

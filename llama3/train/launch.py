@@ -9,7 +9,7 @@ It replaces torchrun, with the same environment variables for the ranks.
 # Why not torchrun: every rank imports torch for itself (kill to next step with 4 ranks on 2 busy cores: 29 s, here 2 to
 # 4 s), it names the first rank that complained instead of the one that was killed, and stale addresses break its
 # restarts with gloo. An agent that serves keeps only imported modules between attempts: ranks, port and store are new.
-# There is no rendezvous: the scheduler gives the node list.
+# No rendezvous is needed: the scheduler gives the node list.
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _watch(attempt: Attempt, pids: dict[int, int]) -> AttemptResult:
     """Wait until no rank is left; `pids` has the rank of each process id. Passes on a request to stop."""
     failed: list[tuple[int, int, float]] = []  # (rank, exit status, time) of ranks that failed by themselves
     killed: list[int] = []
-    stopped = 0.0  # when the ranks were asked to stop, or one of them said so, in seconds since 1970; 0: not
+    stopped = 0.0  # when a stop was requested, or a rank ended by request, in seconds since 1970; 0: not yet
     deadline = float("inf")
     while pids:
         timeout = min(deadline - time.monotonic(), 3600.0)
@@ -136,7 +136,7 @@ def _watch(attempt: Attempt, pids: dict[int, int]) -> AttemptResult:
 
 @contextmanager
 def _sampler(attempt: Attempt, mask: set[int]) -> Iterator[None]:
-    """Sample the health of this node in a process of its own meanwhile, if the job asks for that."""
+    """If the job has `health_s`, sample this node's health in a child process while the block runs."""
     every_s = health_interval(attempt.job)
     if not every_s:
         yield
@@ -220,8 +220,8 @@ def agent(arguments: list[str]) -> int:
     for name, kind in (("processes", int), ("per-node", int), ("node", int), ("address", str), ("port", int)):
         parser.add_argument(f"--{name}", type=kind)
     parser.add_argument("--logs", type=Path, default=Path("logs"))
-    given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
-    attempt = None if given.pop("serve") else Attempt(**given)
+    values = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    attempt = None if values.pop("serve") else Attempt(**values)
     preload()
     if attempt is not None:
         result = run_attempt(attempt)

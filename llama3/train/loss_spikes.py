@@ -73,7 +73,7 @@ class SpikeGuard:
     def __init__(self, spikes: Spikes, device: torch.device) -> None:
         self.spikes = spikes
         self.score = torch.zeros((), dtype=torch.float64, device=device)
-        """Of the last step: spreads above the mean, 0 until the window is full."""
+        """z-score of the last step, 0 until the window is full."""
         self._window_2W = torch.zeros(2, spikes.window, dtype=torch.float64, device=device)
         """Newest last, so that its bits do not depend on the number of earlier steps."""
         self._filled = torch.zeros((), dtype=torch.int64, device=device)
@@ -118,12 +118,12 @@ class SpikeDetector:
 
     def __init__(self, recipe: Recipe, span: StageSpan, past: History, skips: SkippedRanges) -> None:
         self.recipe, self.span = recipe, span
-        self.bad = past.bad + len(skips.spans)
+        self.bad = past.bad + len(skips.ranges)
         """Bad steps of the stage so far, those that were rolled back included."""
 
     def judge(self, step: Step, result: StepResult) -> StepDecision:
         if not result.skipped:
-            return StepDecision("go on")
+            return StepDecision("continue")
         self.bad += 1
         spikes, span = self.recipe.spikes, self.span
         reason = f"loss {result.loss:.6g}, gradient norm {result.grad_norm:.6g}: "
@@ -177,7 +177,7 @@ class Incidents(Callback):
 
     def on_step_end(self, step: Step, result: StepResult) -> None:
         decision = result.decision
-        if decision.kind in ("go on", "passed over"):
+        if decision.kind in ("continue", "excluded"):
             return
         line = ""
         if self.world.is_rank0:
@@ -226,7 +226,7 @@ def incident_line(step: Step, decision: StepDecision, incident: Path) -> str:
     """Return the line that logs a bad step or ends the run."""
     text = f"position {step.start}: {decision.reason}"
     if decision.skip is not None:
-        text += f"; back to before {decision.skip.start}, passing over the batches until {decision.skip.end}"
+        text += f"; back to before {decision.skip.start}, without the batches up to {decision.skip.end}"
     elif decision.kind == "skipped":
         text += "; its batch changed nothing"
     else:

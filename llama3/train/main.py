@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> int:
 
 
 def exit_process(status: int) -> NoReturn:
-    """End the process without shutting down the interpreter: everything is on the disk by now."""
+    """End the process without shutting down the interpreter: everything is on the disk."""
     # torch's threads can abort during the shutdown ("terminate called without an active exception", about once in 20
     # runs of two gloo processes), and a finished stage would look failed.
     sys.stdout.flush()

@@ -80,7 +80,7 @@ class Recorder(Callback):
         self.schedule = stream.recipe.schedule
         self.meter = Meter(stream.recipe, rows, world, span.end)
         self.journal = Journal(work / "journal.jsonl")
-        for skip in skips.spans[len(read_rewinds(self.journal.path)) :]:  # killed between writing the two files
+        for skip in skips.ranges[len(read_rewinds(self.journal.path)) :]:  # killed between writing the two files
             self._add_rewind(skip)
         self.costs, self.hours_before = costs or HourlyCosts(), device_hours(work)
         self.began = time.time()
@@ -99,7 +99,7 @@ class Recorder(Callback):
         """
         if result.decision.kind == "stop":
             return
-        trained = result.decision.kind != "passed over"
+        trained = result.decision.kind != "excluded"
         values: dict[str, float] = {
             metrics.LEARNING_RATE: self.schedule.lr_at(step.start),
             metrics.BATCH_TOKENS: step.batch,
@@ -135,7 +135,7 @@ class Recorder(Callback):
                 self.recovery_recorded = True
                 if not self.first_step_recorded and self.meter.first_step_s is not None:
                     self.first_step_recorded, values[metrics.FIRST_STEP_S] = True, self.meter.first_step_s
-                values |= self.replay.metrics(self.restarts, len(self.skips.spans))
+                values |= self.replay.metrics(self.restarts, len(self.skips.ranges))
             self.journal.add(Record(time.time(), step.end, values))
         if trained and (time.monotonic() - self.logged >= LOG_EVERY_S or step.end >= self.span.end):
             self.logged = time.monotonic()

@@ -1,7 +1,7 @@
 """The training state: weights in their number formats, AdamW (Llama 3, section 3.4.1), running average, position.
 
-Named tensors and three numbers, saved and loaded under any layout. A process holds its part: some layers if there is a
-pipeline, slices of matrices, shards.
+Named tensors and three numbers, saved and loaded under any layout. A process holds its shards of them: the layers of
+its pipeline stages, slices of matrices.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class TrainState:
         With `exact`, gradients (sums in fp64) and the update do not depend on the number of data-parallel processes.
         """
         self.config, self.rows = recipe.model, rows
-        self.parts: Mapping[int, Transformer]
+        self.model_parts: Mapping[int, Transformer]
         """This process's pipeline stages by number; without a pipeline the whole model, number 0."""
         if world.mesh is None:
             model = empty_model(recipe.model, rows).to(precision.master).to_empty(device=world.device)
@@ -113,19 +113,20 @@ class TrainState:
             if world.layout.compile:
                 for block in model.layers.values():
                     block.compile()
-            self.parts = {0: model}
+            self.model_parts = {0: model}
         else:
-            from herd.llama3.parallel.parallelize import empty_parts  # 0.7 s of imports that one process does not need
+            # 0.7 s of imports that one process does not need
+            from herd.llama3.parallel.parallelize import empty_model_parts
 
-            self.parts = empty_parts(
+            self.model_parts = empty_model_parts(
                 recipe.model, rows, world, precision.master, precision.compute, exact, precision.float8
             )
-            for part in self.parts.values():
-                part.to_empty(device=world.device)
-        for part in self.parts.values():
-            part.z_loss = recipe.z_loss
+            for model in self.model_parts.values():
+                model.to_empty(device=world.device)
+        for model in self.model_parts.values():
+            model.z_loss = recipe.z_loss
         self.parameters: dict[str, nn.Parameter] = {
-            name: parameter for part in self.parts.values() for name, parameter in part.named_parameters()
+            name: parameter for model in self.model_parts.values() for name, parameter in model.named_parameters()
         }
         self.optimizer = adamw(self.parameters, recipe.optimizer, fused=not exact or world.device.type != "cpu")
         self.position = position
@@ -155,7 +156,7 @@ class TrainState:
             return
         from herd.llama3.parallel.parallelize import fill
 
-        fill(self.parts.values(), value, world)
+        fill(self.model_parts.values(), value, world)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor by name; writing into them changes the state."""

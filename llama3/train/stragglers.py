@@ -109,15 +109,15 @@ class Stragglers(Callback):
 
     @classmethod
     def among(
-        cls, parts: Iterable[nn.Module], world: ParallelContext, step_at: Callable[[int], int], every: int = EVERY
+        cls, models: Iterable[nn.Module], world: ParallelContext, step_at: Callable[[int], int], every: int = EVERY
     ) -> Stragglers | None:
         """Return the comparison of the ranks of each pipeline position; None with a single data-parallel copy.
 
-        `parts` are this process's parts of the model, sharded and compiled. Every process must call it.
+        `models` are this process's pipeline stages, sharded and compiled. Every process must call it.
         """
         if world.axis("dp").size == 1:
             return None
-        layers: list[nn.Module] = [layer for part in parts for layer in cast(Any, part).layers.values()]
+        layers: list[nn.Module] = [layer for model in models for layer in cast(Any, model).layers.values()]
         peers, hosts = zip(*world.all_gather_object((world.axis("pp").rank, socket.gethostname())), strict=True)
         return cls(Stopwatch(layers, world.device), world, peers, hosts, step_at, every)
 
@@ -125,10 +125,10 @@ class Stragglers(Callback):
         """Every `every` steps, send the figures of the previous window and measure the step."""
         measure = self.step_at(step.start) % self.every == 0
         if measure:
-            own = self.watch.seconds() + self._waited if self._measured else 0.0
+            seconds = self.watch.seconds() + self._waited if self._measured else 0.0
             # This rank's figure at its index, zero at all others: the sum has the figures of all ranks.
             figures = torch.zeros(len(self.peers), dtype=torch.float64)
-            figures[self.world.rank] = own
+            figures[self.world.rank] = seconds
             self._pending = PendingTensor(self.world.sum(figures.to(self.world.device, non_blocking=True)))
             self._measured, self._waited = True, data_wait_s
         self.watch.armed = measure
@@ -149,10 +149,10 @@ class Stragglers(Callback):
         if not all(seconds):
             return None
         groups: dict[int, list[float]] = {}
-        for own, peer in zip(seconds, self.peers, strict=True):
-            groups.setdefault(peer, []).append(own)
+        for rank_s, peer in zip(seconds, self.peers, strict=True):
+            groups.setdefault(peer, []).append(rank_s)
         medians = {peer: statistics.median(group) for peer, group in groups.items()}
-        ratios = [own / medians[peer] for own, peer in zip(seconds, self.peers, strict=True)]
+        ratios = [rank_s / medians[peer] for rank_s, peer in zip(seconds, self.peers, strict=True)]
         self.windows = [count + 1 if ratio > SLOW else 0 for count, ratio in zip(self.windows, ratios, strict=True)]
         named = []
         for rank, (count, ratio) in enumerate(zip(self.windows, ratios, strict=True)):

@@ -77,7 +77,7 @@ class Engine:
         if world.layout.pp > 1:
             from herd.llama3.parallel.pipeline import Pipeline  # torch's pipelining takes a second to import
 
-            self.pipeline = Pipeline(dict(state.parts), world)
+            self.pipeline = Pipeline(dict(state.model_parts), world)
 
     def train_step(self, step: Step, batch: LocalBatch, lr: float, stop: bool, save: bool) -> Pending:
         """Train on `batch`, this process's part of `step`, at learning rate `lr`; return before the device is done.
@@ -97,7 +97,7 @@ class Engine:
                 micro_batch = largest_divisor(sequences, self.micro_batch)
                 nll_BS = self.pipeline.run(batch.tokens_BS, batch.documents_BS, batch.targets_BS, micro_batch)
             else:
-                model, nll = state.parts[0], []
+                model, nll = state.model_parts[0], []
                 for first in range(0, sequences, self.micro_batch):
                     chunk = slice(first, first + self.micro_batch)
                     last_micro_batch(model, first + self.micro_batch >= sequences, world.layout)
@@ -149,7 +149,7 @@ class Engine:
             return nll_BS
         from herd.llama3.parallel.parallelize import release
 
-        model, nll = self.state.parts[0], []
+        model, nll = self.state.model_parts[0], []
         for first in range(0, sequences, self.micro_batch):
             chunk = slice(first, first + self.micro_batch)
             mask = model.mask(None if batch.documents_BS is None else batch.documents_BS[chunk], self.world.device)

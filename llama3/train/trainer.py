@@ -43,11 +43,11 @@ from herd.llama3.train.profiler import HangStacks, Profiler
 from herd.llama3.train.state import Precision, TrainState
 from herd.llama3.train.stragglers import Stragglers
 from herd.llama3.train.train_step import Engine, Pending
-from herd.llama3.train.validation import ValidationRows, Validator
+from herd.llama3.train.validation import ValidationSequences, Validator
 from herd.storage.filesystem import sync_folder, write_atomic
 from herd.storage.page_cache import ensure_local, lazy_folder_of
 
-KEPT = ("skips.json", "incidents", "profile")
+COPIED = ("skips.json", "incidents", "profile")
 """Files and folders of the stage that are copied into its result if they exist."""
 
 
@@ -64,8 +64,8 @@ class Trainer:
         self.skips = world.broadcast_object(SkippedRanges.read(job.work) if world.is_rank0 else SkippedRanges())
         self.averaging = Averaging(self.span)
         self.recorder: Recorder | None = None
-        places = world.all_gather_object((socket.gethostname(), device_name(world.device)))
-        self.environment = describe_environment(world.device, places) if world.is_rank0 else {}
+        hosts_and_devices = world.all_gather_object((socket.gethostname(), device_name(world.device)))
+        self.environment = describe_environment(world.device, hosts_and_devices) if world.is_rank0 else {}
         if world.is_rank0:
             rows, position = self.state.rows, self.state.position
             self.environment |= {"layout": world.layout.text(world.size), "micro_batch": str(job.micro_batch)}
@@ -85,14 +85,14 @@ class Trainer:
             )
             log(f"stage {job.stage}: position {position} of {self.span.start} to {self.span.end}, from {origin}")
         self.validator: Validator | None = None
-        documents = ValidationRows.read(job.work)
-        if documents is not None and recipe.evaluate.val_interval != "never":
+        sequences = ValidationSequences.read(job.work)
+        if sequences is not None and recipe.evaluate.val_interval != "never":
             always, unit = {*self.averaging.positions, self.span.end}, job.micro_batch * world.layout.pp
-            self.validator = Validator(documents, recipe, always, world, unit, lambda batch: self.engine.nll(batch))
+            self.validator = Validator(sequences, recipe, always, world, unit, lambda batch: self.engine.nll(batch))
         callbacks: list[Callback | None] = [
             HangStacks(job.timeout_s),
             Profiler(job.profile, job.work, world.rank, world.device),
-            Stragglers.among(self.state.parts.values(), world, self.schedule.step_at),
+            Stragglers.among(self.state.model_parts.values(), world, self.schedule.step_at),
             self.validator,
             DataShares(self.stream, self.span.start) if world.is_rank0 else None,
             StopEstimator(job.work, self.checkpoints) if world.is_rank0 else None,
@@ -162,7 +162,7 @@ class Trainer:
             if skipped:  # only now: the numbers read above may have decided to roll back
                 self.state.position = step.end
                 self.averaging.add(self.state, step.end)
-                self._show(step, StepResult.passed_over())
+                self._show(step, StepResult.excluded())
 
             # Save: copy the state to host memory; a thread writes it while training continues.
             stop = any(result.stop for result in results)
@@ -230,13 +230,13 @@ class Trainer:
         weights = ((name, (tensor / averaged).to(dtype) if averaged else tensor) for name, tensor in saved)
         save_model(building / "model", self.recipe.model, state.rows, weights)
         if choice is not None:
-            full = choice.model_copy(update={"parts": averaged_validation(self.span, journal.path)})
+            full = choice.model_copy(update={"by_position": averaged_validation(self.span, journal.path)})
             write_atomic(building / FILE, full.model_dump_json(indent=1) + "\n")
             log(str(full))
         to_parquet(journal.path, building / "metrics.parquet")
-        facts = {**self.environment, **describe_links(self.world.device)}
-        write_atomic(building / ENVIRONMENT, json.dumps(facts, indent=1))
-        for name in KEPT:
+        environment = {**self.environment, **describe_links(self.world.device)}
+        write_atomic(building / ENVIRONMENT, json.dumps(environment, indent=1))
+        for name in COPIED:
             source = job.work / name
             if source.is_dir():
                 shutil.copytree(source, building / name)
@@ -275,36 +275,37 @@ class StepClock:
 
 
 class StopEstimator(Callback):
-    """Writes `pace.json` of the stage on rank 0: how long the trainer needs to stop."""
+    """Writes `stop_estimate.json` of the stage on rank 0: how long the trainer needs to stop."""
 
     def __init__(self, work: Path, checkpoints: Checkpoints) -> None:
         self.work, self.checkpoints = work, checkpoints
         self._write(StopEstimate(save_s=StopEstimate.read(work).save_s))
 
     def on_step_end(self, step: Step, result: StepResult) -> None:
-        if result.decision.kind in ("stop", "passed over"):
+        if result.decision.kind in ("stop", "excluded"):
             return
-        pace, step_s, write_s = self.pace, result.timing.step, [saved.total_s for saved in self.checkpoints.poll()]
+        estimate, step_s = self.estimate, result.timing.step
+        write_s = [saved.total_s for saved in self.checkpoints.poll()]
         if write_s:
             result.metrics[metrics.CHECKPOINT_WRITE_S] = write_s[-1]
         new = StopEstimate(
-            step_s=step_s if step_s > 1.2 * pace.step_s else pace.step_s,
-            save_s=max([pace.save_s, *write_s]),
-            saving_since=pace.saving_since if self.checkpoints.saving else 0.0,
+            step_s=step_s if step_s > 1.2 * estimate.step_s else estimate.step_s,
+            save_s=max([estimate.save_s, *write_s]),
+            saving_since=estimate.saving_since if self.checkpoints.saving else 0.0,
         )
-        if new != pace:
+        if new != estimate:
             self._write(new)
 
     def on_save_start(self) -> None:
-        self._write(self.pace.model_copy(update={"saving_since": time.time()}))
+        self._write(self.estimate.model_copy(update={"saving_since": time.time()}))
 
-    def _write(self, pace: StopEstimate) -> None:
-        self.pace = pace
-        pace.write(self.work)
+    def _write(self, estimate: StopEstimate) -> None:
+        self.estimate = estimate
+        estimate.write(self.work)
 
 
 class SaveSchedule:
-    """When the next checkpoint is due: after a time, or past a multiple of tokens."""
+    """When the next checkpoint is due: after a time, or at the first step past a multiple of tokens."""
 
     def __init__(self, every: Cadence, position: int) -> None:
         self.every = every
@@ -333,15 +334,15 @@ def setup_stage(
 ) -> tuple[StageSpan, TokenStream | ConversationStream, TrainState, Checkpoints, str]:
     """Return span, tokens, state and checkpoints of the stage of `job`, and where the state came from, for the log.
 
-    The state comes from the newest good checkpoint of the stage, else from `init_or_load`. Raises ValueError if the
-    parts of the job do not fit each other, or the stage was begun under a recipe with another past (`recipe.frozen`).
+    The state comes from the newest good checkpoint of the stage, else from `init_or_load`. Raises ValueError if
+    the fields of the job contradict each other, or the stage began under a recipe with another past (`recipe.frozen`).
     """
     schedule = recipe.schedule
     try:
         span = schedule.span(job.stage)
     except KeyError:
-        known = ", ".join(span.name for span in schedule.trained)
-        raise ValueError(f"stage: {job.stage!r} is not in the recipe; its stages are {known}") from None
+        names = ", ".join(span.name for span in schedule.trained)
+        raise ValueError(f"stage: {job.stage!r} is not in the recipe; its stages are {names}") from None
     rows = int(json.loads(ensure_local(job.tokens / "tokens.json").read_text())["rows"])
     check_batches(span, world.layout.dp(world.size))
     world.layout.check(recipe.model, rows, world.size)
@@ -360,9 +361,9 @@ def setup_stage(
     checkpoints = Checkpoints(folder, keep, world, uri=job.checkpoints, work=job.work, log=log)
     restored = checkpoints.resume(state, restart=job.restart_damaged)
     for reason in restored.skipped if world.is_rank0 else ():
-        log(f"checkpoint passed over: {reason}")
+        log(f"checkpoint skipped: {reason}")
     if checkpoints.restore(restored) and world.is_rank0:
-        log("the journal was brought from the object store: another machine trained up to here")
+        log("downloaded the journal from the object store: another machine trained up to here")
     origin = f"checkpoint {restored.path.name}" if restored.path else init_or_load(state, job, recipe, span, world)
     run_on_rank0_and_broadcast(world, lambda: _adopt_recipe(job, recipe, stream, span, state.position))
     run_on_rank0_and_broadcast(world, lambda: write_atomic(job.trained_recipe, to_yaml(recipe)))
@@ -401,7 +402,7 @@ def _check_shape(folder: Path, recipe: Recipe, rows: int) -> None:
     expected, stored = (recipe.model.shape, rows), (model.config.shape, model.rows)
     if expected != stored:
         raise ValueError(
-            f"init_from: {folder} holds a model of shape {stored}, the recipe asks {expected}; change model: to it"
+            f"init_from: {folder} holds a model of shape {stored}, the recipe has {expected}; change model: to it"
         )
 
 

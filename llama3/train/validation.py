@@ -1,7 +1,7 @@
 """Bits per byte of held-out documents, scored by the trainer between two steps with its own weights and layout.
 
 A few documents per domain, always the same, in windows of the recipe's shortest sequence, so that points of all stages
-compare. The supervising process packs them, without torch. Shapes: N rows, S sequence, D domains.
+compare. The supervising process packs them, without torch. Shapes: N sequences, S tokens of each, D domains.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ AUTO_SHARE = 0.01
 """Share of the training time that `evaluate.val_interval: auto` may cost."""
 
 
-class RowTokenizer(Protocol):
+class PackingTokenizer(Protocol):
     """The part of a tokenizer that is used here."""
 
     @property
@@ -55,11 +55,11 @@ class RowTokenizer(Protocol):
 
 
 @dataclass(frozen=True)
-class ValidationRows:
-    """Documents as the rows of a batch."""
+class ValidationSequences:
+    """Held-out documents, packed into the sequences of a batch."""
 
     columns: dict[str, np.ndarray]
-    """The fields of a Batch, int64[N, S] each."""
+    """The fields of a TokenBatch, int64[N, S] each."""
     bytes: dict[Domain, int]
     """UTF-8 bytes of the scored tokens of each domain."""
 
@@ -67,8 +67,8 @@ class ValidationRows:
         write_atomic(folder / FILE, save(self.columns, {BYTES: json.dumps(self.bytes)}))
 
     @classmethod
-    def read(cls, folder: Path) -> ValidationRows | None:
-        """Return the documents in `folder`, or None if there is no file."""
+    def read(cls, folder: Path) -> ValidationSequences | None:
+        """Return the sequences in `folder`, or None without the file."""
         if not (folder / FILE).is_file():
             return None
         with safe_open(folder / FILE, framework="np") as file:
@@ -76,34 +76,36 @@ class ValidationRows:
             return cls({name: file.get_tensor(name) for name in COLUMNS}, counts)
 
 
-def pack_rows(documents: Iterable[ValidationDocument], coder: RowTokenizer, seq_len: int) -> ValidationRows:
-    """Pack `documents` into rows of `seq_len` tokens, each document truncated to a row and whole in one row."""
-    rows: list[list[tuple[list[int], int]]] = []
+def pack_sequences(
+    documents: Iterable[ValidationDocument], tokenizer: PackingTokenizer, seq_len: int
+) -> ValidationSequences:
+    """Pack `documents` into sequences of `seq_len` tokens; a longer document is truncated, none is split."""
+    sequences: list[list[tuple[list[int], int]]] = []
     room = 0
     counts: dict[Domain, int] = {}
     for document in documents:
-        ids = [coder.begin, *coder.encode(document.text)][: seq_len + 1]
+        ids = [tokenizer.begin, *tokenizer.encode(document.text)][: seq_len + 1]
         domain = next(name for name in DOMAINS if name == document.domain)
-        counts[domain] = counts.get(domain, 0) + sum(len(coder.base[token]) for token in ids[1:])
+        counts[domain] = counts.get(domain, 0) + sum(len(tokenizer.base[token]) for token in ids[1:])
         if len(ids) - 1 > room:
-            rows.append([])
+            sequences.append([])
             room = seq_len
-        rows[-1].append((ids, DOMAINS.index(domain)))
+        sequences[-1].append((ids, DOMAINS.index(domain)))
         room -= len(ids) - 1
     packed_N4S = []
-    for row in rows:
+    for sequence in sequences:
         columns: list[list[int]] = [[], [], [], []]
-        for number, (ids, domain_index) in enumerate(row):
+        for number, (ids, domain_index) in enumerate(sequence):
             size = len(ids) - 1
             for column, values in zip(
                 columns, (ids[:-1], ids[1:], [number] * size, [domain_index] * size), strict=True
             ):
                 column += values
-        for column, filler in zip(columns, (0, NO_TARGET, len(row), 0), strict=True):  # a document without targets
+        for column, filler in zip(columns, (0, NO_TARGET, len(sequence), 0), strict=True):  # a document without targets
             column += [filler] * (seq_len - len(column))
         packed_N4S.append(columns)
     packed = np.array(packed_N4S, np.int64)
-    return ValidationRows({name: np.ascontiguousarray(packed[:, n]) for n, name in enumerate(COLUMNS)}, counts)
+    return ValidationSequences({name: np.ascontiguousarray(packed[:, n]) for n, name in enumerate(COLUMNS)}, counts)
 
 
 def validation_interval(recipe: Recipe, tokens: int) -> int:
@@ -117,40 +119,42 @@ class Validator(Callback):
 
     def __init__(
         self,
-        held: ValidationRows,
+        sequences: ValidationSequences,
         recipe: Recipe,
         always: Collection[int],
         world: ParallelContext,
         unit: int,
         nll: Nll,
     ) -> None:
-        """Rows are padded to a multiple of `unit` a process. `always` are positions that are scored in any case.
+        """Pads to a multiple of `unit` sequences a process. `always` are positions that are scored in any case.
 
-        `nats` is the forward pass of the present weights.
+        `nll` is the forward pass of the present weights.
         """
         import torch
         from torch.nn import functional as F
 
         from herd.llama3.train.data_loader import TokenBatch, local_batch
 
-        self.held, self.recipe, self.always, self.world, self.nll = held, recipe, always, world, nll
-        rows, seq_len = held.columns[COLUMNS[0]].shape
-        self.every = validation_interval(recipe, rows * seq_len)
-        # This data-parallel process's rows, as many as its peers', padded to a length that the layout divides.
+        self.sequences, self.recipe, self.always, self.world, self.nll = sequences, recipe, always, world, nll
+        total, seq_len = sequences.columns[COLUMNS[0]].shape
+        self.interval = validation_interval(recipe, total * seq_len)
+        # This data-parallel process's sequences, as many as its peers', padded to a length that the layout divides.
         dp = world.axis("dp")
-        count = math.ceil(rows / dp.size / unit) * unit
-        padding = 0, -seq_len % world.layout.pieces, 0, count * dp.size - rows
-        own = slice(dp.rank * count, (dp.rank + 1) * count)
+        count = math.ceil(total / dp.size / unit) * unit
+        padding = 0, -seq_len % world.layout.pieces, 0, count * dp.size - total
+        share = slice(dp.rank * count, (dp.rank + 1) * count)
         fillers = zip(COLUMNS, (0, NO_TARGET, seq_len, 0), strict=True)
-        columns = {name: F.pad(torch.from_numpy(held.columns[name]), padding, value=n)[own] for name, n in fillers}
+        columns = {
+            name: F.pad(torch.from_numpy(sequences.columns[name]), padding, value=n)[share] for name, n in fillers
+        }
         self.batch = local_batch(TokenBatch(**columns), world)
 
     def due(self, step: Step) -> bool:
         """Return whether the documents are scored after `step`: past multiples of the interval, and at `always`."""
-        return step.start // self.every != step.end // self.every or step.end in self.always
+        return step.start // self.interval != step.end // self.interval or step.end in self.always
 
     def on_step_end(self, step: Step, result: StepResult) -> None:
-        if result.decision.kind == "go on" and self.due(step):
+        if result.decision.kind == "continue" and self.due(step):
             began = time.perf_counter()
             result.metrics.update(self.scores())
             result.metrics[metrics.HELD_OUT_S] = time.perf_counter() - began
@@ -160,8 +164,8 @@ class Validator(Callback):
         from herd.llama3.train.train_step import tally
 
         nll_D = self.world.sum(tally(self.nll(self.batch), self.batch, self.world))[:, 0].tolist()
-        bits = {domain: nll_D[DOMAINS.index(domain)] / math.log(2) for domain in self.held.bytes}
-        bpb = {domain: bits[domain] / count for domain, count in self.held.bytes.items() if count}
+        bits = {domain: nll_D[DOMAINS.index(domain)] / math.log(2) for domain in self.sequences.bytes}
+        bpb = {domain: bits[domain] / count for domain, count in self.sequences.bytes.items() if count}
         mix = self.recipe.first_mix
         weights = {domain: float(mix.get(domain, 0)) for domain in bpb}
         total = math.fsum(weights.values())

@@ -141,7 +141,7 @@ def write_validation_rows(recipe: Recipe, curated: Path, tokenizer: Path, work: 
     `curated` is the folder with the documents (see `validation_folder`).
     """
     from herd.llama3.tokens.tokenizer import Tokenizer
-    from herd.llama3.train.validation import pack_rows
+    from herd.llama3.train.validation import pack_sequences
 
     count, seq_len = recipe.evaluate.val_documents, min(min(stage.lengths) for stage in recipe.stages)
     try:
@@ -149,7 +149,7 @@ def write_validation_rows(recipe: Recipe, curated: Path, tokenizer: Path, work: 
     except ValueError:  # curate.validation_fraction: 0; the evaluation says so
         return False
     work.mkdir(parents=True, exist_ok=True)
-    pack_rows(documents, Tokenizer.load(tokenizer), seq_len).write(work)
+    pack_sequences(documents, Tokenizer.load(tokenizer), seq_len).write(work)
     return True
 
 

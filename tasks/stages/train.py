@@ -337,7 +337,7 @@ def _facts(span: StageSpan, folder: Path) -> dict[str, Any]:
         "last_loss": fmean(losses[-window:]),
         **({"bits_per_byte": max(held_out, key=lambda row: row["position"])["value"]} if held_out else {}),
         "model_sha256": digests[0] if len(files) == 1 else digest(digests),
-        "skips": SkippedRanges.read(folder).facts(),
+        "skips": SkippedRanges.read(folder).as_dicts(),
         "environment": json.loads((folder / ENVIRONMENT).read_text()),
         **({"average": average} if average is not None else {}),
     }

@@ -79,4 +79,4 @@ def log_attempt(root: Root, run: str, stage: str, number: int, status: int, word
     """Write how an attempt of a trainer ended, as its agent does."""
     folder = root.file("runs", run, "logs", stage, f"attempt-{number}")
     folder.mkdir(parents=True)
-    (folder / "node-0.json").write_text(json.dumps({"status": status, "words": words, "time": time.time()}))
+    (folder / "node-0.json").write_text(json.dumps({"status": status, "message": words, "time": time.time()}))

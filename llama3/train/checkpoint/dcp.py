@@ -362,7 +362,7 @@ def load(
         if not all(world.all_gather_object(reader.complete)):
             download(manifest.files)
             # One process reads all headers: each opening every file would be the square of their number.
-            reader.known = run_on_rank0_and_broadcast(world, lambda: reader.headers(manifest.files))
+            reader.metadata = run_on_rank0_and_broadcast(world, lambda: reader.headers(manifest.files))
             raise_on_all_ranks(world, lambda: reader.compare(tensors))
             names = sorted(manifest.files)[world.rank :: world.size]  # to verify, if that fails
         raise_on_all_ranks(world, fill)
@@ -380,48 +380,48 @@ class CheckpointReader(FileSystemReader):
 
     def __init__(self, folder: Path, manifest: CheckpointManifest, threads: int) -> None:
         super().__init__(str(folder))
-        self.folder, self.manifest, self.threads, self.known = folder, manifest, threads, Metadata({})
+        self.folder, self.manifest, self.threads, self.metadata = folder, manifest, threads, Metadata({})
         self.complete = False
         """Whether the files that this process wrote hold all that it needs."""
         self.problems: dict[str, str] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.known
+        return self.metadata
 
     def headers(self, names: Collection[str]) -> Metadata:
         """Return the headers of the files `names`. Raises MalformedManifest naming a file whose header is not one."""
-        known = Metadata({}, storage_data={}, storage_meta=StorageMeta())
+        metadata = Metadata({}, storage_data={}, storage_meta=StorageMeta())
         files = sorted(name for name in names if name.endswith(".safetensors"))
         headers = parallel_map(lambda name: read_header(self.folder / name), files)
         stored_chunks = ((name, *entry) for name, header in zip(files, headers, strict=True) for entry in header)
         for name, tensor, dtype, chunk in stored_chunks:
             index = MetadataIndex(tensor, chunk.offsets)
-            if index in known.storage_data:
+            if index in metadata.storage_data:
                 continue  # a copy
-            known.storage_data[index] = (name, chunk.sizes)
+            metadata.storage_data[index] = (name, chunk.sizes)
             ends = torch.Size(start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            stored: Any = known.state_dict_metadata.setdefault(
+            stored: Any = metadata.state_dict_metadata.setdefault(
                 tensor, TensorStorageMetadata(TensorProperties(dtype), ends, [])
             )
             stored.size = torch.Size(map(max, stored.size, ends))
             stored.chunks.append(chunk)
-        return known
+        return metadata
 
     def read_own_files(self, names: Collection[str], tensors: dict[str, Tensor]) -> None:
         """Read the headers of `names`: do they hold this process's shards of `tensors` as it would write them now?"""
-        self.known = self.headers(names)
+        self.metadata = self.headers(names)
         for item in local_shards(tensors):
             data: Any = item.tensor_data
-            if self.known.storage_data.get(item.index, ("", ()))[1] != data.chunk.sizes:
+            if self.metadata.storage_data.get(item.index, ("", ()))[1] != data.chunk.sizes:
                 return
-            stored: Any = self.known.state_dict_metadata[item.index.fqn]
+            stored: Any = self.metadata.state_dict_metadata[item.index.fqn]
             stored.size = data.size  # the other shards are in files that this process does not read
         self.complete = True
 
     def compare(self, tensors: dict[str, Tensor]) -> None:
         """Raise MalformedManifest unless the files hold all of `tensors`, in these shapes."""
         for name, tensor in sorted(tensors.items()):
-            stored = self.known.state_dict_metadata.get(name)
+            stored = self.metadata.state_dict_metadata.get(name)
             if stored is None:
                 raise MalformedManifest(f"{self.path}: tensor {name} is missing")
             if isinstance(stored, TensorStorageMetadata) and stored.size != tensor.shape:

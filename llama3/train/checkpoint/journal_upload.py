@@ -18,7 +18,7 @@ from herd.storage.objects import get_bytes, put_bytes
 
 JOURNAL_CHUNKS = "journal"
 JOURNAL = "journal.jsonl"
-RECORDS = "segments.jsonl"
+UPLOADS = "uploads.jsonl"
 """In the stage's folder: the chunks that its journal is known to hold."""
 SMALL_FILES = re.compile(r"recipe\.yaml|skips\.json|attempts\.jsonl|incidents/\d+\.json|abandoned-\d+\.jsonl")
 """Files of the stage's folder that are stored with the journal."""
@@ -40,9 +40,9 @@ class ChunkHeader(BaseModel):
 
 
 class UploadRecord(BaseModel):
-    """A line of RECORDS: the first `length` bytes of the journal, of this SHA-256, are in the chain that ends here."""
+    """A line of UPLOADS: the first `length` bytes of the journal, of this SHA-256, are in the chain that ends here."""
 
-    segment: JournalChunk
+    chunk: JournalChunk
     length: int
     sha256: str
 
@@ -60,7 +60,7 @@ class JournalUpload:
         self._last: JournalChunk | None = None
         self._length, self._sum = 0, hashlib.sha256()
         """Of the journal as far as it is stored."""
-        self._known: dict[str, str] = {}
+        self._stored_digests: dict[str, str] = {}
 
     def mark(self) -> int:
         """Return where the journal ends now, for `store`."""
@@ -74,7 +74,7 @@ class JournalUpload:
         """
         texts = {name: (self.work / name).read_text() for name in self._small_files()}
         digests = {name: digest_bytes(text.encode()).sha256 for name, text in texts.items()}
-        changed = {name: text for name, text in texts.items() if self._known.get(name) != digests[name]}
+        changed = {name: text for name, text in texts.items() if self._stored_digests.get(name) != digests[name]}
         for number in count():
             stop = min(mark, self._length + CHUNK_BYTES)
             with (self.work / JOURNAL).open("rb") as file:
@@ -89,7 +89,7 @@ class JournalUpload:
             self._record(lines)
             if stop == mark:
                 break
-        self._known |= {name: digests[name] for name in changed}
+        self._stored_digests |= {name: digests[name] for name in changed}
         assert self._last is not None
         return self._last
 
@@ -104,13 +104,13 @@ class JournalUpload:
         chain = self._chain(chunk)
         # What another attempt left here is not the past of the checkpoint.
         abandoned = self.work / f"abandoned-{time.time_ns()}"
-        for name in [JOURNAL, *self._small_files(), RECORDS]:
+        for name in [JOURNAL, *self._small_files(), UPLOADS]:
             if (self.work / name).exists():
                 (abandoned / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.work / name).rename(abandoned / name)
         for name, text in {name: text for header, _ in chain for name, text in header.files.items()}.items():
             write_atomic(self.work / name, text)
-        with (self.work / JOURNAL).open("wb") as file:  # not atomic: without RECORDS it is restored again
+        with (self.work / JOURNAL).open("wb") as file:  # not atomic: without UPLOADS it is restored again
             for _, lines in chain:
                 file.write(lines)
                 self._length += len(lines)
@@ -123,12 +123,12 @@ class JournalUpload:
 
     def _holds(self, chunk: JournalChunk) -> bool:
         """Return whether the local journal holds `chunk`; if so, find where the next chunk continues."""
-        path, journal = self.work / RECORDS, self.work / JOURNAL
+        path, journal = self.work / UPLOADS, self.work / JOURNAL
         if not path.exists() or not journal.exists():
             return False
         lines = [line for line in path.read_bytes().splitlines() if line.endswith(b"}")]  # the last may be torn
         records = [UploadRecord.model_validate_json(line) for line in lines]
-        if chunk not in [record.segment for record in records]:
+        if chunk not in [record.chunk for record in records]:
             return False
         last = records[-1]
         stored = hashlib.sha256()
@@ -136,7 +136,7 @@ class JournalUpload:
             while block := file.read(min(CHUNK_BYTES, last.length - file.tell())):
                 stored.update(block)
         if stored.hexdigest() == last.sha256:  # else records were abandoned, and the whole journal is stored again
-            self._last, self._length, self._sum = last.segment, last.length, stored
+            self._last, self._length, self._sum = last.chunk, last.length, stored
         return True
 
     def _chain(self, chunk: JournalChunk) -> list[tuple[ChunkHeader, bytes]]:
@@ -196,8 +196,8 @@ class JournalUpload:
         self._length += len(lines)
         self._sum.update(lines)
         sha256 = self._sum.hexdigest() if joined else ""
-        record = UploadRecord(segment=self._last, length=self._length, sha256=sha256)
+        record = UploadRecord(chunk=self._last, length=self._length, sha256=sha256)
         if not joined:
             self._last, self._length, self._sum = None, 0, hashlib.sha256()
-        with (self.work / RECORDS).open("ab") as file:
+        with (self.work / UPLOADS).open("ab") as file:
             file.write(b"\n" + record.model_dump_json().encode() + b"\n")

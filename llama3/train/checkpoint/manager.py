@@ -1,7 +1,8 @@
 """Checkpoints of a stage: saved in the background, verified before use, loaded on any layout.
 
-A step waits only for a copy of the state to host memory, which a thread writes and then commits. A failed save leaves
-earlier checkpoints untouched and training goes on; after a few failures in a row the next save raises on every process.
+A step waits only for a copy of the state to host memory, which a thread writes and then commits. After a failed save,
+training continues and earlier checkpoints are as before; after a few failures in a row the next save raises on every
+process.
 """
 
 from __future__ import annotations
@@ -285,7 +286,7 @@ class Checkpoints:
 
 
 class Snapshot:
-    """A copy of the state in host memory, from which a checkpoint is written while training goes on.
+    """A copy of the state in host memory, from which a checkpoint is written while training continues.
 
     On CUDA the copies run on the training stream into pinned memory: the host does not wait, and a later optimizer step
     cannot overtake them (12 GB of a 1B model take about 0.3 s at 40 GB/s).
@@ -348,7 +349,7 @@ def load_state(
     stored = ({key: value for key, value in manifest.model.items() if key != "preset"}, manifest.rows)
     if expected != stored:
         raise ValueError(
-            f"{folder}: holds a model of shape {stored}, the recipe asks {expected}; train that stage again"
+            f"{folder}: holds a model of shape {stored}, the recipe has {expected}; train that stage again"
         )
     state.make_average(manifest.averaged if average else 0)
     dcp.load(folder, manifest, state.tensors(), world, threads, download)

@@ -135,8 +135,8 @@ class CheckpointManifest(BaseModel):
         def problem(path: Path) -> str | None:
             try:
                 size = path.stat().st_size  # compared first: it costs nothing
-                known = size == self.files[path.name].bytes
-                digest = digest_file(path) if known else FileDigest(bytes=size, sha256="")
+                complete = size == self.files[path.name].bytes
+                digest = digest_file(path) if complete else FileDigest(bytes=size, sha256="")
             except FileNotFoundError:
                 return f"{path}: is missing"
             except OSError as error:

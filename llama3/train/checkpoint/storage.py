@@ -268,7 +268,8 @@ class RemoteCheckpointStore:
         everything = len(names) == len(manifest.files)  # not gathered: 65,536 names from each of 16,384 processes
         gathered = world.all_gather_object((socket.gethostname(), None if everything else sorted(names)))
         here = [rank for rank, (host, _) in enumerate(gathered) if host == gathered[world.rank][0]]
-        needed = set[str]().union(*(manifest.files if (own := gathered[rank][1]) is None else own for rank in here))
+        requests = [manifest.files if (request := gathered[rank][1]) is None else request for rank in here]
+        needed = set[str]().union(*requests)
 
         def download(name: str) -> None:
             uri = f"{prefix}/{name}"

@@ -21,7 +21,7 @@ import herd.llama3.model.files
 from herd.llama3.model.files import load_model, open_model, read_config, save_model, weight_files, write_weights
 from herd.llama3.model.transformer import Transformer, build_model
 from herd.llama3.recipe.sections import Model
-from herd.llama3.train.validation import ValidationRows
+from herd.llama3.train.validation import ValidationSequences
 
 SPEC = Model(preset="tiny")
 
@@ -182,7 +182,7 @@ def test_a_limit_of_the_disk_is_an_error_of_the_system_with_the_file(tmp_path: P
         with pytest.raises(OSError, match=r"File too large.*part") as raised:
             write_weights(tmp_path, [("a", torch.zeros(1 << 12))])
         assert raised.value.errno == errno.EFBIG
-        rows = ValidationRows({"tokens": np.zeros((8, 1 << 10), np.int64)}, {})
+        rows = ValidationSequences({"tokens": np.zeros((8, 1 << 10), np.int64)}, {})
         with pytest.raises(OSError, match="File too large"):
             rows.write(tmp_path)
     finally:

@@ -37,9 +37,9 @@ def build_parts(
     exact: bool = False,
 ) -> dict[int, Transformer]:
     """Return this process's pipeline stages with the initial weights of `seed`."""
-    from herd.llama3.parallel.parallelize import empty_parts, fill
+    from herd.llama3.parallel.parallelize import empty_model_parts, fill
 
-    parts = empty_parts(config, rows, world, master, compute, exact)
+    parts = empty_model_parts(config, rows, world, master, compute, exact)
     for model in parts.values():
         model.to_empty(device=world.device)
     fill(parts.values(), lambda name, shape: initial_value(config, seed, name, shape), world)

@@ -18,7 +18,7 @@ from herd.llama3.parallel.comm_trace import TYPES, fake_process_group, trace
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.memory import Load, RankCoords, shards, stages
 from herd.llama3.parallel.mesh import ParallelContext, to_local
-from herd.llama3.parallel.parallelize import empty_parts, last_micro_batch
+from herd.llama3.parallel.parallelize import empty_model_parts, last_micro_batch
 from herd.llama3.parallel.pipeline import give_up_data
 from herd.llama3.recipe.sections import Model
 
@@ -57,7 +57,7 @@ def held(layout: dict[str, Any], world: int, rank: int, load: Load) -> dict[str,
     master = torch.promote_types(compute, torch.float32)
     amx = patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True, create=True)  # else attention is in fp32
     with amx, fake_process_group(Layout(**layout), world, rank) as place:
-        parts = empty_parts(shape(), ROWS, place, master, None if compute == master else compute, load.exact)
+        parts = empty_model_parts(shape(), ROWS, place, master, None if compute == master else compute, load.exact)
         part = next(iter(parts.values()))
         with FakeTensorMode(allow_non_fake_inputs=True):
             part.to_empty(device="cpu")
@@ -148,7 +148,7 @@ def names_and_shapes(layout: dict[str, Any], world: int) -> list[dict[str, tuple
     found = []
     for rank in range(world):
         with fake_process_group(Layout(**layout), world, rank) as place:
-            parts = empty_parts(shape(), ROWS, place, torch.float32, None)
+            parts = empty_model_parts(shape(), ROWS, place, torch.float32, None)
             named = [pair for part in parts.values() for pair in part.named_parameters()]
             found.append({name: (tuple(each.shape), tuple(to_local(each).shape)) for name, each in named})
     return found

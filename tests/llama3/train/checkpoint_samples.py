@@ -16,7 +16,7 @@ from torch import Tensor
 
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.mesh import ParallelContext, full_tensor, init_distributed, to_local
-from herd.llama3.parallel.parallelize import empty_parts
+from herd.llama3.parallel.parallelize import empty_model_parts
 from herd.llama3.recipe.sections import Keep, Model
 from herd.llama3.train.checkpoint import dcp, storage
 from herd.llama3.train.checkpoint.manager import Checkpoints, SaveFailed
@@ -151,7 +151,7 @@ def parts_written(layout: dict[str, int]) -> tuple[int, dict[tuple[str, tuple[in
     dcp.COPIED = 0
     config = Model(layers=4, dim=64, ffn=224, heads=8, kv_heads=4, max_seq_len=64)
     with init_distributed("cpu", 30, Layout(**layout)) as world:
-        parts = empty_parts(config, 512, world, torch.float32, None)
+        parts = empty_model_parts(config, 512, world, torch.float32, None)
         tensors: dict[str, Any] = {name: one for part in parts.values() for name, one in part.named_parameters()}
         mine = dcp.shards_to_write(tensors, world.rank)
         written = {(item.index.fqn, tuple(item.index.offset or ())): dcp.size_of(item) for item in mine}

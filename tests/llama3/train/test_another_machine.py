@@ -141,4 +141,4 @@ def test_a_machine_that_was_given_up_and_is_not_dead_ends(
 
 def _saved(path: Path) -> bool:
     """Return whether the trainer of `path` has stored the journal of a first checkpoint."""
-    return (work(path) / "segments.jsonl").exists()
+    return (work(path) / "uploads.jsonl").exists()

@@ -23,7 +23,7 @@ from herd.llama3.train.checkpoint.manager import load_state
 from herd.llama3.train.checkpoint.manifest import CheckpointManifest
 from herd.llama3.train.journal import read_journal
 from herd.llama3.train.state import FP32_SUM_TERMS, Precision, TrainState
-from herd.llama3.train.validation import pack_rows
+from herd.llama3.train.validation import pack_sequences
 from tests.dist import run
 from tests.llama3.train.checkpoint_samples import ALONE
 from tests.llama3.train.test_held_out import SEQ, Bytes, documents
@@ -41,7 +41,7 @@ def trained(folder: Path, average: str, held: bool = True, name: str = "work", s
     path = job(folder, asked(average, **more), name=name, micro_batch=4)
     if held:
         work(path).mkdir(exist_ok=True)
-        pack_rows(documents(), Bytes(), SEQ).write(work(path))
+        pack_sequences(documents(), Bytes(), SEQ).write(work(path))
     assert run(size, train, path) == [0] * size, output(path)
     return path
 
@@ -148,7 +148,7 @@ def test_a_killed_stage_averages_the_same(tmp_path: Path) -> None:
     whole = trained(tmp_path, "ema 0.7")
     path = job(tmp_path, asked("ema 0.7"), name="killed", micro_batch=4)
     work(path).mkdir()
-    pack_rows(documents(), Bytes(), SEQ).write(work(path))
+    pack_sequences(documents(), Bytes(), SEQ).write(work(path))
     with pytest.raises(RuntimeError, match="died"):
         run(1, train_until_signal, path, signal.SIGKILL, "herd.llama3.train.train_step:Engine.train_step", 4, False)
     assert not (work(path) / "result").exists()
@@ -161,8 +161,8 @@ def test_the_average_is_judged_against_its_parts(tmp_path: Path) -> None:
     path = trained(tmp_path, "last 3")
     found = choice(path)
     journal = {record.position: record.metrics for record in read_journal(work(path) / "journal.jsonl")}
-    assert found.parts == {place * STEP: journal[place * STEP][metrics.HELD_OUT] for place in (2, 4, 5)}
-    assert found.last == found.parts[STEPS * STEP]
+    assert found.by_position == {place * STEP: journal[place * STEP][metrics.HELD_OUT] for place in (2, 4, 5)}
+    assert found.last == found.by_position[STEPS * STEP]
     assert found.kept == "average"
     assert found.average is not None
     assert found.average != found.last
@@ -193,7 +193,7 @@ def test_the_average_is_scored_alike_under_any_layout(tmp_path: Path) -> None:
     for name, size, layout in (("dp2", 2, {}), ("tp2-cp2", 4, {"tp": 2, "cp": 2})):
         path = job(tmp_path, asked("last 3"), name=name, micro_batch=4, layout=layout)
         work(path).mkdir()
-        pack_rows(documents(), Bytes(), SEQ).write(work(path))
+        pack_sequences(documents(), Bytes(), SEQ).write(work(path))
         assert run(size, train, path) == [0] * size, output(path)
         assert choice(path).average == pytest.approx(alone.average, rel=1e-9)
 

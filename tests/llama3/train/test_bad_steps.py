@@ -200,7 +200,7 @@ def test_tokens_recipe_and_skips_decide_the_result(rolled_back: Path, tmp_path: 
                 ("herd.llama3.train.journal:SkippedRanges.write", False),
                 ("herd.llama3.train.checkpoint.manager:Checkpoints._forget_after", True),
                 ("herd.llama3.train.metrics_log:Recorder.rewind", False),
-                ("herd.llama3.train.callbacks:StepResult.passed_over", False),
+                ("herd.llama3.train.callbacks:StepResult.excluded", False),
                 ("herd.llama3.train.trainer:Trainer.commit_result", False),
             ]
         ),
@@ -210,7 +210,7 @@ def test_a_rollback_killed_at_any_moment_gives_the_same_weights(
     target: str, after: bool, rolled_back: Path, tmp_path: Path
 ) -> None:
     path = job(tmp_path, asked(spikes=ROLLBACK))
-    calls = 2 if target.endswith("passed_over") else 1  # the first one is in the journal
+    calls = 2 if target.endswith("excluded") else 1  # the first one is in the journal
     with pytest.raises(RuntimeError, match="died"):
         run(1, train_poisoned_until_signal, path, [10], 1e6, target, after, calls)
     assert run(1, train_poisoned, path, [10], 1e6) == [0]

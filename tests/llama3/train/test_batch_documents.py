@@ -77,6 +77,6 @@ def test_the_line_says_what_follows_and_names_the_file(asked: Recipe) -> None:
         "position 1024: why; its batch changed nothing. Documents of the batch: work/incidents/1.json",
         "position 1024: why. Nothing of this step is kept. Look at its documents, or lower lr.peak. "
         "Documents of the batch: work/incidents/1.json",
-        "position 1024: why; back to before 768, passing over the batches until 1536. "
+        "position 1024: why; back to before 768, without the batches up to 1536. "
         "Documents of the batch: work/incidents/1.json",
     ]

@@ -21,7 +21,7 @@ from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.train import metrics
 from herd.llama3.train.journal import read_journal
-from herd.llama3.train.validation import COLUMNS, ValidationRows, pack_rows, validation_interval
+from herd.llama3.train.validation import COLUMNS, ValidationSequences, pack_sequences, validation_interval
 from tests.dist import run
 from tests.llama3.train.train_samples import BEGIN, STEP, job, losses, output, recipe, stages, train, work
 
@@ -58,7 +58,7 @@ def asked(**evaluate: Any) -> Recipe:
 
 @given(st.lists(st.text(min_size=1, max_size=40), min_size=1, max_size=12), st.integers(2, 24))
 def test_every_document_is_scored_once_and_whole_in_a_row(texts: list[str], seq_len: int) -> None:
-    held = pack_rows(
+    held = pack_sequences(
         [ValidationDocument(str(i), DOMAINS[i % 4], text) for i, text in enumerate(texts)], Bytes(), seq_len
     )
     scored = [token for token in held.columns["targets_BS"].flatten().tolist() if token != NO_TARGET]
@@ -87,7 +87,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         path = job(folder, asked(), name=name, layout=layout, micro_batch=4)
         work(path).mkdir()
         if name != "without":
-            pack_rows(documents(), Bytes(), SEQ).write(work(path))
+            pack_sequences(documents(), Bytes(), SEQ).write(work(path))
         assert run(size, train, path) == [0] * size, output(path)
         return path
 
@@ -138,16 +138,16 @@ def test_the_evaluation_finds_the_same(trained: Callable[[str], Path]) -> None:
 def test_never_is_never(tmp_path: Path) -> None:
     path = job(tmp_path, asked(val_interval="never"))
     work(path).mkdir()
-    pack_rows(documents(), Bytes(), SEQ).write(work(path))
+    pack_sequences(documents(), Bytes(), SEQ).write(work(path))
     assert run(1, train, path) == [0], output(path)
     assert not scores(path)
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
-    held = pack_rows(documents(), Bytes(), SEQ)
+    held = pack_sequences(documents(), Bytes(), SEQ)
     held.write(tmp_path)
-    again = ValidationRows.read(tmp_path)
+    again = ValidationSequences.read(tmp_path)
     assert again is not None
     assert again.bytes == held.bytes
     assert all((again.columns[name] == held.columns[name]).all() for name in COLUMNS)
-    assert ValidationRows.read(tmp_path / "elsewhere") is None
+    assert ValidationSequences.read(tmp_path / "elsewhere") is None

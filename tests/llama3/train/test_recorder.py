@@ -61,7 +61,7 @@ def train(to: Recorder, first: int, last: int, shares: DataShares | None = None,
         times = StepTiming(**{"step": 0.5, "data_wait": 0.1, **timing})
         result: StepResult = Found(10.0 - step.start / STEP, timing=times)
         if to.skips.covers(step.start):
-            result = StepResult.passed_over()
+            result = StepResult.excluded()
         if shares is not None:
             shares.on_step_end(step, result)
         to.on_step_end(step, result)

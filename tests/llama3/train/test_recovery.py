@@ -167,7 +167,7 @@ def test_damaged_checkpoint_is_passed_over_by_name(
     do(next(newest.glob("*.safetensors")))
     assert run(1, train, path) == [0]
     log = output(path)
-    assert f"checkpoint passed over: {newest}" in log
+    assert f"checkpoint skipped: {newest}" in log
     assert reason in log
     assert f"from checkpoint {3 * STEP:018}" in log
     assert (newest.parent / f".damaged-{newest.name}").is_dir()

@@ -175,7 +175,7 @@ def judged(
 
 
 def test_what_follows_from_each_policy() -> None:
-    assert judged(Given(skipped=False)) == StepDecision("go on")
+    assert judged(Given(skipped=False)) == StepDecision("continue")
     spike = Given(loss=30.0)
     assert judged(spike, spikes={"policy": "skip"}).kind == "skipped"
     stopped = judged(spike, spikes={"policy": "stop"})

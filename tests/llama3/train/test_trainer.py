@@ -156,7 +156,7 @@ def train_with_calls(path: Path, pipelined: bool) -> list[tuple[str, int]]:
 
 def test_a_callback_sees_every_step_and_save(tmp_path: Path) -> None:
     (calls,) = run(1, train_with_calls, job(tmp_path, recipe(stages=stages(4))), False)
-    steps = [call for n in range(4) for call in [("start", n * STEP), ("go on", (n + 1) * STEP)]]
+    steps = [call for n in range(4) for call in [("start", n * STEP), ("continue", (n + 1) * STEP)]]
     assert calls == [*steps[:6], ("save", 6), *steps[6:], ("train end", 9), ("save", 10)]
 
 
@@ -169,15 +169,15 @@ def test_a_device_gets_the_next_step_before_the_last_one_is_read_back_except_at_
     assert calls == [
         ("start", 0),
         ("start", STEP),
-        ("go on", STEP),
+        ("continue", STEP),
         ("start", 2 * STEP),
-        ("go on", 2 * STEP),
-        ("go on", 3 * STEP),
+        ("continue", 2 * STEP),
+        ("continue", 3 * STEP),
         ("save", 6),
         ("start", 3 * STEP),
         ("start", 4 * STEP),
-        ("go on", 4 * STEP),
-        ("go on", 5 * STEP),
+        ("continue", 4 * STEP),
+        ("continue", 5 * STEP),
         ("train end", 11),
         ("save", 12),
     ]
