@@ -23,10 +23,10 @@ from herd.llama3.model.transformer import Transformer, build_model
 from herd.llama3.recipe.sections import Model
 from herd.llama3.train.validation import ValidationSequences
 
-SPEC = Model(preset="tiny")
+CONFIG = Model(preset="tiny")
 
 
-def model(config: Model = SPEC) -> Transformer:
+def model(config: Model = CONFIG) -> Transformer:
     return build_model(config, 50, 1, torch.float32, torch.device("cpu"))
 
 
@@ -50,9 +50,9 @@ def test_round_trip(tmp_path: Path, tied: bool) -> None:
 
 def test_same_weights_same_bytes(tmp_path: Path) -> None:
     state = model().state_dict()
-    save_model(tmp_path / "a", SPEC, 50, state)
-    save_model(tmp_path / "b", SPEC, 50, dict(reversed(state.items())))
-    save_model(tmp_path / "c", SPEC, 50, iter(state.items()))
+    save_model(tmp_path / "a", CONFIG, 50, state)
+    save_model(tmp_path / "b", CONFIG, 50, dict(reversed(state.items())))
+    save_model(tmp_path / "c", CONFIG, 50, iter(state.items()))
     expected = save({name: state[name] for name in sorted(state)})
     for folder in "abc":
         assert (tmp_path / folder / "model.safetensors").read_bytes() == expected
@@ -63,7 +63,7 @@ def test_same_weights_same_bytes(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("parts")
 def test_a_model_in_parts_is_the_same_model(tmp_path: Path) -> None:
     made = model()
-    save_model(tmp_path, SPEC, 50, made.state_dict())
+    save_model(tmp_path, CONFIG, 50, made.state_dict())
     files = sorted(tmp_path.glob("*.safetensors"))
     assert [file.name for file in files] == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, 13)]
     alone = 224 * 64 * 4  # a parameter that is larger than a file may be has one to itself
@@ -94,10 +94,10 @@ def test_files_are_written_while_the_weights_come(tmp_path: Path) -> None:
 
 
 def test_a_model_replaces_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new = model(), build_model(SPEC, 50, 2, torch.float32, torch.device("cpu"))
+    old, new = model(), build_model(CONFIG, 50, 2, torch.float32, torch.device("cpu"))
     for limit, made in ((30_000, old), (10**9, new), (50_000, old), (30_000, new)):
         monkeypatch.setattr(herd.llama3.model.files, "SHARD_BYTES", limit)
-        save_model(tmp_path, SPEC, 50, made.state_dict())
+        save_model(tmp_path, CONFIG, 50, made.state_dict())
         assert torch.equal(load_model(tmp_path).state_dict()["norm.weight"], made.norm.weight)
         stored = open_model(tmp_path)
         assert all(torch.equal(stored.tensor(name), value) for name, value in made.state_dict().items())
@@ -109,7 +109,7 @@ def test_a_model_replaces_the_one_before(tmp_path: Path, monkeypatch: pytest.Mon
 def test_any_part_of_a_parameter_is_read(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp() / "slices"
     if not folder.exists():
-        save_model(folder, SPEC, 50, model().state_dict())
+        save_model(folder, CONFIG, 50, model().state_dict())
     stored = open_model(folder)
     name = data.draw(st.sampled_from(stored.names()))
     whole = model().state_dict()[name]
@@ -122,7 +122,7 @@ def test_any_part_of_a_parameter_is_read(data: st.DataObject, tmp_path_factory: 
 def test_others_may_read_a_model_if_the_umask_allows(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        save_model(tmp_path, SPEC, 50, model().state_dict().items())
+        save_model(tmp_path, CONFIG, 50, model().state_dict().items())
     finally:
         os.umask(before)
     assert {oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()} == {"0o644"}
@@ -135,7 +135,7 @@ def test_a_folder_for_other_programs_is_named_as_one(tmp_path: Path) -> None:
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    save_model(tmp_path, SPEC, 50, model().state_dict())
+    save_model(tmp_path, CONFIG, 50, model().state_dict())
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "rows": 51}))
     with pytest.raises(ValueError, match=r"does not fit config.json in embedding.weight"):
@@ -147,7 +147,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("parts")
 def test_damaged_parts_are_refused(tmp_path: Path) -> None:
-    save_model(tmp_path, SPEC, 50, model().state_dict())
+    save_model(tmp_path, CONFIG, 50, model().state_dict())
     index = tmp_path / "model.safetensors.index.json"
     text, part = index.read_text(), tmp_path / "model-00003-of-00012.safetensors"
     whole = part.read_bytes()

@@ -9,7 +9,7 @@ from threading import Event
 
 from herd.llama3.train.checkpoint.manifest import CheckpointManifest
 from herd.llama3.train.checkpoint.storage import RemoteSave
-from tests.llama3.train.test_bad_steps import poison
+from tests.llama3.train.test_trainer_bad_steps import poison
 from tests.llama3.train.train_samples import train, train_until_signal
 
 

@@ -26,7 +26,7 @@ from herd.llama3.train.state import FP32_SUM_TERMS, Precision, TrainState
 from herd.llama3.train.validation import pack_sequences
 from tests.dist import run
 from tests.llama3.train.checkpoint_samples import ALONE
-from tests.llama3.train.test_held_out import SEQ, Bytes, documents
+from tests.llama3.train.test_validation import SEQ, Bytes, documents
 from tests.llama3.train.train_samples import STEP, job, output, recipe, stages, train, train_until_signal, work
 
 STEPS = 5

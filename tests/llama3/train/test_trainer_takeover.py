@@ -19,7 +19,7 @@ from herd.llama3.train.journal import read_rewinds
 from herd.storage.objects import list_children
 from tests.dist import run
 from tests.llama3.train.takeover_samples import killed_there, train_there
-from tests.llama3.train.test_bad_steps import ROLLBACK
+from tests.llama3.train.test_trainer_bad_steps import ROLLBACK
 from tests.llama3.train.train_samples import STEP, job, output, recipe, records, stages, train, weights, work
 from tests.storage.s3 import BUCKET, environment, moto_server, pointed_at
 
@@ -73,7 +73,7 @@ def test_an_empty_machine_ends_in_the_same_bytes(server: dict[str, str], undistu
     assert len((work(path) / "attempts.jsonl").read_text().splitlines()) == 2
     told = [record.metrics for record in records(path) if "recovery/restarts" in record.metrics]
     assert [values["recovery/restarts"] for values in told] == [1]
-    assert output(path).count("the journal was brought from the object store") == 1
+    assert output(path).count("downloaded the journal from the object store") == 1
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_a_machine_that_comes_back_takes_over_the_past_of_the_other(
         run(1, killed_there, server, second, STEPPED, 5)
     assert run(1, train_there, server, first) == [0], output(first)
     assert_same(first, undisturbed)
-    assert "brought from the object store" in output(first)
+    assert "downloaded the journal from the object store" in output(first)
     (aside,) = work(first).glob("abandoned-*")
     assert (aside / "journal.jsonl").read_bytes() == before
 

@@ -14,7 +14,7 @@ from herd.llama3.model.transformer import Transformer, build_model
 from herd.llama3.recipe.sections import Model, RopeScaling
 
 ROWS = 40
-SPEC = Model(
+CONFIG = Model(
     layers=2,
     dim=32,
     ffn=48,
@@ -28,7 +28,7 @@ SPEC = Model(
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
-    made = build_model(SPEC, ROWS, 3, torch.float32, torch.device("cpu"))
+    made = build_model(CONFIG, ROWS, 3, torch.float32, torch.device("cpu"))
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.mul_(12.0 if parameter.ndim > 1 else 1.0)

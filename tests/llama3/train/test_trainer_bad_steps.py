@@ -173,7 +173,7 @@ def test_a_rollback_passes_over_the_data_around_the_spike(rolled_back: Path) -> 
     assert told["recovery/rollbacks"] == 1.0
     assert told["recovery/replay_max_abs_diff"] == 0.0  # from the checkpoint at 6 to 8: trained again, the same
     assert told["recovery/lost_tokens"] >= 5 * STEP
-    (skip,) = SkippedRanges.read(work(rolled_back) / "result").spans
+    (skip,) = SkippedRanges.read(work(rolled_back) / "result").ranges
     assert (skip.start, skip.end, skip.spike) == (8 * STEP, 13 * STEP, 10 * STEP)
     assert f"position {10 * STEP}: loss " in output(rolled_back)
     (incident,) = (work(rolled_back) / "result" / "incidents").iterdir()

@@ -30,12 +30,12 @@ from tests.dist import run
 
 CPU = torch.device("cpu")
 STEP = Step(0, 16, 16)
-SPEC = Model(layers=1, dim=32, ffn=64, heads=2, kv_heads=1, max_seq_len=64)
+CONFIG = Model(layers=1, dim=32, ffn=64, heads=2, kv_heads=1, max_seq_len=64)
 
 
 def traced(work: Path, profile: Profile | None, steps: int, rank: int = 0) -> None:
     """Train some steps under a profiler."""
-    model = build_model(SPEC, 64, 0, torch.float32, CPU)
+    model = build_model(CONFIG, 64, 0, torch.float32, CPU)
     tokens = torch.arange(16).view(1, 16)
     profiler = Profiler(profile, work, rank, CPU)
     for number in range(steps):

@@ -22,7 +22,7 @@ from herd.llama3.model.transformer import Block, build_model
 from herd.llama3.recipe.sections import Model
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
-SPEC = Model(layers=1, dim=32, ffn=80, heads=4, kv_heads=2, max_seq_len=32)
+CONFIG = Model(layers=1, dim=32, ffn=80, heads=4, kv_heads=2, max_seq_len=32)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -143,7 +143,7 @@ def test_the_gated_product_has_the_gradient_of_its_value() -> None:
 
 
 def block(dtype: torch.dtype, exact: bool, float8: bool) -> Block:
-    model = build_model(SPEC, 64, 0, dtype, torch.device("cpu"))
+    model = build_model(CONFIG, 64, 0, dtype, torch.device("cpu"))
     for module in model.modules():
         if hasattr(module, "exact"):
             module.exact = exact
@@ -157,7 +157,7 @@ def block(dtype: torch.dtype, exact: bool, float8: bool) -> Block:
 def run_block(layer: Block, x: Tensor, **how: Any) -> list[Tensor]:
     """Return what the layer gives, and the gradients of its input and weights."""
     positions = torch.arange(x.shape[1])
-    table = rotation(positions, SPEC.dim // SPEC.heads, SPEC.rope_theta, SPEC.rope_scaling, torch.float32)
+    table = rotation(positions, CONFIG.dim // CONFIG.heads, CONFIG.rope_theta, CONFIG.rope_scaling, torch.float32)
     x = x.clone().requires_grad_()
     layer.zero_grad()
     out = layer(x, table, attention_mask(None, positions, positions, x.dtype, False), **how)
@@ -179,7 +179,7 @@ def run_block(layer: Block, x: Tensor, **how: Any) -> list[Tensor]:
     ids=["fp64", "fp32", "exact", "bf16", "fp8"],
 )
 def test_a_layer_that_keeps_less_gives_the_same_bits(dtype: torch.dtype, exact: bool, float8: bool, how: Any) -> None:
-    layer, x = block(dtype, exact, float8), random(2, 16, SPEC.dim, dtype=dtype)
+    layer, x = block(dtype, exact, float8), random(2, 16, CONFIG.dim, dtype=dtype)
     plain, less = run_block(layer, x), run_block(layer, x, **how)
     assert len(plain) == len(less) == 2 + 9
     assert [number for number, pair in enumerate(zip(plain, less, strict=True)) if not torch.equal(*pair)] == []

@@ -209,7 +209,7 @@ def test_too_many_bad_steps_end_the_run() -> None:
     assert judged(Given(), skips=rolled_back, spikes={"policy": "rollback", "max_bad_steps": 3}).kind == "stop"
 
 
-def test_spans_are_kept_on_disk(tmp_path: Path) -> None:
+def test_skipped_ranges_are_kept_on_disk(tmp_path: Path) -> None:
     assert SkippedRanges.read(tmp_path) == SkippedRanges()
     skips = (
         SkippedRanges()
@@ -221,5 +221,5 @@ def test_spans_are_kept_on_disk(tmp_path: Path) -> None:
     covered = [start for start in range(0, 100, 10) if skips.covers(start)]
     assert covered == [20, 30, 40, 70]
     (tmp_path / "skips.json").write_text('[{"start": 1}]')
-    with pytest.raises(ValueError, match=r"skips\.json: is not a list of spans"):
+    with pytest.raises(ValueError, match=r"skips\.json: is not a list of skipped ranges"):
         SkippedRanges.read(tmp_path)

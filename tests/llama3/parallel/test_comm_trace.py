@@ -31,7 +31,7 @@ def case(world: int, rank: int = 0, load: Load = LOAD, **layout: Any) -> Case:
     return world, rank, load, tuple(layout.items())
 
 
-SPEC = shape(layers=2)
+CONFIG = shape(layers=2)
 PLAIN, CUT, PIPED = case(8, tp=2), case(24, 5, tp=4, cp=2), case(24, 3, tp=2, pp=3)
 REPLICAS = case(8, tp=2, dp_replicate=2)
 SELECTIVE, FULL = case(8, tp=2, recompute="selective"), case(8, tp=2, recompute="full")
@@ -47,7 +47,7 @@ MORE = [SELECTIVE, FULL, CONTEXT, FP32, EXACT, ONLY_TP]
 @cache
 def traced_together(cases: tuple[Case, ...]) -> dict[Case, RankTrace]:
     """Trace cases in one process: most of the time of a case is what the first one imports."""
-    return dict(zip(cases, several(SPEC, ROWS, list(cases)), strict=True))
+    return dict(zip(cases, several(CONFIG, ROWS, list(cases)), strict=True))
 
 
 def tiny_trace(case: Case) -> RankTrace:
@@ -96,7 +96,7 @@ def layer_elements(config: Model, tp: int) -> int:
 @pytest.mark.slow
 def test_tensor_parallel_traffic_is_ten_halves_of_an_all_reduce(wanted: Case) -> None:
     for stage in tiny_trace(wanted).stages:
-        assert sent(stage, "tp") == tensor_parallel(SPEC, LOAD, dict(wanted[3]).get("cp", 1), 2, "bfloat16")
+        assert sent(stage, "tp") == tensor_parallel(CONFIG, LOAD, dict(wanted[3]).get("cp", 1), 2, "bfloat16")
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_tensor_parallel_traffic_of_the_405b() -> None:
 def test_weights_are_gathered_in_the_compute_type_and_gradients_reduced_in_fp32(
     wanted: Case, size: int, dtype: str
 ) -> None:
-    elements = layer_elements(SPEC, dict(wanted[3]).get("tp", 1))
+    elements = layer_elements(CONFIG, dict(wanted[3]).get("tp", 1))
     assert sent(only(wanted), "fsdp") == {
         ("first", "forward", "all-gather", elements * size, dtype): 1,
         ("last", "backward", "reduce-scatter", elements * 4, "float32"): 1,
@@ -134,17 +134,17 @@ def test_weights_of_the_405b_are_gathered_once_a_step() -> None:
 
 @pytest.mark.slow
 def test_exact_gradients_are_reduced_in_fp64() -> None:
-    reduced = layer_elements(SPEC, 1) * 8
+    reduced = layer_elements(CONFIG, 1) * 8
     assert ("last", "backward", "reduce-scatter", reduced, "float64") in sent(only(EXACT), "fsdp")
 
 
 def test_replicas_reduce_a_share_of_the_gradients_once_more() -> None:
-    share = layer_elements(SPEC, 2) * 4 // 2
+    share = layer_elements(CONFIG, 2) * 4 // 2
     assert sent(only(REPLICAS), "replica") == {("last", "backward", "all-reduce", share, "float32"): 1}
 
 
 def test_zero_3_gathers_weights_and_reduces_gradients_in_the_backward_pass_of_every_micro_batch() -> None:
-    whole = layer_elements(SPEC, 1) * 2
+    whole = layer_elements(CONFIG, 1) * 2
     assert sent(only(ZERO_3), "fsdp", when="each", phase="backward") == {
         ("each", "backward", "all-gather", whole, "bfloat16"): 1,
         ("each", "backward", "reduce-scatter", whole * 2, "float32"): 1,
@@ -153,7 +153,7 @@ def test_zero_3_gathers_weights_and_reduces_gradients_in_the_backward_pass_of_ev
 
 @pytest.mark.parametrize(("wanted", "tp"), [pytest.param(CONTEXT, 1, marks=pytest.mark.slow), (CUT, 4)], ids=str)
 def test_context_parallel_traffic_is_keys_and_values(wanted: Case, tp: int) -> None:
-    config = SPEC
+    config = CONFIG
     both = 2 * LOAD.micro_batch * LOAD.seq_len * config.kv_heads * (config.dim // config.heads) // tp * 2
     assert sent(only(wanted), "cp") == {
         ("each", "forward", "all-gather", both, "bfloat16"): 1,
@@ -177,11 +177,11 @@ def test_a_stage_sends_once_for_every_action_that_another_waits_for(vpp: int) ->
     layout = Layout(pp=2, vpp=vpp, tp=2)
     count = 4
     lists = actions("interleaved", 2, vpp, count)
-    hidden = LOAD.micro_batch * LOAD.seq_len // 2 * SPEC.dim * 2
+    hidden = LOAD.micro_batch * LOAD.seq_len // 2 * CONFIG.dim * 2
     for rank, mine in enumerate(lists):
         forward = sum(a.kind == "F" and a.stage < layout.stages - 1 for a in mine)
         backward = sum(a.kind == "B" and a.stage > 0 for a in mine)
-        found = [c for s in stages(SPEC, layout, rank) for c in transfers(s.number, SPEC, layout, LOAD)]
+        found = [c for s in stages(CONFIG, layout, rank) for c in transfers(s.number, CONFIG, layout, LOAD)]
         assert {c.bytes for c in found} == {hidden}
         assert sum(c.count for c in found if c.phase == "forward") * count == forward
         assert sum(c.count for c in found if c.phase == "backward") * count == backward
@@ -202,7 +202,7 @@ def test_only_an_axis_of_several_processes_sends() -> None:
 
 def test_a_layout_that_does_not_fit_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"tp: 3 does not divide"):
-        several(SPEC, ROWS, [case(3, tp=3)])
+        several(CONFIG, ROWS, [case(3, tp=3)])
 
 
 def test_traces_are_json_both_ways() -> None:

@@ -144,10 +144,10 @@ def test_what_another_branch_left_is_moved_aside(machine: Machine, tmp_path: Pat
     machine.rewind(4)
     assert machine.start(newest, "three")
     assert [r.metrics["train/loss"] for r in read_journal(machine.work / "journal.jsonl")] == [0.0] * 3 + [2.0] * 3
-    assert SkippedRanges.read(machine.work).spans == ()
+    assert SkippedRanges.read(machine.work).ranges == ()
     (aside,) = machine.work.glob("abandoned-*")
     assert [r.metrics["train/loss"] for r in read_journal(aside / "journal.jsonl")] == [0.0] * 3 + [1.0]
-    assert len(SkippedRanges.read(aside).spans) == 1
+    assert len(SkippedRanges.read(aside).ranges) == 1
 
 
 def test_a_segment_that_is_lost_is_named_and_may_be_given_up(machine: Machine, tmp_path: Path) -> None:
