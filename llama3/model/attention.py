@@ -216,7 +216,7 @@ class Attention(nn.Module):
         def gather_again(k: Tensor, v: Tensor) -> Tensor:
             return self.comms.all_gather_kv(k, v)[0]  # the keys; the values share their memory
 
-        with recomputed(k_BTKE, gather_again, k_BSKE, v_BSKE, wanted=spare and gathered):
+        with recomputed(k_BTKE, gather_again, k_BSKE, v_BSKE, enabled=spare and gathered):
             out_BSHE = attend(q_BSHE, k_BTKE, v_BTKE, visible)
         mixed: Tensor = self.o(out_BSHE.flatten(2))
         return mixed
@@ -245,17 +245,17 @@ def rotation(
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | str = "cpu") -> Tensor:
     """Return the angle per position of each pair of features in radians [E/2], float64.
 
-    Plain: f = theta^(-2i/E). Scaled, as in Llama 3.1: f (s + (1 - s) / factor), where s interpolates the turns within
-    the original length, original x f / 2 pi, from low_freq_factor (s = 0) to high_freq_factor (s = 1).
+    Plain: f = theta^(-2i/E). Scaled, as in Llama 3.1: f (s + (1 - s) / factor), where s (`smooth`) interpolates the
+    turns within the original length, original x f / 2 pi, from low_freq_factor (s = 0) to high_freq_factor (s = 1).
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     plain = theta**-exponents
     if scaling is None:
         return plain
     turns = scaling.original * plain / (2 * math.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return plain * (kept + (1 - kept) / scaling.factor)
+    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = smooth.clamp(0, 1)
+    return plain * (smooth + (1 - smooth) / scaling.factor)
 
 
 def rotate(x_BSNE: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:

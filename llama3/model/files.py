@@ -146,7 +146,7 @@ class CheckpointModel(StoredModel):
         for path in (path for path in sizes if path.suffix == ".safetensors"):
             file = self._open(path)
             offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
-            for key in file.keys():  # noqa: SIM118  (it is no dictionary)
+            for key in file.keys():  # noqa: SIM118  (not a dictionary)
                 if (name := key.removeprefix(prefix)) in self._slices and name != key:
                     shape = file.get_slice(key).get_shape()
                     self._slices[name][tuple(offsets[key]["saved_offsets"])] = (path, shape)
@@ -168,17 +168,17 @@ class CheckpointModel(StoredModel):
 
         shape = self._shapes[name]
         axes = (*where, *[slice(None)] * (len(shape) - len(where)))
-        wanted = [axis.indices(size)[:2] for axis, size in zip(axes, shape, strict=True)]
+        requested = [axis.indices(size)[:2] for axis, size in zip(axes, shape, strict=True)]
         key, ((first, _), *_) = self._prefix + name, self._slices[name].values()
         dtype = self._open(first).get_slice(key)[tuple(slice(0, 0) for _ in shape)].dtype
-        whole = torch.empty([end - begin for begin, end in wanted], dtype=dtype)
+        whole = torch.empty([end - begin for begin, end in requested], dtype=dtype)
         for offsets, (path, sizes) in self._slices[name].items():
-            both = [
+            overlap = [
                 (max(begin, at), min(end, at + size))
-                for (begin, end), at, size in zip(wanted, offsets, sizes, strict=True)
+                for (begin, end), at, size in zip(requested, offsets, sizes, strict=True)
             ]
-            if all(low < high for low, high in both):
-                pairs = list(zip(both, wanted, offsets, strict=True))
+            if all(low < high for low, high in overlap):
+                pairs = list(zip(overlap, requested, offsets, strict=True))
                 target = tuple(slice(low - begin, high - begin) for (low, high), (begin, _), _ in pairs)
                 source = tuple(slice(low - at, high - at) for (low, high), _, at in pairs)
                 whole[target] = self._open(path).get_slice(key)[source]
@@ -239,8 +239,8 @@ def shape_mismatches(config: Model, rows: int, shapes: Mapping[str, tuple[int, .
 
 def os_error_number(error: SafetensorError) -> int | None:
     """Return the system's number in an error of safetensors: 28 of `No space left on device (os error 28)`."""
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return int(found[1]) if found else None
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return int(match[1]) if match else None
 
 
 def write_weights(folder: Path, tensors: Named, whole: str = WEIGHTS, metadata: dict[str, str] | None = None) -> None:

@@ -2,7 +2,7 @@
 
 A cache takes the place of context parallelism in a model's `comms` (see `with_cache`): it gives the positions of new
 tokens and stores the keys and values of each layer. Space for the longest text is allocated at once. A process that
-holds a part of the model caches its own heads and layers. Storage is [B, K, T, E], the order in which attention reads
+holds some heads and layers of the model caches those. Storage is [B, K, T, E], the order in which attention reads
 fastest.
 
 Shapes: B sequences, S tokens of this call, T tokens so far, K key/value heads, E features of a head.
@@ -22,7 +22,7 @@ from herd.llama3.model.transformer import Transformer
 
 
 class KeyValues(Protocol):
-    """What attention needs of a cache: the context-parallel part of `Comms`."""
+    """What attention needs of a cache: the context-parallel methods of `Comms`."""
 
     def all_gather_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
     def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]: ...
@@ -65,9 +65,9 @@ class Cache:
         keys = torch.arange(self.length, device=device)
         return (keys, keys) if self.length == seq_len else (keys[-seq_len:], keys)
 
-    def keep(self, rows: Tensor) -> None:
-        """Keep only the sequences `rows` (int64 indices); an index may be repeated."""
-        self._stores = [(k[rows], v[rows]) for k, v in self._stores]
+    def keep(self, indices: Tensor) -> None:
+        """Keep only the sequences `indices` (int64); an index may be repeated."""
+        self._stores = [(k[indices], v[indices]) for k, v in self._stores]
 
     def cut(self, length: int) -> None:
         """Drop all tokens after the first `length`."""
@@ -95,14 +95,14 @@ class PaddedCache(Cache):
     Filled from caches of one sequence each (`put`); then each call adds one token per sequence.
     """
 
-    def __init__(self, room: int, rows: int, length: int) -> None:
-        """Create a cache for `rows` sequences, the longest of which has `length` tokens so far."""
+    def __init__(self, room: int, sequences: int, length: int) -> None:
+        """Create a cache for as many `sequences`, the longest of which has `length` tokens so far."""
         super().__init__(room)
         self.length = length
-        self._padding = torch.full((rows,), length)
+        self._padding = torch.full((sequences,), length)
 
-    def put(self, rows: slice, other: Cache) -> None:
-        """Copy the only sequence of `other` into each of `rows`."""
+    def put(self, indices: slice, other: Cache) -> None:
+        """Copy the only sequence of `other` into each of the sequences `indices`."""
         begin = self.length - other.length
         if not self._stores:  # zeros: padding is multiplied by 0, and uninitialized memory may hold NaN
             size = len(self._padding)
@@ -111,8 +111,8 @@ class PaddedCache(Cache):
                 self._stores.append((k.new_zeros(shape), v.new_zeros(shape)))
         for targets, sources in zip(self._stores, other._stores, strict=True):
             for target, source in zip(targets, sources, strict=True):
-                target[rows, :, begin : self.length] = source[:, :, : other.length]
-        self._padding[rows] = begin
+                target[indices, :, begin : self.length] = source[:, :, : other.length]
+        self._padding[indices] = begin
 
     def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the positions of the tokens within their sequences [B, S], and the cache slots."""
@@ -127,42 +127,42 @@ class PaddedCache(Cache):
         slots = torch.arange(self.length + 1, device=device)
         return AttentionMask(mask=(slots >= self._padding.to(device).unsqueeze(1))[:, None, None])
 
-    def keep(self, rows: Tensor) -> None:
-        super().keep(rows)
-        self._padding = self._padding[rows.cpu()]
+    def keep(self, indices: Tensor) -> None:
+        super().keep(indices)
+        self._padding = self._padding[indices.cpu()]
 
 
 class BatchCache(Cache):
     """Right-padded sequences of different lengths, which join and leave between calls (continuous batching).
 
-    Each call adds one token to every sequence. A row is at the beginning of its storage, so that no join or leave moves
-    another row than the last one; attention does not read the padding.
+    Each call adds one token to every sequence. A sequence starts at the beginning of its storage, so that a join or
+    leave moves at most the last one; attention does not read the padding.
     """
 
     def __init__(self) -> None:
         """Create an empty cache; it grows as sequences join."""
         super().__init__(0)
         self._lengths: list[int] = []
-        self._places: Tensor | None = None
-        """Where the tokens of this call go, among all rows, heads and slots of a layer's storage."""
+        self._write_indices: Tensor | None = None
+        """Where the tokens of this call go, among all sequences, heads and slots of a layer's storage."""
 
     def __len__(self) -> int:
         """Return the number of sequences."""
         return len(self._lengths)
 
-    def join(self, other: Cache, room: int, rows: int) -> None:
+    def join(self, other: Cache, room: int, sequences: int) -> None:
         """Add the only sequence of `other` as the last one.
 
-        Storage grows to at most `rows` sequences of `room` tokens, or of as many as an earlier one needed.
+        Storage grows to at most `sequences` sequences of `room` tokens, or of as many as an earlier one needed.
         """
         count, self.room = len(self), max(self.room, room)
         for index, sources in enumerate(other._stores):
             if index == len(self._stores):
                 self._stores.append((sources[0][:0, :, :0], sources[1][:0, :, :0]))
-            allocated, _, held, _ = self._stores[index][0].shape
-            if count == allocated or held < self.room:
-                # twice as many rows at once, so that few joins copy the others
-                size = max(count + 1, min(rows, 2 * count))
+            allocated, _, slots, _ = self._stores[index][0].shape
+            if count == allocated or slots < self.room:
+                # twice as many sequences at once, so that few joins copy the others
+                size = max(count + 1, min(sequences, 2 * count))
                 k, v = self._stores[index]
                 self._stores[index] = self._grown(k, size), self._grown(v, size)
             for store, source in zip(self._stores[index], sources, strict=True):
@@ -176,14 +176,14 @@ class BatchCache(Cache):
         grown[: len(self), :, : store.shape[2]] = store[: len(self)]
         return grown
 
-    def leave(self, row: int) -> None:
-        """Remove the sequence `row`; the last one takes its place."""
+    def leave(self, index: int) -> None:
+        """Remove the sequence `index`; the last sequence gets its index."""
         last = self._lengths.pop()
-        if row < len(self):
+        if index < len(self):
             for stores in self._stores:
                 for store in stores:
-                    store[row, :, :last] = store[len(self), :, :last]
-            self._lengths[row] = last
+                    store[index, :, :last] = store[len(self), :, :last]
+            self._lengths[index] = last
         self.length = max(self._lengths, default=0)
 
     def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -193,17 +193,17 @@ class BatchCache(Cache):
         self._lengths = [length + 1 for length in self._lengths]
         if self._stores:  # a pipeline stage may have no layer
             heads, room = self._stores[0][0].shape[1:3]
-            rows_BK = torch.arange(len(self) * heads, device=device).view(len(self), heads)
-            self._places = (rows_BK * room + before_B1).flatten()
+            heads_BK = torch.arange(len(self) * heads, device=device).view(len(self), heads)
+            self._write_indices = (heads_BK * room + before_B1).flatten()
         return before_B1, slots
 
     def all_gather_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        assert self._places is not None
+        assert self._write_indices is not None
         stores = self._stores[self._layer]
         self._layer += 1
         for store, new in zip(stores, (k, v), strict=True):
             features = store.shape[-1]
-            store.view(-1, features).index_copy_(0, self._places, new.reshape(-1, features))
+            store.view(-1, features).index_copy_(0, self._write_indices, new.reshape(-1, features))
         return self._cached((stores[0][: len(self)], stores[1][: len(self)]))
 
     def visible(self, seq_len: int, device: torch.device) -> AttentionMask:
@@ -220,11 +220,11 @@ class PrefixCache:
     """Shared-prefix cache: several continuations of one prompt, which are not cached themselves.
 
     Call the model with an `AttentionMask` mask [B, 1, S, T], where T includes the prompt. Concatenated keys and values
-    exist for one layer at a time, so memory holds the prompt once and not once per row.
+    exist for one layer at a time, so memory holds the prompt once and not once per sequence.
     """
 
     def __init__(self, before: Cache | None, positions_BS: Tensor, repeated: int = 1) -> None:
-        """Use the cache `before` of the prompt (one row), if any, and the positions of the tokens of each row.
+        """Use the cache `before` of the prompt (one sequence), if any, and the positions of each sequence's tokens.
 
         `repeated` repeats each key head: CUDA kernels with a mask need as many key heads as query heads.
         """

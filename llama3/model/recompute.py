@@ -19,15 +19,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 
-def recomputed(value: Tensor, make: Callable[..., Tensor], *kept: Tensor, wanted: bool = True) -> Any:
+def recomputed(value: Tensor, make: Callable[..., Tensor], *inputs: Tensor, enabled: bool = True) -> Any:
     """Return a context in which autograd saves, instead of tensors that share memory with `value`, how to make them.
 
-    `make(*kept)` must give the same bits in the same memory layout, with collectives in the same order on every
-    process. `kept` stays in memory. A no-op unless `wanted`, and without gradients.
+    `make(*inputs)` must give the same bits in the same memory layout, with collectives in the same order on every
+    process. `inputs` stay in memory. A no-op unless `enabled`, and without gradients.
     """
-    if not wanted or not torch.is_grad_enabled():
+    if not enabled or not torch.is_grad_enabled():
         return nullcontext()
-    promise, memory = _Promise(make, tuple(tensor.detach() for tensor in kept)), _memory(value)
+    promise, memory = _Promise(make, tuple(tensor.detach() for tensor in inputs)), _memory(value)
 
     def pack(saved: Tensor) -> Any:
         if _memory(saved) != memory:
@@ -53,20 +53,20 @@ def gate_product(gate: Tensor, up: Tensor) -> Tensor:
 class _Promise:
     """A value that the first reader in a backward pass makes and the last one drops."""
 
-    def __init__(self, make: Callable[..., Tensor], kept: tuple[Tensor, ...]) -> None:
-        self.make, self.kept = make, kept
-        self.readers = self.left = 0
+    def __init__(self, make: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
+        self.make, self.inputs = make, inputs
+        self.readers = self.remaining = 0
         self.value: Tensor | None = None
 
     def read(self) -> Tensor:
         """Return the value; each reader calls this once per backward pass."""
         if self.value is None:
             with torch.no_grad():
-                self.value = self.make(*self.kept)
-            self.left = self.readers
+                self.value = self.make(*self.inputs)
+            self.remaining = self.readers
         value = self.value
-        self.left -= 1
-        if not self.left:
+        self.remaining -= 1
+        if not self.remaining:
             self.value = None
         return value
 

@@ -1,7 +1,7 @@
 """The Llama 3 transformer: RMSNorm, grouped-query attention with rotary positions, SwiGLU, no biases (Table 3).
 
-It knows no processes or devices: sharding wraps it from outside, and a sharded model communicates through `comms`,
-which also provides cached keys and values in generation (`kv_cache`).
+It does not know of processes and devices: sharding wraps it from outside, and a sharded model communicates through
+`comms`, which also provides cached keys and values in generation (`kv_cache`).
 
 Initial weights depend only on the seed and the parameter's name. Each parameter has its own random stream, so any
 process can draw its parameters alone, and a model sharded over any number of devices starts with the same weights.
@@ -49,7 +49,7 @@ class FeedForward(nn.Module):
         """Return [B, S, D], a partial sum under tensor parallelism; `spare` saves only gate and up for backward."""
         gate_BSF, up_BSF = self.gate(x_BSD), self.up(x_BSD)
         hidden_BSF = swiglu(gate_BSF, up_BSF) if spare else F.silu(gate_BSF) * up_BSF
-        with recomputed(hidden_BSF, gate_product, gate_BSF, up_BSF, wanted=spare):
+        with recomputed(hidden_BSF, gate_product, gate_BSF, up_BSF, enabled=spare):
             out_BSD: Tensor = self.down(hidden_BSF)
         return out_BSD
 
@@ -88,7 +88,7 @@ class Block(nn.Module):
             return self.comms.all_gather(norm(x_BSD))
 
         normed_BSD = gathered_norm(x_BSD)
-        with recomputed(normed_BSD, gathered_norm, x_BSD, wanted=spare):
+        with recomputed(normed_BSD, gathered_norm, x_BSD, enabled=spare):
             return self.comms.reduce_scatter(products(normed_BSD, *more, spare))
 
 

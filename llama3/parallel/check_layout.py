@@ -1,7 +1,7 @@
 """Check a layout for any number of processes on one core, in seconds, before a job starts.
 
-Each requested rank is built on torch's fake process group and the meta device with the engine's own mesh and model
-parts; the check reports peers, parameters and memory. `python -m herd.llama3.parallel.check_layout` checks the three
+Each requested rank is built on torch's fake process group and the meta device with the engine's own mesh and model;
+the check reports peers, parameters and memory. `python -m herd.llama3.parallel.check_layout` checks the three
 rows of Table 4 (405B) in 5 s of CPU and 430 MB. Messages: `herd.llama3.parallel.comm_trace`.
 """
 
@@ -81,8 +81,8 @@ def check_layout(
             meshes = {name: context.mesh[name] for name in ("tp", "cp", "pp")}
             meshes["shards"] = context.shards if layout.dp_replicate == 1 else context.shards["fsdp"]
             groups = {name: mesh.get_group() for name, mesh in meshes.items()}
-            parts = empty_model_parts(config, rows, context, torch.float32, torch.bfloat16)
-            parameters = [to_local(parameter) for part in parts.values() for parameter in part.parameters()]
+            models = empty_model_parts(config, rows, context, torch.float32, torch.bfloat16)
+            parameters = [to_local(parameter) for model in models.values() for parameter in model.parameters()]
             check = RankCheck(
                 rank=rank,
                 dp=context.axis("dp").rank,
@@ -90,8 +90,8 @@ def check_layout(
                 cp=context.axis("cp").rank,
                 tp=context.axis("tp").rank,
                 peers={name: torch.distributed.get_process_group_ranks(group) for name, group in groups.items()},
-                stages=list(parts),
-                layers=[int(layer) for part in parts.values() for layer in part.layers],
+                stages=list(models),
+                layers=[int(layer) for model in models.values() for layer in model.layers],
                 parameters=sum(parameter.numel() for parameter in parameters),
             )
             checks.append(check)
@@ -113,8 +113,8 @@ def measure_layout() -> tuple[float, int]:
 def _span(ranks: list[int]) -> str:
     """Return `first..last by step`, or the number of ranks if their steps differ."""
     steps = {after - before for before, after in pairwise(ranks)}
-    apart = f" by {steps.pop()}" if len(steps) == 1 else f" ({len(ranks)} ranks)"
-    return f"{ranks[0]}..{ranks[-1]}{apart}" if len(ranks) > 1 else str(ranks[0])
+    step = f" by {steps.pop()}" if len(steps) == 1 else f" ({len(ranks)} ranks)"
+    return f"{ranks[0]}..{ranks[-1]}{step}" if len(ranks) > 1 else str(ranks[0])
 
 
 def main() -> None:

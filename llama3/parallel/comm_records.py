@@ -30,14 +30,14 @@ class Collective:
     """forward or backward."""
     when: str
     """each micro-batch, or once a step: at its first or its last micro-batch."""
-    place: str
+    region: str
     """layer: in the stage's layers, equally often in each; ends: embedding, last norm, output and loss."""
     bytes: int
     """Of the whole tensor: what a gather returns, a reduction takes in. A ring moves (n - 1) / n of it per process."""
     dtype: str
     group_size: int
     count: float
-    """In the stage, for one `when`; whole but for `StageTrace.per_layer`."""
+    """In the stage, for one `when`; a fraction only in `StageTrace.per_layer`."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class StageTrace:
         In the last backward pass of a stage without ends, it gathers the last layer for the micro-batch before (torch
         2.13): 1 / layers in this list.
         """
-        layer = [collective for collective in self.collectives if collective.place == "layer"]
+        layer = [collective for collective in self.collectives if collective.region == "layer"]
         return [replace(collective, count=collective.count / self.layers) for collective in layer]
 
 
@@ -80,7 +80,7 @@ class RankTrace:
 
 
 def transfers(number: int, config: Model, layout: Layout, load: Load) -> list[Collective]:
-    """Return what stage `number` sends to its neighbours for each micro-batch: [B, S, D] of this process's tokens."""
+    """Return what stage `number` sends to its neighbors for each micro-batch: [B, S, D] of this process's tokens."""
     if layout.pp == 1:
         return []
     size = load.micro_batch * load.seq_len // (layout.cp * layout.tp) * config.dim * load.narrow

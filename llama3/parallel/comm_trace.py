@@ -72,24 +72,24 @@ def trace(config: Model, rows: int, layout: Layout, world: int, rank: int, load:
     master = torch.promote_types(compute, torch.float32)
     traces = []
     with fake_process_group(layout, world, rank) as context:
-        parts = empty_model_parts(config, rows, context, master, None if compute == master else compute, load.exact)
+        models = empty_model_parts(config, rows, context, master, None if compute == master else compute, load.exact)
         groups = {name: context.mesh[name].get_group() for name in ("tp", "cp", "replica")}
         groups["fsdp"] = (context.shards if layout.dp_replicate == 1 else context.shards["fsdp"]).get_group()
         axes = {group.group_name: (name, group.size()) for name, group in groups.items() if group.size() > 1}
         for stage in stages(config, layout, context.axis("pp").rank):
-            part = parts[stage.number]
+            model = models[stage.number]
             with FakeTensorMode(allow_non_fake_inputs=True):
-                part.to_empty(device="cpu")
-                first, each, last = (
-                    _micro_batch(part, context, load, axes, is_last) for is_last in (False, False, True)
+                model.to_empty(device="cpu")
+                first, middle, last = (
+                    _micro_batch(model, context, load, axes, is_last) for is_last in (False, False, True)
                 )
             collectives = [
-                Collective(key.kind, key.axis, key.phase, when, key.place, key.bytes, key.dtype, key.group_size, count)
-                for when, counts in (("first", first - each), ("each", each), ("last", last - each))
+                Collective(key.kind, key.axis, key.phase, when, key.region, key.bytes, key.dtype, key.group_size, count)
+                for when, counts in (("first", first - middle), ("each", middle), ("last", last - middle))
                 for key, count in counts.items()
             ]
             collectives += transfers(stage.number, config, layout, load)
-            traces.append(StageTrace(stage.number, len(part.layers), collectives))
+            traces.append(StageTrace(stage.number, len(model.layers), collectives))
     return RankTrace(rank, world, traces)
 
 
@@ -97,19 +97,19 @@ Axes = dict[str, tuple[str, int]]
 """Axis and size of every process group of more than one process, by the group's name."""
 
 
-def _micro_batch(part: Transformer, context: ParallelContext, load: Load, axes: Axes, last: bool) -> Counter[_Key]:
+def _micro_batch(model: Transformer, context: ParallelContext, load: Load, axes: Axes, last: bool) -> Counter[_Key]:
     """Run one micro-batch forward and backward and return its collectives."""
     layout, tokens = context.layout, load.seq_len // context.layout.cp
     tokens_BS = torch.zeros(load.micro_batch, tokens, dtype=torch.int64)
     x = tokens_BS
-    if part.embedding is None:
-        shape = load.micro_batch, tokens // layout.tp, part.config.dim
+    if model.embedding is None:
+        shape = load.micro_batch, tokens // layout.tp, model.config.dim
         x = torch.zeros(shape, dtype=TYPES[load.precision], requires_grad=True)
-    last_micro_batch(part, last, layout)
+    last_micro_batch(model, last, layout)
     pieces = shards(layout, context.size)
-    share = layer_elements(part.config, layout.tp, pieces)
-    with _Log(part, axes, (share * pieces, share)) as log:
-        out = part(x, None, None if part.norm is None else tokens_BS)
+    share = layer_elements(model.config, layout.tp, pieces)
+    with _Log(model, axes, (share * pieces, share)) as log:
+        out = model(x, None, None if model.norm is None else tokens_BS)
         log.phase = "backward"
         out.sum().backward()  # type: ignore[no-untyped-call]
         counts: Counter[_Key] = log.counts
@@ -120,7 +120,7 @@ class _Key(NamedTuple):
     kind: str
     axis: str
     phase: str
-    place: str
+    region: str
     bytes: int
     dtype: str
     group_size: int
@@ -129,14 +129,14 @@ class _Key(NamedTuple):
 class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Count the collectives of a stage. Hooks tell layers from ends, forward and backward."""
 
-    def __init__(self, part: Transformer, axes: Axes, layer_sizes: tuple[int, int]) -> None:
+    def __init__(self, model: Transformer, axes: Axes, layer_sizes: tuple[int, int]) -> None:
         """`layer_sizes`: elements of a layer that FSDP gathers, and of a process's share of them."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.layer_sizes = layer_sizes
-        self.axes, self.phase, self.place = axes, "forward", "ends"
+        self.axes, self.phase, self.region = axes, "forward", "ends"
         self.counts: Counter[_Key] = Counter()
         self.hooks = []
-        for number, block in enumerate(part.layers.values()):
+        for number, block in enumerate(model.layers.values()):
             self.hooks.append(block.register_forward_pre_hook(partial(self._enter, number == 0), prepend=True))
             self.hooks.append(block.register_forward_hook(self._leave))
 
@@ -146,17 +146,17 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _enter(self, first: bool, _: Any, arguments: tuple[Any, ...]) -> None:
-        self.place = "layer"
+        self.region = "layer"
         if first and self.phase == "forward":  # a recomputed layer runs in the backward pass
             arguments[0].register_hook(lambda _: self._at("ends"))
 
     def _leave(self, _: Any, __: Any, out: Tensor) -> None:
         if self.phase == "forward":
-            self.place = "ends"
+            self.region = "ends"
             out.register_hook(lambda _: self._at("layer"))  # type: ignore[no-untyped-call]
 
-    def _at(self, place: str) -> None:
-        self.place = place
+    def _at(self, region: str) -> None:
+        self.region = region
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), more: Any = None) -> Any:
         if operator is torch.ops.aten._local_scalar_dense.default:
@@ -174,11 +174,11 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
             whole = whole[0] if isinstance(whole, list) else whole
             if name == "all_gather_into_tensor":
                 whole = result
-            place, size = self.place, whole.numel() * whole.dtype.itemsize
+            region, size = self.region, whole.numel() * whole.dtype.itemsize
             if axis in ("fsdp", "replica"):  # FSDP prefetches the next layer's weights
-                place = "layer" if whole.numel() in self.layer_sizes else "ends"
+                region = "layer" if whole.numel() in self.layer_sizes else "ends"
             dtype = str(whole.dtype).removeprefix("torch.")
-            self.counts[_Key(KINDS[name], axis, self.phase, place, size, dtype, members)] += 1
+            self.counts[_Key(KINDS[name], axis, self.phase, region, size, dtype, members)] += 1
         return result
 
 

@@ -1,6 +1,6 @@
 """Tensor-parallel (with sequence parallelism) and context-parallel communication over process groups.
 
-Tensor parallel (Megatron, arXiv 2205.05198): between the matrices each process holds a part of the tokens. Context
+Tensor parallel (Megatron, arXiv 2205.05198): between the matrices each process holds some of the tokens. Context
 parallel (Llama 3, section 3.3.2): a sequence has 2 x cp chunks, process i holds chunks i and 2 x cp - 1 - i, which
 balances the causal mask; keys and values are gathered. The backward pass gathers inputs, keys and values again.
 """
@@ -17,24 +17,24 @@ from herd.llama3.parallel.mesh import ParallelContext
 # Functional collectives: torch.compile traces them, and the operators' names are stable, while torch's wrappers change.
 
 
-def all_gather(part: Tensor, dim: int, group: Any) -> Tensor:
-    """Return the parts of all processes of `group` joined along `dim`, in the order of ranks."""
+def all_gather(shard: Tensor, dim: int, group: Any) -> Tensor:
+    """Return the shards of all processes of `group` joined along `dim`, in the order of ranks."""
     size = group.size()
-    flat = torch.ops._c10d_functional.all_gather_into_tensor(part.contiguous(), size, group.group_name)
+    flat = torch.ops._c10d_functional.all_gather_into_tensor(shard.contiguous(), size, group.group_name)
     joined: Tensor = torch.ops._c10d_functional.wait_tensor(flat)
     if dim == 0:
         return joined
-    if part.shape[0] == 1 and dim == 1:  # the parts are contiguous already
-        return joined.reshape(1, -1, *part.shape[2:])
+    if shard.shape[0] == 1 and dim == 1:  # the shards are contiguous already
+        return joined.reshape(1, -1, *shard.shape[2:])
     return torch.cat(joined.chunk(size), dim=dim)
 
 
 def reduce_scatter(whole: Tensor, dim: int, group: Any) -> Tensor:
-    """Return this process's part along `dim` of the sum of `whole` over `group`."""
+    """Return this process's shard along `dim` of the sum of `whole` over `group`."""
     size = group.size()
     stacked = whole if dim == 0 else torch.cat(whole.chunk(size, dim=dim))
-    part = torch.ops._c10d_functional.reduce_scatter_tensor(stacked.contiguous(), "sum", size, group.group_name)
-    done: Tensor = torch.ops._c10d_functional.wait_tensor(part)
+    shard = torch.ops._c10d_functional.reduce_scatter_tensor(stacked.contiguous(), "sum", size, group.group_name)
+    done: Tensor = torch.ops._c10d_functional.wait_tensor(shard)
     return done
 
 
@@ -76,8 +76,8 @@ class MeshComms:
     def all_gather_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.context.size == 1:
             return k, v
-        both = _call(_AllGather, torch.cat([k, v], dim=-1), 1, self.context.group)
-        k_all, v_all = both.chunk(2, dim=-1)
+        gathered = _call(_AllGather, torch.cat([k, v], dim=-1), 1, self.context.group)
+        k_all, v_all = gathered.chunk(2, dim=-1)
         return k_all, v_all
 
     def positions(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -136,13 +136,13 @@ class _AllGather(torch.autograd.Function):
     """All-gather along `dim`; the backward pass reduce-scatters."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, dim: int, group: Any) -> Tensor:
-        ctx.place = dim, group
-        return all_gather(part, dim, group)
+    def forward(ctx: Any, shard: Tensor, dim: int, group: Any) -> Tensor:
+        ctx.dim_and_group = dim, group
+        return all_gather(shard, dim, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(gradients[0], *ctx.place), None, None
+        return reduce_scatter(gradients[0], *ctx.dim_and_group), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -150,12 +150,12 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, dim: int, group: Any) -> Tensor:
-        ctx.place = dim, group
+        ctx.dim_and_group = dim, group
         return reduce_scatter(partial, dim, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(gradients[0], *ctx.place), None, None
+        return all_gather(gradients[0], *ctx.dim_and_group), None, None
 
 
 class _SumGradients(torch.autograd.Function):

@@ -82,10 +82,10 @@ class Layout(BaseModel):
         return world // self.model_parallel
 
     def text(self, world: int) -> str:
-        """Return the layout of `world` processes in words, without defaults: `tp 2 dp 4 recompute full`."""
+        """Return the layout of `world` processes as text, without defaults: `tp 2 dp 4 recompute full`."""
         degrees = [f"{axis} {size}" for axis, size in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp)) if size > 1]
-        own = self.model_dump(exclude={"tp", "cp", "pp"}, exclude_defaults=True)
-        return " ".join([*degrees, f"dp {self.dp(world)}", *(f"{name} {value}" for name, value in own.items())])
+        settings = self.model_dump(exclude={"tp", "cp", "pp"}, exclude_defaults=True)
+        return " ".join([*degrees, f"dp {self.dp(world)}", *(f"{name} {value}" for name, value in settings.items())])
 
     def check(self, config: Model, rows: int, world: int) -> None:
         """Raise ValueError, one line per fault, if a model of shape `config` cannot be split this way."""
@@ -117,7 +117,7 @@ class Layout(BaseModel):
 
     @property
     def pieces(self) -> int:
-        """Parts into which tensor and context parallelism split a sequence."""
+        """Number of pieces into which tensor and context parallelism split a sequence."""
         return (2 * self.cp if self.cp > 1 else 1) * self.tp
 
     def check_sequence(self, seq_len: int) -> None:
@@ -125,7 +125,7 @@ class Layout(BaseModel):
         pieces = self.pieces
         if seq_len % pieces:
             raise ValueError(
-                f"{FIELD}: sequence {seq_len} does not split into {pieces} parts (twice cp {self.cp}, if above 1, "
+                f"{FIELD}: sequence {seq_len} does not split into {pieces} pieces (twice cp {self.cp}, if above 1, "
                 f"times tp {self.tp}); use sequences that are a multiple of {pieces}"
             )
 

@@ -27,7 +27,7 @@ RESERVE = 0.06
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """A part of the model: some layers, the embedding if it is first, norm and output if it is last."""
+    """A pipeline stage of the model: some layers, the embedding if it is first, norm and output if it is last."""
 
     number: int
     layers: range
@@ -221,26 +221,26 @@ def memory(
 def memory_line(need: RankMemory) -> str:
     """Return a line with the memory of a process by purpose, in GiB, or for a small model in MiB."""
     unit, name_of_unit = (2**30, "GiB") if need.total >= 2**30 else (2**20, "MiB")
-    parts = [
+    components = [
         f"{name.replace('_', ' ')} {size / unit:.1f}"
         for name, size in need.as_dict().items()
         if name not in ("pipeline_rank", "in_flight", "accumulated", "total") and size
     ]
-    return f"{need.total / unit:.0f} {name_of_unit} on pipeline rank {need.pipeline_rank}: {', '.join(parts)}"
+    return f"{need.total / unit:.0f} {name_of_unit} on pipeline rank {need.pipeline_rank}: {', '.join(components)}"
 
 
 def _rank(config: Model, rows: int, layout: Layout, world: int, load: Load, rank: int, sharded: bool) -> RankMemory:
-    parts, pieces = stages(config, layout, rank), shards(layout, world)
+    held, pieces = stages(config, layout, rank), shards(layout, world)
     # FSDP gathers and reduces in groups: the ends of each stage, and each layer.
-    ends = [shard_elements(part.ends(config, rows), layout.tp, pieces) for part in parts]
-    layers = [layer_elements(config, layout.tp, pieces)] * sum(len(part.layers) for part in parts)
+    ends = [shard_elements(stage.ends(config, rows), layout.tp, pieces) for stage in held]
+    layers = [layer_elements(config, layout.tp, pieces)] * sum(len(stage.layers) for stage in held)
     local = sum(ends) + sum(layers)
     if sharded:
         at_once = layers if layout.zero == 2 else layers[:2]  # ZeRO-3: this layer's and the next one's
         gathered = pieces * (sum(ends) * load.master + sum(at_once) * load.narrow)
     else:  # without FSDP, copies of the layers in the compute type
         gathered = sum(layers) * load.narrow if load.narrow != load.master else 0
-    most, flying = _peak(config, rows, layout, load, parts, rank)
+    activations, in_flight = _peak(config, rows, layout, load, held, rank)
     whole = pieces * local * load.reduced
     gradients = whole if sharded and load.micro_batches > 1 and not layout.reduces_each(load.exact) else 0
     return RankMemory(
@@ -253,40 +253,40 @@ def _rank(config: Model, rows: int, layout: Layout, world: int, load: Load, rank
         gradients=gradients,
         accumulated=(gradients or local * load.master) if load.micro_batches > 1 else 0,
         reduction=pieces * max(ends + layers) * load.reduced if sharded else 0,
-        activations=most,
+        activations=activations,
         recomputed=_recomputed(config, layout, load),
         temporaries=_temporaries(config, layout, load),
-        loss=_loss(config, rows, layout, load) if parts[-1].last else 0,
-        in_flight=flying,
+        loss=_loss(config, rows, layout, load) if held[-1].last else 0,
+        in_flight=in_flight,
     )
 
 
 def _peak(
-    config: Model, rows: int, layout: Layout, load: Load, parts: list[PipelineStage], rank: int
+    config: Model, rows: int, layout: Layout, load: Load, held: list[PipelineStage], rank: int
 ) -> tuple[int, int]:
     """Return the peak bytes of activations, and the peak of micro-batches times stages, of a rank's schedule."""
-    kinds = {(len(part.layers), part.first, part.last): part for part in parts}  # stages of a kind keep the same
-    by_kind = {kind: stage_activations(config, rows, layout, load, part) for kind, part in kinds.items()}
-    sizes = [by_kind[len(part.layers), part.first, part.last] for part in parts]
+    kinds = {(len(stage.layers), stage.first, stage.last): stage for stage in held}  # stages of a kind keep the same
+    by_kind = {kind: stage_activations(config, rows, layout, load, stage) for kind, stage in kinds.items()}
+    sizes = [by_kind[len(stage.layers), stage.first, stage.last] for stage in held]
     moments = peak_in_flight(
         layout.schedule, layout.pp, layout.vpp, load.micro_batches, layout.microbatch_group_size, rank
     )
-    most = max(sum(count * size for count, size in zip(counts, sizes, strict=True)) for counts in moments)
-    return most, max(sum(counts) for counts in moments)
+    peak = max(sum(count * size for count, size in zip(counts, sizes, strict=True)) for counts in moments)
+    return peak, max(sum(counts) for counts in moments)
 
 
-def stage_activations(config: Model, rows: int, layout: Layout, load: Load, part: PipelineStage) -> int:
+def stage_activations(config: Model, rows: int, layout: Layout, load: Load, stage: PipelineStage) -> int:
     """Return the bytes that a stage keeps of one micro-batch from its forward to its backward pass."""
     tokens, c, w = _tokens(layout, load), load.narrow, load.wide
-    total = len(part.layers) * layer_activations(config, layout, load, layout.recompute)
+    total = len(stage.layers) * layer_activations(config, layout, load, layout.recompute)
     total += load.seq_len // layout.cp * config.head_dim * w  # the rotary table
     if layout.recompute == "full":
         total += _mask(layout, load) // c  # as bool, to be read again
-    if part.first and layout.tp > 1:
+    if stage.first and layout.tp > 1:
         total += tokens * 9  # index into the local rows of the embedding (int64), and whether it is local (bool)
-    if not part.last:
+    if not stage.last:
         total += c  # the output was sent and freed; one element remains
-    if part.last:
+    if stage.last:
         total += _norm(config, layout, load) + (config.dim * c if c != load.master else 0)  # with its weight cast
         total += 2 * tokens * config.dim * c + tokens * w  # hidden states, gathered, their gradients, and nats
         total += rows // layout.tp * config.dim * w  # the loss makes gradients with the logits, in the forward pass
@@ -368,10 +368,10 @@ def _mask(layout: Layout, load: Load) -> int:
 
 def _loss(config: Model, rows: int, layout: Layout, load: Load) -> int:
     """Return the bytes of a chunk's logits in both types, their gradient, and the output matrix' gradient."""
-    mine, c, w = rows // layout.tp, load.narrow, load.wide
-    chunk = min(max(CHUNK[load.device] // mine, CHUNK_TOKENS[load.device]), _tokens(layout, load))
-    cast = 2 * mine * config.dim * c if c != w else 0
-    return chunk * mine * (2 * c + w) + cast
+    local_vocab, c, w = rows // layout.tp, load.narrow, load.wide
+    chunk = min(max(CHUNK[load.device] // local_vocab, CHUNK_TOKENS[load.device]), _tokens(layout, load))
+    cast = 2 * local_vocab * config.dim * c if c != w else 0
+    return chunk * local_vocab * (2 * c + w) + cast
 
 
 # Inference: weights, and what one forward pass or the texts of a batch need
@@ -391,9 +391,10 @@ def inference_bytes(config: Model, rows: int, layout: Layout, itemsize: int, dev
     the largest products of a layer; generating holds keys and values.
     """
     replica = layout.model_parallel
-    held = (stages(config, layout, RankCoords.from_rank(rank, layout).pp) for rank in range(0, replica, layout.tp))
+    ranks = (stages(config, layout, RankCoords.from_rank(rank, layout).pp) for rank in range(0, replica, layout.tp))
     weights = max(
-        sum(prod(param.local_shape(layout.tp)) for stage in own for param in stage.params(config, rows)) for own in held
+        sum(prod(param.local_shape(layout.tp)) for stage in held for param in stage.params(config, rows))
+        for held in ranks
     )
     positions = max(POSITIONS[device], config.max_seq_len)
     products = (config.dim + 2 * config.kv_dim + 3 * config.ffn) // layout.tp
@@ -418,12 +419,12 @@ def inference_layout(
     return None
 
 
-def split_micro_batches(layout: Layout, sequences: int, most: int) -> tuple[int, int]:
+def split_micro_batches(layout: Layout, sequences: int, limit: int) -> tuple[int, int]:
     """Return the size and number of the micro-batches into which the engine splits a process's `sequences`.
 
-    At most `most` sequences each. A pipeline needs equal micro-batches; without one the last may be smaller.
+    At most `limit` sequences each. A pipeline needs equal micro-batches; without one the last may be smaller.
     """
-    size = min(most, sequences)
+    size = min(limit, sequences)
     if layout.pp > 1:
         size = next(smaller for smaller in range(size, 0, -1) if sequences % smaller == 0)
     return size, -(-sequences // size)
@@ -431,14 +432,14 @@ def split_micro_batches(layout: Layout, sequences: int, most: int) -> tuple[int,
 
 def memory_error(needs: RankMemory, limit: float) -> str:
     """Return what does not fit, in GB by component, the largest first."""
-    sizes = memory_parts(needs)
-    parts = ", ".join(
+    sizes = memory_components(needs)
+    components = ", ".join(
         f"{name} {size / 1e9:.1f}" for name, size in sorted(sizes.items(), key=lambda pair: -pair[1]) if size
     )
-    return f"{needs.total / 1e9:.1f} GB of {limit / 1e9:.1f}: {parts}"
+    return f"{needs.total / 1e9:.1f} GB of {limit / 1e9:.1f}: {components}"
 
 
-def memory_parts(needs: RankMemory) -> dict[str, int]:
+def memory_components(needs: RankMemory) -> dict[str, int]:
     """Return the bytes of a process by component."""
     return {
         "activations": needs.activations,

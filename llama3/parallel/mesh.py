@@ -141,10 +141,10 @@ def init_distributed(
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     library = resolve_backend(backend, local_device)
-    own: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
+    options: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
     if library != "gloo" and size > 1:  # connects at once, and later groups are split off: at 16K ranks minutes less
-        own["device_id"] = local_device
-    torch.distributed.init_process_group(library, timeout=timedelta(seconds=timeout_s), **own)
+        options["device_id"] = local_device
+    torch.distributed.init_process_group(library, timeout=timedelta(seconds=timeout_s), **options)
     try:
         meshes = make_meshes(local_device.type, layout, size)
         for group in distributed_c10d._world.pg_map:  # a mesh creates its groups with torch's default, 30 min on gloo
@@ -188,8 +188,8 @@ def numa_cpus(address: str, sysfs: Path = Path("/sys")) -> set[int]:
         ranges = (sysfs / f"devices/system/node/node{node}/cpulist").read_text().split(",")
     except OSError:
         return set()
-    bounds = [[int(number) for number in part.split("-")] for part in ranges]
-    return {cpu for part in bounds for cpu in range(part[0], part[-1] + 1)}
+    bounds = [[int(number) for number in cpus.split("-")] for cpus in ranges]
+    return {cpu for ends in bounds for cpu in range(ends[0], ends[-1] + 1)}
 
 
 def make_meshes(device: str, layout: Layout, size: int) -> tuple[Any, Any]:
@@ -204,9 +204,9 @@ def make_meshes(device: str, layout: Layout, size: int) -> tuple[Any, Any]:
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """Return this process's part of a sharded tensor, sharing memory; a plain tensor is its own part."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+    """Return this process's shard of a sharded tensor, sharing memory; a plain tensor as it is."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Build this process's part of a model: its layers, cut by tensor parallelism, sharded by FSDP, with initial weights.
+"""Build this process's pipeline stages of a model, cut by tensor parallelism, sharded by FSDP, with initial weights.
 
-A weight depends only on seed and name: each process draws one whole matrix at a time and keeps its part, so every
+A weight depends only on seed and name: each process draws one whole matrix at a time and keeps its shard, so every
 layout starts from the same model and no process holds all of it.
 """
 
@@ -27,7 +27,7 @@ from herd.llama3.recipe.sections import Model
 
 
 def shard(model: Transformer, world: ParallelContext, compute: torch.dtype | None, exact: bool) -> None:
-    """Shard a model or a part of one in place. Its weights are master weights; blocks work in `compute`."""
+    """Shard a model or a pipeline stage in place. Its weights are master weights; blocks work in `compute`."""
     # Gradients are summed, not averaged: the loss is a sum over targets. The ends reduce in fp32 since their gradients
     # are sums over many tokens; fp64 (`exact`) makes sums independent of the number of processes.
     reduce = torch.float64 if exact else None
@@ -103,11 +103,11 @@ def empty_model_parts(
 ) -> dict[int, Transformer]:
     """Return this process's pipeline stages by number, cut and sharded, on the meta device.
 
-    `master` is the type of weights, `compute` that of products (None: the same), in the blocks as float8 if asked.
+    `master` is the type of weights, `compute` that of products (None: the same); `float8` is for products in blocks.
     """
     layout = world.layout
     ranges = split_layers(config.layers, layout.stages)
-    parts = {}
+    models = {}
     for stage in range(world.axis("pp").rank, layout.stages, layout.pp):
         first, last = stage == 0, stage == layout.stages - 1
         with torch.device("meta"):
@@ -132,15 +132,15 @@ def empty_model_parts(
             for block in model.layers.values():
                 block.compile()
         shard(model, world, compute, exact)
-        parts[stage] = model
-    return parts
+        models[stage] = model
+    return models
 
 
-def fill(parts: Iterable[Transformer], value: Value, world: ParallelContext) -> None:
-    """Set every parameter of `parts` to this process's share of its value."""
+def fill(models: Iterable[Transformer], value: Value, world: ParallelContext) -> None:
+    """Set every parameter of `models` to this process's share of its value."""
     with torch.no_grad():
-        for part in parts:
-            for name, parameter in part.named_parameters():
+        for model in models:
+            for name, parameter in model.named_parameters():
                 share = local_shard(value(name, parameter.shape), name, world)
                 to_local(parameter).copy_(share.to(parameter.dtype))
 

@@ -1,4 +1,4 @@
-"""Run pipeline schedules: this rank's stages on its part of the batch, gradients left in the weights.
+"""Run pipeline schedules: this rank's stages on its share of the batch, gradients left in the weights.
 
 `pipeline_schedule` gives the order; torch's private pipeline runtime executes it. We change
 four things: receive buffers, sent outputs, gathered weights and the precision of split weight gradients; see the
@@ -37,17 +37,17 @@ FORWARD_ONLY = {_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationT
 
 
 class Pipeline:
-    """This rank's parts of a model, run together with those of the other ranks of the pp axis."""
+    """This rank's stages of a model, run together with those of the other ranks of the pp axis."""
 
-    def __init__(self, parts: Mapping[int, nn.Module], world: ParallelContext) -> None:
-        """Take `parts`, this rank's `Transformer`s by stage number (stage s is on rank s % pp).
+    def __init__(self, models: Mapping[int, nn.Module], world: ParallelContext) -> None:
+        """Take `models`, this rank's `Transformer`s by stage number (stage s is on rank s % pp).
 
         Raises ValueError if the layout's schedule does not exist, or cannot work with its other settings.
         """
         layout = world.layout
         if layout.schedule == "zero-bubble":
             check_split(layout.zero, layout.recompute, layout.compile)
-        self.parts, self.world, self.layout = parts, world, layout
+        self.models, self.world, self.layout = models, world, layout
         self.schedules: dict[tuple[int, int, int, bool], _Schedule] = {}
 
     def run(
@@ -55,7 +55,7 @@ class Pipeline:
     ) -> Tensor | None:
         """Return nats [B, S] on the rank of the last stage and None elsewhere; every pp rank gets the same arguments.
 
-        Gradients of the sum of nats are added to those of the parts, reduced over FSDP's mesh once, at the last
+        Gradients of the sum of nats are added to those of the stages, reduced over FSDP's mesh once, at the last
         micro-batch. `micro_batch` sequences go together and divide B; B, S and `micro_batch` may change between calls.
         """
         return self._step(tokens_BS, documents_BS, targets_BS, micro_batch, backward=True)
@@ -72,11 +72,11 @@ class Pipeline:
         batch, seq_len = tokens_BS.shape
         assert batch % micro_batch == 0, f"{batch} sequences in micro-batches of {micro_batch}"
         schedule = self._schedule(micro_batch, seq_len, batch // micro_batch, backward)
-        inputs = (tokens_BS,) if 0 in self.parts else ()
-        more: dict[str, Any] = {} if documents_BS is None else {"documents": documents_BS}
-        if self.layout.stages - 1 in self.parts:
-            more["targets_BS"] = targets_BS
-        schedule.step(*inputs, target=targets_BS, return_outputs=False, **more)  # type: ignore[no-untyped-call]
+        inputs = (tokens_BS,) if 0 in self.models else ()
+        keywords: dict[str, Any] = {} if documents_BS is None else {"documents": documents_BS}
+        if self.layout.stages - 1 in self.models:
+            keywords["targets_BS"] = targets_BS
+        schedule.step(*inputs, target=targets_BS, return_outputs=False, **keywords)  # type: ignore[no-untyped-call]
         return schedule.take_nll()
 
     def _schedule(self, micro_batch: int, seq_len: int, count: int, backward: bool) -> _Schedule:
@@ -87,9 +87,9 @@ class Pipeline:
             return self.schedules[key]
         stages: list[_Stage] = []
         group = self.world.axis("pp").group
-        for number, part in self.parts.items():
+        for number, module in self.models.items():
             # Shapes are given: torch would run a micro-batch forward and back to find them.
-            model: Any = part
+            model: Any = module
             dtype = model.compute or next(model.parameters()).dtype
             shape = micro_batch, seq_len // layout.tp, model.config.dim
             hidden_BSD = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
@@ -100,7 +100,7 @@ class Pipeline:
             outputs = nll_BS if number == layout.stages - 1 else hidden_BSD
             stages.append(
                 _Stage(
-                    part,
+                    module,
                     number,
                     layout.stages,
                     self.world.device,

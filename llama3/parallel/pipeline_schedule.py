@@ -45,8 +45,8 @@ class Times:
 
     def duration(self, action: Action) -> float:
         input_gradient = self.backward - self.weight
-        each = {"F": self.forward, "B": self.backward, "I": input_gradient, "W": self.weight}[action.kind]
-        return each * (self.stages[action.stage] if self.stages else 1.0)
+        base = {"F": self.forward, "B": self.backward, "I": input_gradient, "W": self.weight}[action.kind]
+        return base * (self.stages[action.stage] if self.stages else 1.0)
 
 
 def check(kind: str, pipeline: int, vpp: int, micro_batches: int, microbatch_group_size: int) -> None:
@@ -87,7 +87,7 @@ def actions(kind: Kind, pipeline: int, vpp: int, micro_batches: int, microbatch_
     """
     check(kind, pipeline, vpp, micro_batches, microbatch_group_size)
     rounds = _rounds(micro_batches, min(microbatch_group_size or pipeline, micro_batches))
-    lists = [_one_rank(rank, pipeline, vpp, rounds) for rank in range(pipeline)]
+    lists = [_rank_order(rank, pipeline, vpp, rounds) for rank in range(pipeline)]
     return _split(lists) if kind == "zero-bubble" else lists
 
 
@@ -123,9 +123,9 @@ def peak_in_flight(
     if len({len(batch) for batch in rounds}) == 1:
         rounds = rounds[: ROUNDS + (pipeline - 1) // len(rounds[0])]
     if kind == "zero-bubble":
-        order = _split([_one_rank(each, pipeline, vpp, rounds) for each in range(pipeline)])[rank]
+        order = _split([_rank_order(other, pipeline, vpp, rounds) for other in range(pipeline)])[rank]
     else:
-        order = _one_rank(rank, pipeline, vpp, rounds)
+        order = _rank_order(rank, pipeline, vpp, rounds)
     change, running = {"F": 1, "B": -1, "I": 0, "W": -1}, [0] * vpp
     seen: set[tuple[int, ...]] = set()
     for action, after in zip(order, [*order[1:], Action(0, "B", 0)], strict=True):
@@ -178,10 +178,10 @@ def split_layers(layers: int, stages: int) -> tuple[range, ...]:
             f"{FIELD}.pp x {FIELD}.vpp: {stages} stages are too many for {layers} layers; use at most {layers + 2} "
             "(the first with only the embedding, the last with only the output)"
         )
-    each, left = divmod(layers + 2, stages)
-    sizes = [each] * stages
+    size, extra = divmod(layers + 2, stages)
+    sizes = [size] * stages
     between = [*range(stages - 2, 0, -1)]
-    for stage in ([0, stages - 1, *between] if each == 1 else [*between, 0])[:left]:
+    for stage in ([0, stages - 1, *between] if size == 1 else [*between, 0])[:extra]:
         sizes[stage] += 1
     sizes[0] -= 1
     sizes[-1] -= 1
@@ -211,7 +211,7 @@ def rank_actions(rank: int, pipeline: int, vpp: int, rounds: Sequence[range], wa
     return forward[:first] + steady + backward[len(forward) - first :]
 
 
-def _one_rank(rank: int, pipeline: int, vpp: int, rounds: Sequence[range]) -> list[Action]:
+def _rank_order(rank: int, pipeline: int, vpp: int, rounds: Sequence[range]) -> list[Action]:
     """Return the actions of `rank`, with the warm-up forwards of its schedule."""
     warm_up = pipeline - 1 - rank
     if vpp > 1:
@@ -261,8 +261,8 @@ def _ready(action: Action, ends: dict[Action, float], last: int, transfer: float
     if kind == "F":
         hidden = ends.get(Action(stage - 1, "F", number))
         return 0.0 if stage == 0 else None if hidden is None else hidden + transfer
-    own = ends.get(Action(stage, "F", number))
-    if stage == last or own is None:
-        return own
+    forward = ends.get(Action(stage, "F", number))
+    if stage == last or forward is None:
+        return forward
     gradient = ends.get(Action(stage + 1, "B", number), ends.get(Action(stage + 1, "I", number)))
-    return None if gradient is None else max(own, gradient + transfer)
+    return None if gradient is None else max(forward, gradient + transfer)

@@ -12,7 +12,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from herd.llama3.hardware.topology import Fabric
-from herd.llama3.parallel.memory import RESERVE, RankCoords, RankMemory, memory, memory_parts
+from herd.llama3.parallel.memory import RESERVE, RankCoords, RankMemory, memory, memory_components
 from herd.llama3.parallel.pipeline_schedule import Times, action_end_times, actions
 from herd.llama3.planner.goodput import effective_time
 from herd.llama3.planner.layout_search import LayoutQuery, search_layouts
@@ -263,7 +263,7 @@ def _memory_plot(ranks: Sequence[RankMemory], limit: float, whole: float) -> str
     pipeline_ranks = [need.pipeline_rank for need in ranks]
     bottom = np.zeros(len(ranks))
     for name, color in MEMORY.items():
-        each = np.array([memory_parts(need)[name] / 1e9 for need in ranks])
+        each = np.array([memory_components(need)[name] / 1e9 for need in ranks])
         if each.any():
             axis.bar(pipeline_ranks, each, bottom=bottom, color=color, label=name, width=0.8)
         bottom += each

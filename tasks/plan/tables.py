@@ -15,7 +15,7 @@ from rich.table import Table
 from herd.llama3.hardware.specs import PRESETS, HallUse, gpus_within, hall_use
 from herd.llama3.hardware.topology import Fabric, Routing
 from herd.llama3.parallel.layout import Layout
-from herd.llama3.parallel.memory import memory_parts
+from herd.llama3.parallel.memory import memory_components
 from herd.llama3.planner.collectives import ALL, collective_seconds, contiguous_group, crossover, fastest_algorithm
 from herd.llama3.planner.layout_search import Candidate, Rejected, SearchResult
 from herd.llama3.planner.projection import ProjectedSegment, Projection
@@ -198,7 +198,7 @@ def rejected_table(search: SearchResult) -> Table:
 
 def format_memory(candidate: Candidate, limit: float) -> str:
     """Return the memory of the fullest GPU by component, the largest first."""
-    sizes = sorted(memory_parts(candidate.memory).items(), key=lambda pair: -pair[1])
+    sizes = sorted(memory_components(candidate.memory).items(), key=lambda pair: -pair[1])
     terms = ", ".join(f"{name} {format_digits(size / 1e9)}" for name, size in sizes if size)
     return f"{format_digits(candidate.memory.total / 1e9)} GB of {format_digits(limit / 1e9)}: {terms}"
 

@@ -119,7 +119,7 @@ def test_nothing_is_made_again_without_gradients_or_a_wish(no_collector: None) -
     with torch.no_grad():
         loss(make, x, [weight])
     value = make(x)
-    with recomputed(value, make, x, wanted=False):
+    with recomputed(value, make, x, enabled=False):
         total = (value @ weight).sum()
     total.backward()
     assert len(make.made) == 2

@@ -126,7 +126,7 @@ def test_weights_of_the_405b_are_gathered_once_a_step() -> None:
         ("last", "backward", "reduce-scatter", 1_593_966_592, "float32"): 1,
     }
     assert layer_elements(LARGE, 8) * 4 == 1_593_966_592
-    ends = [c for c in paper().collectives if c.axis == "fsdp" and c.place == "ends"]
+    ends = [c for c in paper().collectives if c.axis == "fsdp" and c.region == "ends"]
     (whole,) = stages(LARGE, Layout(tp=8), 0)
     elements = 128 * shard_elements(whole.ends(LARGE, 128_256), 8, 128)  # 16,032 rows as 128 x 126
     assert {(c.kind, c.bytes) for c in ends} == {("all-gather", 4 * elements), ("reduce-scatter", 4 * elements)}

@@ -54,7 +54,7 @@ def traces(names: tuple[str, ...]) -> dict[str, RankTrace]:
 def sent(found: list[Collective]) -> Counter[tuple[str, ...]]:
     total: Counter[tuple[str, ...]] = Counter()
     for one in found:
-        total[one.axis, one.kind, one.phase, one.when, one.place, one.dtype, str(one.group_size)] += int(
+        total[one.axis, one.kind, one.phase, one.when, one.region, one.dtype, str(one.group_size)] += int(
             one.bytes * one.count
         )
     return +total

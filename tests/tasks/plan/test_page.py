@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from herd.llama3.parallel.memory import memory, memory_parts
+from herd.llama3.parallel.memory import memory, memory_components
 from herd.llama3.recipe.load import load_recipe
 from herd.tasks.plan.cluster import plan_on_cluster
 from herd.tasks.plan.page import MEMORY, cost_points, plan_figures, render_plan_page, write_page
@@ -151,6 +151,6 @@ def test_memory_in_the_picture_is_all_of_it() -> None:
     found = planned("64")
     best, config = found.main.best, found.projection.recipe.model
     for need in memory(config, found.projection.rows, best.layout, best.world, best.load):
-        parts = memory_parts(need)
+        parts = memory_components(need)
         assert sum(parts.values()) == need.total
         assert set(parts) == set(MEMORY)
