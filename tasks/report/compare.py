@@ -207,8 +207,8 @@ def chart_view_key(run_ids: list[str]) -> str:
 def chart_view_tag(names: list[str], run_ids: list[str], keys: set[str], created_ms: int) -> str:
     """Return the value of the tag; `keys` are the metrics that the runs have."""
 
-    def digest(*words: str) -> str:
-        return hashlib.sha256(" ".join(words).encode()).hexdigest()[:20]
+    def digest(*texts: str) -> str:
+        return hashlib.sha256(" ".join(texts).encode()).hexdigest()[:20]
 
     def section(name: str, display: bool = True) -> dict[str, Any]:
         view = {"uuid": digest("section", name), "name": name, "display": display, "columns": COLUMNS.get(name, 3)}

@@ -87,13 +87,13 @@ class LivePage:
 
     def _series(self, run: RunProgress) -> dict[str, Series]:
         """Return the curves of finished stages, and of the journal of the stage in progress."""
-        store, parts = open_store(self.root), []
+        store, stages = open_store(self.root), []
         for done in trained_stages(run.recipe, run.record):
             label = run.record.steps[done.name].artifact
             if label not in self._finished and (artifact := artifact_of(store, run.record, done.name)):
                 with suppress(ValueError):  # without curves
                     self._finished[label] = read_series([artifact.path_of("metrics.parquet")], SERIES, keys=CHARTED)
-            parts.append(self._finished.get(label, {}))
+            stages.append(self._finished.get(label, {}))
         step = training_step(run.recipe, run.step)
         if step is not None:
             work = run_work_dir_name(store, run.recipe, run.record, step)
@@ -104,8 +104,8 @@ class LivePage:
                 current = {}
                 for entry in run.recent:
                     _add(current, entry)
-            parts.append(current)
-        return {key: [point for part in parts for point in part.get(key, [])] for part in parts for key in part}
+            stages.append(current)
+        return {key: [point for stage in stages for point in stage.get(key, [])] for stage in stages for key in stage}
 
     def _sample(self, run: RunProgress) -> dict[str, str]:
         """Return the first text that the newest evaluated model of the run wrote; empty if none was evaluated."""

@@ -29,12 +29,6 @@ NOTE = (
 )
 
 
-def _with_legend(figure: Any) -> str:
-    """Return the SVG text with a legend below the figure."""
-    figure.legend(loc="outside lower center", ncols=5)
-    return as_svg(figure)
-
-
 # Shares and scores.
 
 
@@ -76,7 +70,8 @@ def bits_per_byte(data: ReportData) -> str:
     axis.set_xticks(range(len(keys)), ["all" if key == "eval/bpb" else key.rsplit("/", 1)[1] for key in keys])
     axis.set_ylabel("bits per byte")
     axis.grid(axis="x", visible=False)
-    return _with_legend(figure)
+    figure.legend(loc="outside lower center", ncols=5)
+    return as_svg(figure)
 
 
 @styled

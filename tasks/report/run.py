@@ -351,8 +351,8 @@ def _score_rows(data: ReportData) -> list[ScoreRow]:
     judged = {row.metric: row for row in data.decision.rows} if data.decision else {}
     rows = []
     for key, score in sorted(scores.items(), key=lambda item: (not item[0].startswith(BPB), item[0])):
-        parts = key.removeprefix(PREFIX).split("/")
-        if parts[0] not in ("bpb", "core") and (len(parts) > 1 or score.chance is None):
+        levels = key.removeprefix(PREFIX).split("/")
+        if levels[0] not in ("bpb", "core") and (len(levels) > 1 or score.chance is None):
             continue
         gate = judged.get(key)
         other = champion[key].value if key in champion else gate.champion if gate else None
@@ -379,8 +379,8 @@ def _cost(data: ReportData) -> list[tuple[str, str, str]]:
     cost = []
     if data.stages:
         end, own = data.stages[-1].end, sum(stage.tokens for stage in data.stages if stage.outcome != REUSED)
-        part = f"of which {tokens(own)} in this run" if own else "none of them in this run"
-        cost.append(("tokens", tokens(end), "trained on" if own == end else part))
+        note = f"of which {tokens(own)} in this run" if own else "none of them in this run"
+        cost.append(("tokens", tokens(end), "trained on" if own == end else note))
     if record.ended:
         ends = [datetime.fromisoformat(text) for text in (record.started, record.ended)]
         cost.append(("time", format_duration((ends[1] - ends[0]).total_seconds()), "from start to end"))
@@ -389,7 +389,7 @@ def _cost(data: ReportData) -> list[tuple[str, str, str]]:
     if record.peak_memory_gib:
         cost.append(("memory", f"{record.peak_memory_gib:.3g} GiB", "most that its processes had"))
     if record.attempts > 1:
-        cost.append(("attempts", str(record.attempts), "it was interrupted and went on"))
+        cost.append(("attempts", str(record.attempts), "interrupted and resumed"))
     return cost
 
 
