@@ -84,7 +84,7 @@ def clean_up(root: Root, keep_runs: int, older_than: str, dry_run: bool, console
             rows = plan_rows(root, plan, keep_runs, ages["databases"], aliases, client)
             if deleted is not None:
                 deleted += delete_rows(root, rows, ages["databases"], client)
-        plan = GcPlan((*plan.items, *rows.items), plan.made)
+        plan = GcPlan((*plan.items, *rows.items), plan.time)
     for line in gc_lines(plan)[:MOST_LISTED] if dry_run else []:
         console.log(f"  would delete {line}")
     console.table(gc_table(plan, deleted))

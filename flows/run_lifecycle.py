@@ -244,7 +244,7 @@ def _close(context: Context, state: State, status: str, error: str) -> None:
         context.tracker.reach.wait(PATIENCE_S, context.console.log)
     try:
         catch_up(context)
-        run_done(context.record, context.recipe, context.made)
+        run_done(context.record, context.recipe, context.artifacts)
         if state == "finished":
             write_report(context)
     except (OSError, ValueError) as error:  # a full disk: the run has ended, and the reconciler sends the rest
@@ -297,7 +297,7 @@ def run_message(context: Context, decision: Decision | None) -> str:
     steps = f"{len(record.steps) - reused} steps made, {reused} reused"
     if decision is None:
         return f"{record.name} stopped after {record.until}, as asked; {steps}"
-    score = context.made[context.steps[-1].inputs["evaluation"]].metadata.get("eval/bpb")
+    score = context.artifacts[context.steps[-1].inputs["evaluation"]].metadata.get("eval/bpb")
     bpb = "" if score is None else f", bpb {score:.3f}"
     return f"{record.name} {record.verdict}{bpb}{why_not(decision)}; {steps}"
 

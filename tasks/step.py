@@ -111,7 +111,7 @@ class Context:
     console: Console
     steps: Sequence[PipelineStep]
     """All steps in order."""
-    made: dict[str, Artifact] = field(default_factory=dict)
+    artifacts: dict[str, Artifact] = field(default_factory=dict)
     fence: int = 0
     """Fencing token of the lease on the run: higher than that of every earlier holder."""
     damaged: set[str] = field(default_factory=set)
@@ -196,7 +196,7 @@ def ensure_artifact(
     existing = context.store.find(spec, partial(_report_damage, context, step))
     known = context.record.steps.get(step)
     if existing and known and known.artifact == existing.label and context.record.state != "running":
-        context.made[step] = existing  # another flow asks for what a run that is over has: its record stays
+        context.artifacts[step] = existing  # another flow asks for what a run that is over has: its record stays
         return existing
     with tracked_step(context, spec.kind, step, spec.key) as mlflow_run:
         result = StepOutcome(existing) if existing else _make(context, step, spec, build, mlflow_run, work)
@@ -205,7 +205,7 @@ def ensure_artifact(
             context.console.log(
                 f"  {step:<17} reused {artifact.label} [dim](created by {artifact.manifest.created_by})[/]"
             )
-        context.made[step] = artifact
+        context.artifacts[step] = artifact
         own = {} if result.outcome == REUSED else artifact.metadata
         context.record.steps[step] = StepRecord(
             artifact=artifact.label,

@@ -149,7 +149,7 @@ def query(*command: str, forgotten: str | None = None) -> str:
 def launch_key(job: Path) -> str:
     """Return the name by which a new supervisor finds the trainer of the job file `job`.
 
-    It starts with the work folder, which names stage and design. The hash distinguishes equal recipes in two roots,
+    It starts with the work folder, which names stage and spec. The hash distinguishes equal recipes in two roots,
     since a scheduler has one list of names for all users.
     """
     return f"{job.parent.name}-{hashlib.sha256(os.path.realpath(job).encode()).hexdigest()[:8]}"

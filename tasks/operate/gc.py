@@ -70,7 +70,7 @@ class GcPlan:
     """What is kept under a root and what is deleted."""
 
     items: tuple[GcItem, ...]
-    made: float
+    time: float
     """Seconds since 1970."""
 
     @property
@@ -199,7 +199,7 @@ def delete_items(root: Root, plan: GcPlan) -> list[GcItem]:
                 records = read_records(runs.find, sorted(marked), strict=True) if seen else runs.all(strict=True)
                 changed = [record for record in records if seen.get(record.name) != record]
                 live |= live_families(root, changed)
-                open_runs = [record for record in changed if seen or is_open(record, plan.made)]
+                open_runs = [record for record in changed if seen or is_open(record, plan.time)]
                 used |= {step.artifact for record in open_runs for step in record.steps.values()}
                 seen |= {record.name: record for record in changed}
                 if item.label in used or any(_named(name, family) for family in live):
@@ -319,7 +319,7 @@ def plan_rows(
     `plan` is that of the artifacts, `aliases` are as for `plan_gc`, `client` (a SyncPrefectClient) is that of the
     Prefect server, if one outlives its runs. Raises what MLflow and Prefect raise if they do not answer.
     """
-    records, now = Runs(root).all(strict=True), plan.made
+    records, now = Runs(root).all(strict=True), plan.time
     kept = {record.name for record in [*newest_runs(records, keep_runs), *study_runs(root, records)]}
     kept |= {record.name for record in records if record.state == "running" or is_open(record, now)}
     aliased = {*aliased_labels(root), *aliases}
@@ -398,7 +398,7 @@ def delete_rows(root: Root, plan: GcPlan, older_than_s: float, client: Any = Non
     deleted = []
     for start in range(0, len(doomed[FLOW_RUN]) if client else 0, BATCH):
         batch = {item.ids[0]: item for item in doomed[FLOW_RUN][start : start + BATCH]}
-        deleted += [batch[name] for name in _delete_flow_runs(client, [*batch], plan.made - older_than_s)]
+        deleted += [batch[name] for name in _delete_flow_runs(client, [*batch], plan.time - older_than_s)]
     for item in doomed[MLFLOW_RUN]:
         if item.label in families:
             tracker = MLflowTracker(root, families[item.label])

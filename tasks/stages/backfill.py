@@ -217,7 +217,7 @@ def watch_outages(context: Context) -> None:
         context.record.mlflow_stale = True
         with suppress(LeaseLost, OSError):  # the next change writes it
             context.runs.save(context.record)
-        message = f"MLflow cannot be reached ({escape(why)}); the run goes on, what it misses is sent later"
+        message = f"MLflow cannot be reached ({escape(why)}); the run continues; missing points are sent later"
         context.console.log(f"  [yellow]{message}[/]")
 
     reach.stale = reach.stale or context.record.mlflow_stale

@@ -219,7 +219,7 @@ def _evaluation(
 
 
 # Scores of a stage in progress: the supervisor pins a checkpoint every `evaluate.every` tokens and sends an event; the
-# deployment `evaluate-checkpoint` scores what is pinned, on other machines, while the trainer goes on.
+# deployment `evaluate-checkpoint` scores what is pinned, on other machines, while the trainer continues.
 
 
 class CheckpointQueue:

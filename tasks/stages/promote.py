@@ -50,7 +50,7 @@ def promote_model(
         return promotion.decision
     log = PromotionLog(context.root, promotion.family)
     last = gate_decisions(log.records, promotion.run, promotion.artifact)[-1]
-    if last.kind == PENDING_APPROVAL:  # `herd approve` has not answered meanwhile
+    if last.kind == PENDING_APPROVAL:  # `herd approve` has not answered yet
         last = append_answer(log, promotion.run, approval)
     apply(context.runs, context.record, context.tracker, log, promotion.artifact)
     by = escape(last.by)

@@ -274,7 +274,7 @@ class StageAttempts:
         self.excluded = self.hosts.excluded()
         live = self.launcher.live(job)
         if live is not None:
-            self._say(f"follows {live.label}, which goes on without its supervisor")
+            self._say(f"follows {live.label}, which still runs without its supervisor")
             self.folder = live.logs
             return live
         with folder_lease(job.parent, f"stage {self.span.name}", lambda by: self._say(f"waits for {by}, which saves")):
@@ -307,7 +307,7 @@ class StageAttempts:
             self._say(line.removesuffix(":"))
 
     def _record_death(self, outcome: AttemptResult) -> bool:
-        """Record on which host the attempt died; return whether this or a fault has excluded a host meanwhile."""
+        """Record on which host the attempt died; return whether this or a fault has excluded a host since its start."""
         if host := accused(self.folder, outcome, self.context.cluster.nodes is not None):
             self.hosts.record(host, "died", outcome.cause, self.context.record.name)
         new = {name: why for name, why in self.hosts.excluded().items() if name not in self.excluded}

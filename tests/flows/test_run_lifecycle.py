@@ -75,7 +75,7 @@ def test_what_cannot_be_shown_at_the_end_fails_no_run(
 ) -> None:
     run = TrackedRun(Root.parse(tmp_path / "root"))
     context, span = run.context, Schedule(run.context.recipe).trained[-1]
-    context.made[f"evaluate-{span.name}"] = evaluation = run.evaluate(run.stage(span, run.tokens(), None))
+    context.artifacts[f"evaluate-{span.name}"] = evaluation = run.evaluate(run.stage(span, run.tokens(), None))
     page = context.runs.folder(context.record.name) / "report.html"
     if lacking == "scores":
         shutil.rmtree(evaluation.folder)

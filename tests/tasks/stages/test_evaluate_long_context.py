@@ -101,7 +101,7 @@ def test_a_length_that_passes_its_gates_is_recorded_and_not_measured_again(room:
     assert decision.rows[1].candidate == decision.rows[1].champion, "the same weights"
     written = (context.folder / "gate-long-512.json").read_text()
     assert Decision.model_validate_json(written) == decision
-    found = context.made["gate-long-512"]
+    found = context.artifacts["gate-long-512"]
     assert found.metadata["eval/needle"] == decision.rows[2].candidate
     assert room.tracker.series(context.record.mlflow_run, "eval/short-context") == [
         (end, decision.rows[1].candidate) for end in (840_000, 860_000)
