@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,21 +23,6 @@ from herd.storage.staging import clear_staging, discard, disk_usage, newest_mtim
 
 ATTEMPT = re.compile(r"([A-Za-z0-9._-]+)/([0-9a-f]{32})/.+")
 """name-key8/attempt/file"""
-NO_KINDS = {
-    "runs",
-    "open",
-    "promotions",
-    "leases",
-    "work",
-    "in-progress",
-    "logs",
-    "fetched",
-    "mlflow-artifacts",
-    "mlflow.db",
-    "tensorboard",
-    LAZY,
-}
-"""Names under a root or in its working folder that are not kinds of artifacts."""
 
 
 class CleanupResult(NamedTuple):
@@ -50,15 +35,15 @@ class CleanupResult(NamedTuple):
     bytes: int
 
 
-def clean_up_root(root: Root, older_than_s: float) -> CleanupResult:
+def clean_up_root(root: Root, older_than_s: float, kinds: Collection[str]) -> CleanupResult:
     """Delete orphaned data in `root` and its working folder that was not written to for `older_than_s` seconds.
 
-    Safe while other processes work. Raises OSError if the store is unreachable or forbids deleting.
+    `kinds` are those of artifacts; other folders stay as they are. Safe while other processes work. Raises OSError if
+    the store is unreachable or forbids deleting.
     """
     staging, freed = clear_staging(root.local, older_than_s)
     if root.is_local:
         return CleanupResult(0, 0, staging, 0, freed)
-    kinds = [kind for kind in list_children(root.uri) if kind not in NO_KINDS and not kind.startswith(".")]
     filesystem = filesystem_of(root.uri)
     before = filesystem.server_time(root.uri) - older_than_s
     uploads, upload_bytes = filesystem.abort_uploads(root.uri, before)
@@ -66,26 +51,26 @@ def clean_up_root(root: Root, older_than_s: float) -> CleanupResult:
     for kind in kinds:
         count, removed = _remove_attempts(root, kind, before)
         attempts, attempt_bytes = attempts + count, attempt_bytes + removed
-    copy_count, copy_bytes = _remove_copies(root, older_than_s)
+    copy_count, copy_bytes = _remove_copies(root, older_than_s, kinds)
     return CleanupResult(uploads, attempts, staging, copy_count, freed + upload_bytes + attempt_bytes + copy_bytes)
 
 
-def local_copies(root: Root) -> Iterator[tuple[str, Path]]:
-    """Yield label and folder of each copy and page cache of an artifact of a remote root on this machine.
+def local_copies(root: Root, kinds: Collection[str]) -> Iterator[tuple[str, Path]]:
+    """Yield label and folder of each copy and page cache of an artifact of a remote root on this machine, of `kinds`.
 
     All can be downloaded again. An artifact may have both.
     """
     if root.is_local:
         return
-    whole = [
-        folder
-        for folder in root.local.glob("[!.]*/*")
-        if (folder / MANIFEST).is_file() or (folder / DOWNLOADING).is_file()
-    ]
-    for folder in [*sorted(whole), *sorted(root.local.glob(f"{LAZY}/*/*"))]:
-        kind, label = folder.parent.name, f"{folder.parent.name}/{folder.name}"
-        if kind not in NO_KINDS and LABEL.fullmatch(label):
-            yield label, folder
+    for kind in kinds:
+        whole = [
+            folder
+            for folder in sorted(root.local.glob(f"{kind}/*"))
+            if (folder / MANIFEST).is_file() or (folder / DOWNLOADING).is_file()
+        ]
+        for folder in [*whole, *sorted(root.local.glob(f"{LAZY}/{kind}/*"))]:
+            if LABEL.fullmatch(f"{kind}/{folder.name}"):
+                yield f"{kind}/{folder.name}", folder
 
 
 def _remove_attempts(root: Root, kind: str, before: float) -> tuple[int, int]:
@@ -117,11 +102,11 @@ def _is_named(root: Root, label: str, attempt: str) -> bool:
     return artifact.manifest.attempt == attempt
 
 
-def _remove_copies(root: Root, older_than_s: float) -> tuple[int, int]:
+def _remove_copies(root: Root, older_than_s: float, kinds: Collection[str]) -> tuple[int, int]:
     """Delete copies and page caches on this machine whose artifact is gone from the root."""
     before, count, freed = time.time() - older_than_s, 0, 0
     manifests: dict[str, dict[str, int]] = {}
-    for label, folder in local_copies(root):
+    for label, folder in local_copies(root, kinds):
         if newest_mtime(folder) >= before:
             continue
         kind, name = label.split("/")

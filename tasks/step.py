@@ -17,10 +17,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from rich.markup import escape
 
+from herd.llama3.recipe.base import ArtifactKind
 from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import tokens
@@ -42,6 +43,9 @@ from herd.tasks.tracking.tensorboard import TensorBoard
 Build = Callable[[Path, str], dict[str, Any]]
 """Fills an empty folder and returns the artifact's metadata; also gets the handle of the step's MLflow run."""
 REUSED, CREATED = "reused", "created"
+CALIBRATION = "calibration"
+KINDS = (*get_args(ArtifactKind), CALIBRATION)
+"""All kinds of artifacts: what recipes decide, and measurements of devices. Nothing else is taken for an artifact."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +194,7 @@ def ensure_artifact(
     Its lease is held while it is made: of several runs that need it one makes it, the others wait and reuse it. Records
     the step in the run and the tracker. Errors of `build` and LeaseLost pass through; then nothing is committed.
     """
+    assert spec.kind in KINDS, f"{spec.kind} is not among KINDS, so nothing would delete its artifacts"
     spec = _redone(context, step, spec)
     if context.preview is not None:
         return context.preview(step, spec, work)

@@ -47,10 +47,11 @@ ArtifactKind = Literal[
     "checkpoint",
     "evaluation",
     "gate",
-    "promotion",
 ]
-"""A kind of artifact, or the decision about a promotion."""
-DECISIONS: dict[str, tuple[ArtifactKind, ...]] = {
+"""A kind of artifact that a recipe decides."""
+Decided = Literal[ArtifactKind, "promotion"]
+"""An artifact, or whether a model is promoted."""
+DECISIONS: dict[str, tuple[Decided, ...]] = {
     "data": ("collected", "annotated", "curated"),
     "tokens": ("tokenizer", "tokens", "conversations"),
     "training": ("weights", "checkpoint"),
@@ -64,7 +65,7 @@ Since = Literal["start", "stage", "use", "never"]
 class Decides:
     """What a field decides; see `decides`."""
 
-    kinds: tuple[ArtifactKind, ...]
+    kinds: tuple[Decided, ...]
     since: Since
 
     @property
@@ -73,7 +74,7 @@ class Decides:
         return [name for name, kinds in DECISIONS.items() if set(kinds) & set(self.kinds)]
 
 
-def decides(*kinds: ArtifactKind | Literal["nothing"], since: Since = "start") -> Decides:
+def decides(*kinds: Decided | Literal["nothing"], since: Since = "start") -> Decides:
     """Return the mark of a field: the first artifacts that it decides, whose keys have its value, or `nothing`.
 
     An artifact that is made from these follows by its inputs. `since`: from where a started run cannot change the
@@ -81,8 +82,8 @@ def decides(*kinds: ArtifactKind | Literal["nothing"], since: Since = "start") -
     it for (`use`), or `never`: only artifacts tell. What decides only a judgement never changes a token.
     """
     named = tuple(kind for kind in kinds if kind != "nothing")
-    if not kinds or 0 < len(named) < len(kinds) or set(named) - set(get_args(ArtifactKind)):
-        raise ValueError(f"decides{kinds}: write nothing, or some of {', '.join(get_args(ArtifactKind))}")
+    if not kinds or 0 < len(named) < len(kinds) or set(named) - set(get_args(Decided)):
+        raise ValueError(f"decides{kinds}: write nothing, or some of {', '.join(get_args(Decided))}")
     return Decides(named, since)
 
 
@@ -105,7 +106,7 @@ class Section(FrozenModel):
                 raise TypeError(
                     f"{cls.__name__}.{name}: does not say what it decides; write {name}: Annotated[..., "
                     "decides('checkpoint', since='stage')] with the kinds of artifacts that its value changes "
-                    f"({', '.join(get_args(ArtifactKind))}), or decides('nothing')"
+                    f"({', '.join(get_args(Decided))}), or decides('nothing')"
                 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from herd.llama3.recipe.base import ArtifactKind, Decides, chosen_fields, declared
+from herd.llama3.recipe.base import Decided, Decides, chosen_fields, declared
 from herd.llama3.recipe.load import digest
 from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
@@ -31,7 +31,7 @@ def is_covered(path: str, mark: Decides, fields: Collection[str]) -> bool:
     return path in fields or (mark.since == "use" and any(path.startswith(f"{field}.") for field in fields))
 
 
-def parameters(recipe: Recipe, kind: ArtifactKind, *parts: Part, stage: Stage | None = None) -> dict[str, Any]:
+def parameters(recipe: Recipe, kind: Decided, *parts: Part, stage: Stage | None = None) -> dict[str, Any]:
     """Return the parameters of an artifact of `kind`: the values of its fields, then its computed parts.
 
     Of a `stage` the fields are under `stage`, and those of other stages are left out; without, all stages are in.

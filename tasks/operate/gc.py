@@ -23,17 +23,17 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from herd.storage.artifact import Artifact
-from herd.storage.cleanup import NO_KINDS, local_copies
+from herd.storage.cleanup import local_copies
 from herd.storage.lease import LeaseHeld, lease, lease_holders
 from herd.storage.object_artifact import open_store
 from herd.storage.objects import list_children, list_objects, remove_all
 from herd.storage.root import Root
 from herd.storage.staging import discard, disk_usage, newest_mtime
 from herd.tasks.format import format_bytes, format_duration
-from herd.tasks.plan.calibrate import KIND as CALIBRATION
 from herd.tasks.promotion.log import aliased_labels
 from herd.tasks.runs.records import OPEN, RunRecord, Runs, read_records
 from herd.tasks.runs.work_dirs import IN_PROGRESS
+from herd.tasks.step import CALIBRATION, KINDS
 from herd.tasks.study.records import Studies
 from herd.tasks.tracking.mlflow import MLflowTracker
 from herd.tasks.tracking.mlflow_store import NAME, VARIABLE, database_uri, tracking_uri
@@ -129,8 +129,7 @@ def plan_gc(
     if keep_runs < 1:
         raise ValueError(f"keep_runs: {keep_runs} would keep no run; write 1 or more")
     records, store, at = Runs(root).all(strict=True), open_store(root), time.time() if now is None else now
-    kinds = [name for name in root.names() if name not in NO_KINDS and "." not in name]
-    artifacts = {artifact.label: artifact for kind in kinds for artifact in store.all(kind)}
+    artifacts = {artifact.label: artifact for kind in KINDS for artifact in store.all(kind)}
     open_runs = [record for record in records if is_open(record, at)]
     aliased, live = {*aliased_labels(root), *aliases}, live_families(root, records)
 
@@ -274,7 +273,7 @@ def _named(name: str, family: str) -> bool:
 def _copies(root: Root, in_use: set[str], live: set[str], older_than_s: float, now: float) -> list[GcItem]:
     """Return the copies of remote artifacts on this machine; they can be downloaded again."""
     items = []
-    for label, folder in local_copies(root):
+    for label, folder in local_copies(root, KINDS):
         age = now - newest_mtime(folder)
         used = label in in_use or any(_named(folder.name, family) for family in live)
         why = "a run needs it" if used else ("" if age > older_than_s else "it is new")

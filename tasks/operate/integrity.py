@@ -14,7 +14,6 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from herd.storage.artifact import LABEL, MANIFEST, DamagedArtifact, Manifest, Store, UntrustedArtifact, wrong_files
-from herd.storage.cleanup import NO_KINDS
 from herd.storage.digests import digest_file
 from herd.storage.fetch import use_fetched
 from herd.storage.filesystem import FetchedFile, fetched_copies, fetched_folder, is_local
@@ -26,6 +25,7 @@ from herd.tasks.format import format_bytes, format_duration
 from herd.tasks.promotion.log import PromotionLog, families
 from herd.tasks.runs.records import DamagedRecord, Runs
 from herd.tasks.runs.work_dirs import IN_PROGRESS
+from herd.tasks.step import KINDS
 from herd.tasks.study.records import RECORD, Studies
 
 
@@ -125,12 +125,11 @@ def verify(
 
 
 def _labels(root: Root) -> Iterator[str]:
-    for kind in root.names():
-        if kind not in NO_KINDS and "." not in kind:
-            names = root.names(kind)
-            for name in names if root.is_local else [n.removesuffix(".json") for n in names if n.endswith(".json")]:
-                if LABEL.fullmatch(f"{kind}/{name}"):
-                    yield f"{kind}/{name}"
+    for kind in KINDS:
+        names = root.names(kind)
+        for name in names if root.is_local else [n.removesuffix(".json") for n in names if n.endswith(".json")]:
+            if LABEL.fullmatch(f"{kind}/{name}"):
+                yield f"{kind}/{name}"
 
 
 def _read_artifact(

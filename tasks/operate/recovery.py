@@ -34,6 +34,7 @@ from herd.tasks.promotion.log import PromotionLog, families
 from herd.tasks.promotion.registry import Registry
 from herd.tasks.runs.records import OPEN, DamagedRecord, RunRecord, Runs, State, now
 from herd.tasks.stages.backfill import STATUS, backfill_run
+from herd.tasks.step import KINDS
 from herd.tasks.study.records import FOLDER, Studies, StudyRecord
 from herd.tasks.tracking.events import run_ended
 from herd.tasks.tracking.mlflow import AWAY, MLflowTracker
@@ -98,7 +99,7 @@ def reconcile(
     if cleanup:
         for family in families(root):
             changes += show_aliases(root, family)
-        if removed := clean_up_root(root, LEFT_S).bytes:
+        if removed := clean_up_root(root, LEFT_S, KINDS).bytes:
             changes.append(Reconciled("all", "storage", f"{removed:,} bytes left over", "removed"))
     return changes
 

@@ -20,9 +20,10 @@ from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.console import Console
 from herd.tasks.runs.provenance import code_version
+from herd.tasks.step import CALIBRATION
 from herd.tasks.tracking.mlflow import MetricPoint, MLflowTracker
 
-KIND, FILE, VERSION = "calibration", "calibration.json", 1
+FILE, VERSION = "calibration.json", 1
 KEYS = {
     GEMM: "calibration/gemm_tflops",
     FORWARD: "calibration/attention_tflops",
@@ -40,7 +41,7 @@ def store_calibration(root: Root, calibration: Calibration, seconds: float, code
         "threads": calibration.threads,
         "torch": calibration.torch,
     }
-    spec = ArtifactSpec(KIND, device_slug(curves.device), VERSION, parameters, {"measured": digest_json(text)})
+    spec = ArtifactSpec(CALIBRATION, device_slug(curves.device), VERSION, parameters, {"measured": digest_json(text)})
     facts = {
         "date": calibration.date,
         "ceiling": curves.gemm.ceiling,
@@ -61,7 +62,7 @@ def load_calibration(root: Root, device: str, dtype: str = "bf16") -> Curves | N
 
 def newest_calibration(root: Root, device: str, dtype: str = "bf16") -> Calibration | None:
     """Return the newest readable calibration of a device, with its points, or None."""
-    for artifact in reversed(open_store(root).all(KIND)):
+    for artifact in reversed(open_store(root).all(CALIBRATION)):
         manifest = artifact.manifest
         parameters = manifest.parameters
         if (parameters.get("device"), parameters.get("dtype"), manifest.version) == (device, dtype, VERSION):
@@ -152,9 +153,14 @@ def measure_and_store(
 
 def show_calibration(root: Root, calibration: Calibration, artifact: Artifact) -> str:
     """Send a calibration to MLflow and return the run's handle; an artifact has one run however often it is sent."""
-    tracker = MLflowTracker(root, KIND)
+    tracker = MLflowTracker(root, CALIBRATION)
     manifest = artifact.manifest
-    tags = {"herd.run": artifact.label, "kind": KIND, "stage": calibration.date[:10], "artifact.key": artifact.key[:16]}
+    tags = {
+        "herd.run": artifact.label,
+        "kind": CALIBRATION,
+        "stage": calibration.date[:10],
+        "artifact.key": artifact.key[:16],
+    }
     handle = tracker.open_child("", manifest.name, tags)
     tracker.log_params(handle, {**manifest.parameters, "source": calibration.curves.source, "artifact": artifact.label})
     tracker.log_points([handle], metric_points(calibration, artifact.created))

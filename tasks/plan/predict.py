@@ -35,7 +35,8 @@ from herd.tasks.launch.devices import (
     rank_memory,
     run_fabric,
 )
-from herd.tasks.plan.calibrate import KIND, load_calibration
+from herd.tasks.plan.calibrate import load_calibration
+from herd.tasks.step import CALIBRATION
 
 if TYPE_CHECKING:
     from herd.llama3.planner.device_curves import Curves
@@ -157,7 +158,7 @@ def _step_model(root: Root, recipe: Recipe, cluster: Cluster) -> StepModel | Non
 
 def local_calibration(root: Root, device: str = "auto") -> Curves | None:
     """Return the newest calibration of this machine's device, or None; `device`: auto, cpu or cuda."""
-    if not open_store(root).all(KIND):  # most roots; do not import torch, which names the device
+    if not open_store(root).all(CALIBRATION):  # most roots; do not import torch, which names the device
         return None
     from herd.llama3.planner.calibrate import resolve_device
     from herd.llama3.train.device import device_name

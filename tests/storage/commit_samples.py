@@ -22,6 +22,7 @@ FILES = {"weights.bin": os.urandom(2**20 + 7), "data/a.txt": b"a" * 1_000, "data
 """One file of more than a page (1 MiB) and two small ones."""
 LARGE = bytes(range(256)) * (11 * PAGE // 256) + b"tail"
 """11 MiB and 4 bytes: three parts of an upload (see `restless`), twelve pages."""
+KINDS = ("checkpoint", "curated")
 AT_ONCE = -2.0
 """Age for `clean_up_root` at which everything is old; a server's clock counts whole seconds."""
 

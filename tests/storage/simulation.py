@@ -440,7 +440,7 @@ def janitor(simulation: Simulation, actor: Actor) -> None:
     while simulation.now < DISTURBED_S:
         simulation.sleep(simulation.random.uniform(10, 100))
         with suppress(OSError):
-            cleanup.clean_up_root(root, OLD_S)
+            cleanup.clean_up_root(root, OLD_S, ["artifacts"])
 
 
 def promoter(simulation: Simulation, actor: Actor) -> None:
@@ -541,7 +541,7 @@ def _judge(simulation: Simulation) -> None:
         if lost := {number for number, ident in simulation.appended.items() if kept.get(number) != ident}:
             raise Violation(f"the log lost its records {sorted(lost)}")
         simulation.sleep(2 * OLD_S)
-        cleanup.clean_up_root(root, OLD_S)
+        cleanup.clean_up_root(root, OLD_S, ["artifacts"])
         store = simulation.store
         for key in store.objects:
             name = key.removeprefix(PREFIX)

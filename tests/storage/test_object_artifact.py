@@ -14,7 +14,17 @@ from herd.storage.digests import PAGE, digest_bytes, digest_pages
 from herd.storage.object_artifact import DOWNLOADING, PAGES, RemoteStore, open_store
 from herd.storage.objects import get_bytes, list_objects, put_bytes, remove
 from herd.storage.root import Root
-from tests.storage.commit_samples import AT_ONCE, LARGE, attempts, build, build_on_signal, download, in_scratch, started
+from tests.storage.commit_samples import (
+    AT_ONCE,
+    KINDS,
+    LARGE,
+    attempts,
+    build,
+    build_on_signal,
+    download,
+    in_scratch,
+    started,
+)
 from tests.storage.fault_proxy import FaultProxy, Rule
 from tests.storage.s3 import pointed_at
 
@@ -278,10 +288,10 @@ def test_a_commit_killed_at_any_request_is_whole_or_nothing(root: Root, proxy: F
         assert len(list((root.local / ".staging").iterdir())) == (0 if ended else 1)
         there = len(attempts(root, spec))
         left.extend([there - 1] if loaded is None else [])
-        tidied = clean_up_root(root, AT_ONCE)
+        tidied = clean_up_root(root, AT_ONCE, KINDS)
         assert (tidied.attempts, tidied.uploads) == (there - 1, 0)
         assert len(attempts(root, spec)) == 1
-        assert clean_up_root(root, AT_ONCE) == (0, 0, 0, 0, 0)
+        assert clean_up_root(root, AT_ONCE, KINDS) == (0, 0, 0, 0, 0)
         again = open_store(root).find(spec)
         assert again is not None
         k += 1

@@ -16,7 +16,7 @@ from herd.storage.artifact import DamagedArtifact
 from herd.storage.cleanup import clean_up_root
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
-from tests.storage.commit_samples import AT_ONCE, FILES, artifact_spec, attempts, commit, contents, in_scratch
+from tests.storage.commit_samples import AT_ONCE, FILES, KINDS, artifact_spec, attempts, commit, contents, in_scratch
 from tests.storage.fault_proxy import Fault, Rule
 from tests.storage.fault_world import BURSTS, SHORT, World, fails_in_time
 
@@ -84,7 +84,7 @@ def test_writers_who_race_through_faults_leave_one_whole_artifact(world: World, 
     assert all(rule.done for rule in rules)
     with world.direct():
         assert all(contents(artifact) == FILES for artifact in committed)
-        clean_up_root(root, AT_ONCE)
+        clean_up_root(root, AT_ONCE, KINDS)
         attempt = assert_whole(in_scratch(root, tmp_path / "reader"))
         assert attempts(root, artifact_spec()) == {attempt}
 

@@ -67,7 +67,7 @@ def heard(of: Context) -> list[str]:
 
 
 def design(**parameters: object) -> ArtifactSpec:
-    return ArtifactSpec("thing", "quickstart", 1, parameters, {})
+    return ArtifactSpec("annotated", "quickstart", 1, parameters, {})
 
 
 def writes(folder: Path, _: object) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def test_the_log_says_what_is_new_or_reused(root: Root, tracker: MLflowTracker) 
     assert heard(first) == ["[dim]new: nothing of this name was made before[/]", "[dim]new: jaccard 0.8 -> 0.7[/]"]
     ensure_artifact(second, "thing", design(jaccard=0.7), refuses)
     (line,) = heard(second)
-    assert line.startswith("reused thing/quickstart-")
+    assert line.startswith("reused annotated/quickstart-")
     assert second.record.steps["thing"].outcome == "reused"
 
 
@@ -176,7 +176,7 @@ def test_nothing_is_committed_under_a_lost_lease(root: Root, tracker: MLflowTrac
     run = context(root, tracker)
 
     def robbed(folder: Path, _: object) -> dict[str, Any]:
-        for path in (root.local / "leases" / "thing").iterdir():
+        for path in (root.local / "leases" / "annotated").iterdir():
             path.unlink()
         return writes(folder, _)
 
@@ -193,7 +193,7 @@ def make_and_report(pipe: Connection, root: Root) -> None:
     store = open_store(root)
     pipe.send("ready")
     pipe.recv()
-    with lease(root, "thing/x", "run", lambda _: None):
+    with lease(root, "annotated/x", "run", lambda _: None):
         found = store.find(design())
         if found is None:
             with store.staging() as staging:

@@ -17,7 +17,7 @@ from pydantic import create_model
 
 from herd.llama3.evaluate.suite import suite_inputs, with_evaluation_sets, with_suite
 from herd.llama3.recipe import keys
-from herd.llama3.recipe.base import ArtifactKind, Decides, Section, chosen_fields, decides, declared
+from herd.llama3.recipe.base import Decided, Decides, Section, chosen_fields, decides, declared
 from herd.llama3.recipe.frozen import PAST, frozen_fields
 from herd.llama3.recipe.load import apply_override, digest, load_recipe, parse_recipe
 from herd.llama3.recipe.reference import sections
@@ -28,7 +28,7 @@ from herd.llama3.tokens.stream import TokenStream
 from tests.llama3.evaluate.task_samples import CHOICE, quiz, write_lines
 from tests.llama3.train.train_samples import write_tokens
 
-KINDS: tuple[ArtifactKind, ...] = get_args(ArtifactKind)
+KINDS: tuple[Decided, ...] = get_args(Decided)
 FIELDS = declared(Recipe)
 RICH = Path("tests/llama3/recipe/rich.yaml")
 
@@ -53,6 +53,7 @@ PLACES = {
 OTHER: dict[str, tuple[str, ...]] = {
     "data_seed": ("data_seed=5",),
     "mix": ("mix.base={general: 40%, math: 35%, code: 17%, multilingual: 8%}",),
+    "tokens.chunk_tokens": ("tokens.chunk_tokens=16 tokens",),
     "curate.lines.max_copies": ("curate.lines.max_copies=null", "curate.lines.max_copies=7"),
     "curate.quality.rules": ("curate.quality.rules=[c4]",),
     "curate.quality.max_divergence": ("curate.quality.max_divergence=2.5",),
@@ -154,7 +155,7 @@ def chats(room: Path, recipe: Recipe) -> Path:
     return folder
 
 
-def run_keys(room: Path, recipe: Recipe) -> dict[ArtifactKind, Any]:
+def run_keys(room: Path, recipe: Recipe) -> dict[Decided, Any]:
     """Return what the keys of all artifacts of a run have of its recipe, and the rules of its promotion."""
     schedule, stream = Schedule(recipe), TokenStream(shards(room, recipe), recipe)
     checkpoints, gates = [], []
@@ -190,7 +191,7 @@ def past(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 @lru_cache
-def described(room: Path, overrides: tuple[str, ...]) -> tuple[Recipe, dict[ArtifactKind, Any], list[dict[str, Any]]]:
+def described(room: Path, overrides: tuple[str, ...]) -> tuple[Recipe, dict[Decided, Any], list[dict[str, Any]]]:
     recipe = rich(room, *overrides)
     return recipe, run_keys(room, recipe), past(recipe)
 
