@@ -249,7 +249,8 @@ def data_mix_digest(recipe: Recipe, tokens: str, end: int) -> str:
             shapes = [[segment.start, segment.steps, segment.seq_len, segment.batch] for segment in span.segments]
             shares = {domain: str(share) for domain, share in span.shares.items()}
             spans.append([span.name, shapes, shares, chosen_fields(span.stage, of_stream, "stages")])
-    return digest_json({"tokens": tokens, "end": end, **chosen_fields(recipe, of_stream), "stages": spans})
+    fields = {name: value for name, value in chosen_fields(recipe, of_stream).items() if name != "stages"}
+    return digest_json({"tokens": tokens, "end": end, "fields": fields, "stages": spans})
 
 
 @styled

@@ -295,10 +295,10 @@ CHECKS: tuple[tuple[PreflightCheck, ...], ...] = (
         PreflightCheck(lambda run: True, _fit_faults),
         PreflightCheck(lambda run: True, lambda run: folder_faults()),
         PreflightCheck(lambda run: run.recipe.tracking.tensorboard, lambda run: package_faults()),
-        PreflightCheck(lambda run: run.cluster.launcher == "local", _host_faults),
         PreflightCheck(lambda run: run.recipe.tokenizer.use, _tokenizer_faults),
         PreflightCheck(lambda run: True, _evaluation_faults),
         PreflightCheck(lambda run: run.recipe.init_from, _start_faults),
     ),
+    (PreflightCheck(lambda run: run.cluster.launcher == "local", _host_faults),),
 )
-"""All checks; those of the second group need a machine and a recipe that pass the first."""
+"""All checks in groups; each group needs what those before it have checked, such as a root that can be read."""

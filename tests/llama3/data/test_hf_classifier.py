@@ -124,7 +124,7 @@ def test_a_model_without_a_classification_head_is_refused(transformers: Any, tmp
     make(transformers, tmp_path, 2)
     whole = transformers.RobertaForSequenceClassification.from_pretrained(tmp_path)
     whole.roberta.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"no trained sequence classifier: model\.safetensors lacks classifier"):
+    with pytest.raises(ValueError, match=r"is not a trained sequence classifier: model\.safetensors lacks classifier"):
         TransformerScorer.load(tmp_path, "cpu")
 
 

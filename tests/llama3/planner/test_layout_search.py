@@ -136,7 +136,7 @@ def test_a_given_layout_that_cannot_be_cut_so_is_refused() -> None:
         ({"tp": 3}, {"world": 3}, "tp: 3 does not divide heads 16.*use one of 1, 2, 4, 8"),
         ({"pp": 3}, {}, "tp 1 x cp 1 x pp 3 = 3 does not divide 32 processes; start 33"),
         ({"pp": 16}, {}, "16 x vpp 1 stages are too many for 6 layers"),
-        ({"cp": 4, "tp": 8}, {"seq_len": 4112, "batch": 4112 * 256}, "sequence 4112 does not split into 64 parts"),
+        ({"cp": 4, "tp": 8}, {"seq_len": 4112, "batch": 4112 * 256}, "sequence 4112 does not split into 64 pieces"),
         ({}, {"batch": 4096 * 24}, "batch: 24 sequences do not split over dp 32.*32 must divide them"),
     ]:
         with pytest.raises(ValueError, match=told):

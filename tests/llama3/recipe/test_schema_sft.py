@@ -88,7 +88,7 @@ def test_a_stage_may_have_a_rate_of_its_own() -> None:
 def test_what_is_odd_is_warned_about() -> None:
     (warning,) = [line for line in lint(recipe(MAIN, CHAT)) if "stages.chat" in line]
     assert warning.startswith(
-        "stages.chat.lr: starts at 0.0001, where pretraining ends; fine-tuning usually has a rate"
+        "stages.chat.lr: starts at 0.0001, where pretraining ends; fine-tuning usually has a separate rate"
     )
     own = CHAT | {"lr": "linear from 1e-5 to 0", "seq_len": 256, "batch": "4Ki"}
     assert not [line for line in lint(recipe(MAIN, own)) if "stages.chat" in line], "a smaller batch is usual"

@@ -126,7 +126,7 @@ def test_without_it_the_bits_differ(tmp_path: Path) -> None:
     ("layout", "message"),
     [
         ({"tp": 4}, "cluster.layout: tp 4 x cp 1 x pp 1 = 4 does not divide 2 processes; start 4"),
-        ({"cp": 2}, "cluster.layout: sequence 6 does not split into 4 parts"),
+        ({"cp": 2}, "cluster.layout: sequence 6 does not split into 4 pieces"),
     ],
 )
 def test_what_does_not_fit_is_refused(layout: dict[str, Any], message: str, tmp_path: Path) -> None:
