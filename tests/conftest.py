@@ -23,7 +23,7 @@ TESTS = Path(__file__).parent
 CHECKOUT = TESTS.parent
 
 # before a test can pass on the code of another checkout
-assert Path(herd.__file__).parent == CHECKOUT, f"herd is imported from {herd.__file__}; give: make install-dev"
+assert Path(herd.__file__).parent.samefile(CHECKOUT), f"herd is imported from {herd.__file__}; give: make install-dev"
 
 _spec = importlib.util.spec_from_file_location("network_guard", TESTS / "guard" / "sitecustomize.py")
 assert _spec is not None
