@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -72,15 +72,15 @@ def preflight(recipe: Recipe, cluster: Cluster, root: Root, until: str = "") -> 
     left_out = check_run(recipe, cluster, root, thorough=True)
     faults, domains = _sources(recipe)
     conversations: list[ConversationSurvey] = []
-    tokenizer = known_tokenizer(root, recipe)
+    tokenizer, steps = known_tokenizer(root, recipe), pipeline_steps(recipe)
     try:
         conversations = survey_chats(recipe, tokenizer)
     except ValueError as error:
         faults = [*faults, *str(error).splitlines()]
-    if not faults and reaches(pipeline_steps(recipe), until, "pretrain"):
+    if not faults and reaches(steps, until, "pretrain"):
         faults = [fault for domain in domains if (fault := data_shortage(recipe, domain, MOST_TOKENS_PER_BYTE))]
         faults += conversation_shortage(recipe, conversations, SURELY)
-    if not recipe.curate.validation_fraction and reaches(pipeline_steps(recipe), until, "gate", "evaluate"):
+    if not recipe.curate.validation_fraction and reaches(steps, until, "gate", "evaluate"):
         faults.append(nothing_held_out(recipe))
     if faults:
         raise RecipeError("\n".join(faults))
@@ -118,12 +118,17 @@ class CheckedRun:
     left_out: list[str] = field(default_factory=list)
     """A line for each evaluation task without data; filled by its check."""
 
+    @cached_property
+    def local_recipe(self) -> Recipe:
+        """The recipe with models of the root by their folders."""
+        return with_local_models(self.root, self.recipe)
+
 
 class PreflightCheck(NamedTuple):
     """Finds one kind of fault. A check whose feature a run does not use is not called, so it imports nothing."""
 
-    used: Callable[[CheckedRun], object]
     faults: Callable[[CheckedRun], list[str]]
+    used: Callable[[CheckedRun], object] = lambda run: True
 
 
 def check_run(recipe: Recipe, cluster: Cluster, root: Root, thorough: bool = False) -> list[str]:
@@ -156,7 +161,7 @@ def _host_faults(run: CheckedRun) -> list[str]:
 
 
 def _tokenizer_faults(run: CheckedRun) -> list[str]:
-    tokenizer = with_local_models(run.root, run.recipe).tokenizer.use
+    tokenizer = run.local_recipe.tokenizer.use
     if tokenizer is None or Path(tokenizer).is_file():
         return []
     return [f"tokenizer.use: {tokenizer!r} is not a file; give a tiktoken tokenizer.model, or train one"]
@@ -267,7 +272,7 @@ def _curation_faults(curate: Curate) -> list[str]:
 
 def _start_faults(run: CheckedRun) -> list[str]:
     """Return what is wrong with `init_from`: a checkpoint, or weights on this machine."""
-    recipe, root = with_local_models(run.root, run.recipe), run.root
+    recipe, root = run.local_recipe, run.root
     assert recipe.init_from is not None
     if recipe.init_from.format == "checkpoint":
         return init_from_faults(open_store(root), Runs(root), recipe)
@@ -287,18 +292,18 @@ def _start_faults(run: CheckedRun) -> list[str]:
 
 CHECKS: tuple[tuple[PreflightCheck, ...], ...] = (
     (
-        PreflightCheck(lambda run: sys.platform != "linux", _machine_faults),
-        PreflightCheck(lambda run: True, lambda run: placeholders(run.recipe)),
+        PreflightCheck(_machine_faults, lambda run: sys.platform != "linux"),
+        PreflightCheck(lambda run: placeholders(run.recipe)),
     ),
     (
-        PreflightCheck(lambda run: True, _root_faults),
-        PreflightCheck(lambda run: True, _fit_faults),
-        PreflightCheck(lambda run: True, lambda run: folder_faults()),
-        PreflightCheck(lambda run: run.recipe.tracking.tensorboard, lambda run: package_faults()),
-        PreflightCheck(lambda run: run.recipe.tokenizer.use, _tokenizer_faults),
-        PreflightCheck(lambda run: True, _evaluation_faults),
-        PreflightCheck(lambda run: run.recipe.init_from, _start_faults),
+        PreflightCheck(_root_faults),
+        PreflightCheck(_fit_faults),
+        PreflightCheck(lambda run: folder_faults()),
+        PreflightCheck(lambda run: package_faults(), lambda run: run.recipe.tracking.tensorboard),
+        PreflightCheck(_tokenizer_faults, lambda run: run.recipe.tokenizer.use),
+        PreflightCheck(_evaluation_faults),
+        PreflightCheck(_start_faults, lambda run: run.recipe.init_from),
     ),
-    (PreflightCheck(lambda run: run.cluster.launcher == "local", _host_faults),),
+    (PreflightCheck(_host_faults, lambda run: run.cluster.launcher == "local"),),
 )
 """All checks in groups; each group needs what those before it have checked, such as a root that can be read."""
