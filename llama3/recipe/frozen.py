@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from herd.llama3.recipe.base import DECISIONS, Decides, chosen_fields
-from herd.llama3.recipe.keys import Part, is_covered
+from herd.llama3.recipe.keys import Computed, is_covered
 from herd.llama3.recipe.load import RecipeError, resolved
 from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
@@ -34,20 +34,22 @@ def frozen_fields(recipe: Recipe, position: int) -> dict[str, Any]:
     """
     if position <= 0:
         return {}
-    parts = _parts(recipe, position)
-    covered = [field for part in parts for field in part.covers]
+    computed = _computed(recipe, position)
+    covered = [field for parameter in computed for field in parameter.covers]
 
     def by_value(path: str, mark: Decides) -> bool:
         if mark.since == "never" or not PAST & set(mark.kinds) or is_covered(path, mark, covered):
             return False
-        assert mark.since != "use", f"{path}: no part of the past covers it; write one, or another `since`"
+        assert mark.since != "use", (
+            f"{path}: no computed parameter of the past covers it; write one, or another `since`"
+        )
         return mark.since == "start" or not path.startswith("stages.")  # of stages, `_segments` has those that begun
 
-    return {**chosen_fields(recipe, by_value), **{part.name: part.value for part in parts}}
+    return {**chosen_fields(recipe, by_value), **{parameter.name: parameter.value for parameter in computed}}
 
 
-def _parts(recipe: Recipe, position: int) -> list[Part]:
-    """Return what is compared by its result; the fields that a part covers explain a difference of it, in order."""
+def _computed(recipe: Recipe, position: int) -> list[Computed]:
+    """Return what is compared by its result; the fields that each covers explain a difference, in order."""
     schedule = recipe.schedule
     spans = [span for span in schedule.spans if span.start < position]
     last, average = spans[-1], spans[-1].stage.weight_averaging
@@ -55,16 +57,16 @@ def _parts(recipe: Recipe, position: int) -> list[Part]:
     chats = chosen_fields(recipe, lambda path, _: path.startswith("conversations.")) if tuned else {}
     in_progress = average is not None and position < last.end  # the next stage continues the last weights
     return [
-        Part("data_seed", ("data_seed",), recipe.documents_seed),
-        Part("tokens.chunk_tokens", ("tokens.chunk_tokens",), str(Tokens(recipe.chunk_tokens))),
-        Part("chats", ("conversations",), chats.get("conversations")),
-        Part("segments", SEGMENT, [values for span in spans for values in _segments(span, position)]),
-        Part(
+        Computed("data_seed", ("data_seed",), recipe.documents_seed),
+        Computed("tokens.chunk_tokens", ("tokens.chunk_tokens",), str(Tokens(recipe.chunk_tokens))),
+        Computed("chats", ("conversations",), chats.get("conversations")),
+        Computed("segments", SEGMENT, [values for span in spans for values in _segments(span, position)]),
+        Computed(
             "average",
             ("stages.weight_averaging", *LENGTH),
             [str(average), last.start, last.end] if in_progress else None,
         ),
-        Part("rates", ("lr", "stages.lr", *LENGTH), [list(pair) for pair in schedule.rates(0, position)]),
+        Computed("rates", ("lr", "stages.lr", *LENGTH), [list(pair) for pair in schedule.rates(0, position)]),
     ]
 
 
@@ -132,12 +134,12 @@ def _differences(old: Any, new: Any, path: tuple[str, ...] = ()) -> Iterator[Dif
 
 
 def _as_written(difference: Difference, trained: Recipe, now: Recipe, position: int) -> Difference:
-    """Return the first difference of the written fields that a part covers, for a difference of its results."""
+    """Return the first difference of the written fields that a parameter covers, for a difference of its results."""
     (name, *rest), old, new = difference
-    part = next((part for part in _parts(trained, position) if part.name == name), None)
-    if part is None or part.covers == (name,):
+    parameter = next((parameter for parameter in _computed(trained, position) if parameter.name == name), None)
+    if parameter is None or parameter.covers == (name,):
         return difference
-    stage, fields = "", part.covers
+    stage, fields = "", parameter.covers
     if name == "segments":
         segments, field = trained.schedule.segments, rest[1] if len(rest) > 1 else "end"
         stage = (segments if int(rest[0]) < len(segments) else now.schedule.segments)[int(rest[0])].stage

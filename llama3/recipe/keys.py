@@ -1,7 +1,7 @@
 """What the key of each artifact has of the recipe: a function for each kind, and the rule for all of them.
 
-A field that decides a kind (`base.decides`) is in its keys by value, unless a computed part covers it: equal results
-then have equal keys. So a new field is in the right keys as soon as it says what it decides.
+A field that decides a kind (`base.decides`) is in its keys by value, unless a computed parameter covers it. Equal
+results then have equal keys. So a new field is in the right keys as soon as it says what it decides.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.sections import Stage
 
 
-class Part(NamedTuple):
+class Computed(NamedTuple):
     """A parameter that is computed from several fields."""
 
     name: str
@@ -27,17 +27,19 @@ class Part(NamedTuple):
 
 
 def is_covered(path: str, mark: Decides, fields: Collection[str]) -> bool:
-    """Return whether parts that cover `fields` have the field `path`."""
+    """Return whether computed parameters that cover `fields` have the field `path`."""
     return path in fields or (mark.since == "use" and any(path.startswith(f"{field}.") for field in fields))
 
 
-def parameters(recipe: Recipe, kind: Decided, *parts: Part, stage: Stage | None = None) -> dict[str, Any]:
-    """Return the parameters of an artifact of `kind`: the values of its fields, then its computed parts.
+def parameters(recipe: Recipe, kind: Decided, *computed: Computed, stage: Stage | None = None) -> dict[str, Any]:
+    """Return the parameters of an artifact of `kind`: the values of its fields, then the computed ones.
 
     Of a `stage` the fields are under `stage`, and those of other stages are left out; without, all stages are in.
     """
-    covered = [field for part in parts for field in part.covers]
-    assert all(part.name in part.covers or part.name not in type(recipe).model_fields for part in parts)
+    covered = [field for parameter in computed for field in parameter.covers]
+    assert all(
+        parameter.name in parameter.covers or parameter.name not in type(recipe).model_fields for parameter in computed
+    )
     declaring = {path: mark for path, mark in declared(type(recipe)).items() if kind in mark.kinds}
     for field in covered:
         known = any(is_covered(path, mark, [field]) for path, mark in declaring.items())
@@ -50,12 +52,12 @@ def parameters(recipe: Recipe, kind: Decided, *parts: Part, stage: Stage | None 
     if stage is not None:
         values.pop("stages", None)
         values |= {"stage": own} if (own := chosen_fields(stage, by_value, "stages")) else {}
-    return {**values, **{part.name: part.value for part in parts if part.value is not None}}
+    return {**values, **{parameter.name: parameter.value for parameter in computed if parameter.value is not None}}
 
 
 def collected(recipe: Recipe) -> dict[str, Any]:
     """Return what decides the documents that are read, apart from the files."""
-    return parameters(recipe, "collected", Part("seed", ("seed", "data_seed"), recipe.documents_seed))
+    return parameters(recipe, "collected", Computed("seed", ("seed", "data_seed"), recipe.documents_seed))
 
 
 def annotated(recipe: Recipe) -> dict[str, Any]:
@@ -64,8 +66,8 @@ def annotated(recipe: Recipe) -> dict[str, Any]:
     return parameters(
         recipe,
         "annotated",
-        Part("lines", ("curate.lines.max_copies",), curate.lines.max_copies is not None),
-        Part("divergence", ("curate.quality.max_divergence", "curate.quality_for"), curate.needs_divergence),
+        Computed("lines", ("curate.lines.max_copies",), curate.lines.max_copies is not None),
+        Computed("divergence", ("curate.quality.max_divergence", "curate.quality_for"), curate.needs_divergence),
     )
 
 
@@ -79,8 +81,8 @@ def curated(recipe: Recipe) -> dict[str, Any]:
     return parameters(
         recipe,
         "curated",
-        Part("apart", ("sources.name",), apart or None),
-        Part("evaluated", tuple(f"evaluate.{field}" for field in suites), None),
+        Computed("apart", ("sources.name",), apart or None),
+        Computed("evaluated", tuple(f"evaluate.{field}" for field in suites), None),
     )
 
 
@@ -88,7 +90,7 @@ def tokenizer(recipe: Recipe) -> dict[str, Any]:
     """Return what decides the tokenizer: the shares of its mix, not their name."""
     shares = {domain: str(share) for domain, share in recipe.tokenizer_mix.items()}
     covers = ("mix", "stages.mix", "tokenizer.train.mix")
-    return parameters(recipe, "tokenizer", Part("mix", covers, shares if recipe.tokenizer.train else None))
+    return parameters(recipe, "tokenizer", Computed("mix", covers, shares if recipe.tokenizer.train else None))
 
 
 def tokens(recipe: Recipe) -> dict[str, Any]:
@@ -98,7 +100,7 @@ def tokens(recipe: Recipe) -> dict[str, Any]:
         for domain, sources in recipe.sources.items()
     }
     datasets = {domain: names for domain, names in separate.items() if names}
-    return parameters(recipe, "tokens", Part("datasets", ("sources.name", "sources.weight"), datasets or None))
+    return parameters(recipe, "tokens", Computed("datasets", ("sources.name", "sources.weight"), datasets or None))
 
 
 def conversations(recipe: Recipe) -> dict[str, Any]:
@@ -107,14 +109,14 @@ def conversations(recipe: Recipe) -> dict[str, Any]:
     return parameters(
         recipe,
         "conversations",
-        Part("seq_len", ("stages.kind", "stages.seq_len"), recipe.sft_lengths),
-        Part("seed", ("seed", "data_seed"), recipe.documents_seed if generated else None),
+        Computed("seq_len", ("stages.kind", "stages.seq_len"), recipe.sft_lengths),
+        Computed("seed", ("seed", "data_seed"), recipe.documents_seed if generated else None),
     )
 
 
 def weights(recipe: Recipe, files: object, rows: int) -> dict[str, Any]:
     """Return what decides imported weights: the state of their `files`, and the shape with `rows` of embeddings."""
-    return parameters(recipe, "weights", Part("files", ("init_from.path",), files), Part("rows", (), rows))
+    return parameters(recipe, "weights", Computed("files", ("init_from.path",), files), Computed("rows", (), rows))
 
 
 def checkpoint(recipe: Recipe, span: StageSpan, stream: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -131,31 +133,33 @@ def checkpoint(recipe: Recipe, span: StageSpan, stream: dict[str, Any] | None = 
         "seq_len": min(min(other.lengths) for other in recipe.stages),
         "weights": {domain: str(share) for domain, share in recipe.first_mix.items()},
     }
-    parts = [
-        Part("rate", ("lr", "stages.lr"), f"{values[0]:.3g} to {values[-1]:.3g}, peak {max(values):.3g}"),
-        Part("rates", (), digest(rates)[:16]),
-        Part(
+    computed = [
+        Computed("rate", ("lr", "stages.lr"), f"{values[0]:.3g} to {values[-1]:.3g}, peak {max(values):.3g}"),
+        Computed("rates", (), digest(rates)[:16]),
+        Computed(
             "mix",
             ("mix", "stages.mix", "stages.extra_sources", "stages.replay"),
             {domain: str(share) for domain, share in span.shares.items()},
         ),
-        Part(
+        Computed(
             "shape",
             ("init_from.after", "stages.until", "stages.for", "stages.seq_len", "stages.batch"),
-            [[part.start, part.seq_len, part.batch, part.steps] for part in span.segments],
+            [[segment.start, segment.seq_len, segment.batch, segment.steps] for segment in span.segments],
         ),
-        Part("average", ("stages.weight_averaging",), str(stage.weight_averaging) if stage.weight_averaging else None),
-        Part(
+        Computed(
+            "average", ("stages.weight_averaging",), str(stage.weight_averaging) if stage.weight_averaging else None
+        ),
+        Computed(
             "select",
             ("stages.select", "evaluate.val_documents", "evaluate.val_interval"),
             scored if stage.select == "best" else None,
         ),
     ]
     if stream is not None:
-        parts.append(Part("stream", STREAM, stream))
+        computed.append(Computed("stream", STREAM, stream))
     else:
-        parts.append(Part("chunk_tokens", ("tokens.chunk_tokens",), recipe.chunk_tokens))
-    return parameters(recipe, "checkpoint", *parts, stage=stage)
+        computed.append(Computed("chunk_tokens", ("tokens.chunk_tokens",), recipe.chunk_tokens))
+    return parameters(recipe, "checkpoint", *computed, stage=stage)
 
 
 STREAM = (
@@ -175,10 +179,10 @@ def evaluation(recipe: Recipe) -> dict[str, Any]:
     return parameters(
         recipe,
         "evaluation",
-        Part("suite", ("evaluate.suite", "evaluate.final", "evaluate.deferred_suite"), recipe.evaluate.suite),
+        Computed("suite", ("evaluate.suite", "evaluate.final", "evaluate.deferred_suite"), recipe.evaluate.suite),
         _weights(recipe),
-        Part("longest", ("stages.seq_len",), recipe.longest_sequence),
-        Part("tasks", ("evaluate.data", "evaluate.tasks"), None),
+        Computed("longest", ("stages.seq_len",), recipe.longest_sequence),
+        Computed("tasks", ("evaluate.data", "evaluate.tasks"), None),
     )
 
 
@@ -187,13 +191,15 @@ def gate(recipe: Recipe, short: int | None, needle: int | None) -> dict[str, Any
     return parameters(
         recipe,
         "gate",
-        Part("short", ("stages.gates", "stages.seq_len"), short),
-        Part("needle", (), needle),
-        Part("needles", ("evaluate.needles",), recipe.evaluate.needles if needle else None),
+        Computed("short", ("stages.gates", "stages.seq_len"), short),
+        Computed("needle", (), needle),
+        Computed("needles", ("evaluate.needles",), recipe.evaluate.needles if needle else None),
         _weights(recipe),
     )
 
 
-def _weights(recipe: Recipe) -> Part:
+def _weights(recipe: Recipe) -> Computed:
     """Return the weights of means over domains."""
-    return Part("weights", ("mix", "stages.mix"), {domain: str(share) for domain, share in recipe.first_mix.items()})
+    return Computed(
+        "weights", ("mix", "stages.mix"), {domain: str(share) for domain, share in recipe.first_mix.items()}
+    )
