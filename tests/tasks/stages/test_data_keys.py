@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,15 +10,18 @@ from typing import Any
 import pytest
 
 from herd.llama3.recipe.load import load_recipe
+from herd.tasks.pipeline_steps import pipeline_steps
 from herd.tasks.stages import data
+from herd.tasks.step import reaches
 
 TINY = Path("tests/e2e/tiny.yaml")
 
 
-def a_context(until: str, *words: str) -> tuple[Any, list[str]]:
+def a_context(until: str, *overrides: str) -> tuple[Any, list[str]]:
     lines: list[str] = []
-    console, record = SimpleNamespace(log=lines.append), SimpleNamespace(until=until)
-    return SimpleNamespace(recipe=load_recipe(TINY, list(words)), record=record, console=console), lines
+    recipe = load_recipe(TINY, list(overrides))
+    kinds = partial(reaches, pipeline_steps(recipe), until)
+    return SimpleNamespace(recipe=recipe, reaches=kinds, console=SimpleNamespace(log=lines.append)), lines
 
 
 def test_nothing_to_score_ends_a_run_that_evaluates_after_curation(monkeypatch: pytest.MonkeyPatch) -> None:
