@@ -110,13 +110,11 @@ class Stragglers(Callback):
     @classmethod
     def among(
         cls, models: Iterable[nn.Module], world: ParallelContext, step_at: Callable[[int], int], every: int = EVERY
-    ) -> Stragglers | None:
-        """Return the comparison of the ranks of each pipeline position; None with a single data-parallel copy.
+    ) -> Stragglers:
+        """Return the comparison of the ranks of each pipeline position, one of each data-parallel copy.
 
         `models` are this process's pipeline stages, sharded and compiled. Every process must call it.
         """
-        if world.axis("dp").size == 1:
-            return None
         layers: list[nn.Module] = [layer for model in models for layer in cast(Any, model).layers.values()]
         peers, hosts = zip(*world.all_gather_object((world.axis("pp").rank, socket.gethostname())), strict=True)
         return cls(Stopwatch(layers, world.device), world, peers, hosts, step_at, every)

@@ -89,10 +89,11 @@ class Trainer:
         if sequences is not None and recipe.evaluate.val_interval != "never":
             always, unit = {*self.averaging.positions, self.span.end}, job.micro_batch * world.layout.pp
             self.validator = Validator(sequences, recipe, always, world, unit, lambda batch: self.engine.nll(batch))
+        copies = world.axis("dp").size
         callbacks: list[Callback | None] = [
             HangStacks(job.timeout_s),
             Profiler(job.profile, job.work, world.rank, world.device),
-            Stragglers.among(self.state.model_parts.values(), world, self.schedule.step_at),
+            Stragglers.among(self.state.model_parts.values(), world, self.schedule.step_at) if copies > 1 else None,
             self.validator,
             DataShares(self.stream, self.span.start) if world.is_rank0 else None,
             StopEstimator(job.work, self.checkpoints) if world.is_rank0 else None,

@@ -74,7 +74,7 @@ def preflight(recipe: Recipe, cluster: Cluster, root: Root, until: str = "") -> 
     conversations: list[ConversationSurvey] = []
     tokenizer, steps = known_tokenizer(root, recipe), pipeline_steps(recipe)
     try:
-        conversations = survey_chats(recipe, tokenizer)
+        conversations = survey_chats(recipe, tokenizer) if recipe.conversations else []
     except ValueError as error:
         faults = [*faults, *str(error).splitlines()]
     if not faults and reaches(steps, until, "pretrain"):
@@ -253,16 +253,16 @@ def _device_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
 def _curation_faults(curate: Curate) -> list[str]:
     """Return faults of the files that curation names: seeds, block lists, dirty words, evaluation sets."""
     from herd.llama3.data.classifiers import check_seeds
-    from herd.llama3.data.decontam.ngrams import check_benchmarks
     from herd.llama3.data.filters import read_blocked
     from herd.llama3.data.wordlists import read_words
 
     faults = check_seeds(curate)
-    for check in (
-        lambda: read_blocked(curate),
-        lambda: read_words(curate.dirty_words),
-        lambda: check_benchmarks(curate.benchmarks),
-    ):
+    checks: list[Callable[[], object]] = [lambda: read_blocked(curate), lambda: read_words(curate.dirty_words)]
+    if curate.benchmarks:
+        from herd.llama3.data.decontam.ngrams import check_benchmarks
+
+        checks.append(lambda: check_benchmarks(curate.benchmarks))
+    for check in checks:
         try:
             check()
         except ValueError as error:

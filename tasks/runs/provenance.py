@@ -141,11 +141,11 @@ def hourly_costs(cluster: Cluster, gpus: bool, before: Mapping[str, float]) -> H
     from herd.llama3.hardware.prices import Prices
     from herd.llama3.hardware.topology import load_fabric
 
-    usd, watts, basis, assumed = cluster.gpu_hour_usd, cluster.gpu_watts, [], Prices()
+    usd, watts, basis = cluster.gpu_hour_usd, cluster.gpu_watts, []
     if usd is not None:
         basis.append(f"{usd:g} USD per GPU-hour")
     elif gpus:
-        usd = assumed.gpu_hour
+        usd = Prices().gpu_hour
         basis.append(f"{usd:g} USD per GPU-hour (assumed by the planner; set cluster.gpu_hour_usd)")
     if watts is not None:
         basis.append(f"{watts:,.0f} W per GPU")
