@@ -122,10 +122,10 @@ class EvaluateSession:
             {request.context + request.continuation for pair in self.pairs for request in pair.task.requests}
         )
         tokenizer = train_tokenizer(texts, vocab)
-        model = build_model(config, tokenizer.rows, 0, torch.float32, torch.device("cpu"))
+        model = build_model(config, tokenizer.vocab_size, 0, torch.float32, torch.device("cpu"))
         folder = self.settings.folder / "model"
         weights = ((name, value * (3 if value.ndim > 1 else 1)) for name, value in model.state_dict().items())
-        save_model(folder, config, tokenizer.rows, weights)
+        save_model(folder, config, tokenizer.vocab_size, weights)
         tokenizer.save(folder)
         return folder
 

@@ -39,7 +39,7 @@ from herd.llama3.train.loss_spikes import SpikeGuard
 from herd.llama3.train.state import Precision, TrainState
 from herd.llama3.train.train_step import Engine
 
-ROWS, SEQ = 128_256, 8_192
+LLAMA3_VOCAB_SIZE, SEQ = 128_256, 8_192
 FABRIC = "roce-24k"
 """Preset whose H100 the GPU time of a layer is predicted for."""
 DOCUMENT = 512
@@ -150,7 +150,7 @@ def step_cost(
         fake_process_group(layout, size, 0, "cuda") if size > 1 else init_distributed("cuda", 60, layout, meshed=True)
     )
     with group as world:
-        state = TrainState(recipe, ROWS, Precision.from_recipe(recipe, world.device), world, 0)
+        state = TrainState(recipe, LLAMA3_VOCAB_SIZE, Precision.from_recipe(recipe, world.device), world, 0)
         engine = Engine(state, recipe, job, world, SpikeGuard(recipe.spikes, world.device))
         host_s = step_s = float("inf")
         for number in range(6):
@@ -166,7 +166,7 @@ def step_cost(
             torch.cuda.synchronize()
             step_s = step_s if number < 2 else min(step_s, time.perf_counter() - wall)
         stats = torch.cuda.memory_stats()
-        need = memory(recipe.model, ROWS, layout, size, Load(SEQ, 1, micro_batches), meshed=True)[0]
+        need = memory(recipe.model, LLAMA3_VOCAB_SIZE, layout, size, Load(SEQ, 1, micro_batches), meshed=True)[0]
         return StepCost(
             {name: count for name, count in counted.items() if _waits(name)},
             sum(count for name, count in counted.items() if name.startswith(("kernel:", "triton:", "gemm:"))),

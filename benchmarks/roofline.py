@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.measure import NotMeasured
 from benchmarks.null_cuda import FABRIC, is_null
 from benchmarks.rows import Row, measured
-from benchmarks.train_gpu import ROWS, SEQ, SEQUENCES, SHAPES, build_model
+from benchmarks.train_gpu import LLAMA3_VOCAB_SIZE, SEQ, SEQUENCES, SHAPES, build_model
 from benchmarks.train_session import TrainSession
 from herd.llama3.hardware.topology import load_fabric
 from herd.llama3.model.flops import flops_per_token
@@ -204,7 +204,7 @@ def roofline_row(run: TrainSession, name: str) -> Row:
     if mode == "fp8":
         return measured(name, sum(predicted_step(shape, True, False).values()) / total, note, seconds=seconds)
     config = Model.model_validate({**SHAPES[shape], **({"layers": LAYERS[shape]} if shape in LAYERS else {})})
-    flops, peak = flops_per_token(config, ROWS, SEQ), peak_flops("NVIDIA H100 80GB HBM3", "bf16")
+    flops, peak = flops_per_token(config, LLAMA3_VOCAB_SIZE, SEQ), peak_flops("NVIDIA H100 80GB HBM3", "bf16")
     assert peak is not None
     full, causal = (100 * per_token * tokens / total / peak.flops for per_token in (flops.full, flops.causal))
     return measured(name, full, f"causal {causal:.1f} %; {note}", seconds=seconds)

@@ -42,8 +42,8 @@ def loss_memory(run: TrainSession, name: str) -> Row:
     """Memory that the plain loss takes over herd's, gradient of the weights included."""
     rounds = run.losses()
     plain, ours = (rounds.extra_bytes[side] / 1e6 for side in ("plain", "ours"))
-    rows, tokens, dim = run.size.vocabulary
-    note = f"{plain:,.0f} MB against {ours:,.0f}; vocabulary {rows:,}, {tokens:,} tokens, dim {dim}, fp32"
+    vocab_size, tokens, dim = run.size.vocabulary
+    note = f"{plain:,.0f} MB against {ours:,.0f}; vocabulary {vocab_size:,}, {tokens:,} tokens, dim {dim}, fp32"
     return measured(name, plain / max(ours, 1e-3), note)
 
 

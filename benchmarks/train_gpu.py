@@ -43,7 +43,7 @@ from herd.llama3.train.loss_spikes import SpikeGuard
 from herd.llama3.train.state import Precision, TrainState
 from herd.llama3.train.train_step import Engine
 
-ROWS, SEQ = 128_256, 8_192
+LLAMA3_VOCAB_SIZE, SEQ = 128_256, 8_192
 WARM_UP, STEPS = 4, 10
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": {"preset": "1b"},
@@ -231,7 +231,7 @@ def _utilization(name: str, shape: str, speed: Speed) -> Row:
     peak = peak_flops(device, "bf16")
     if peak is None:
         raise NotMeasured(f"the peak of {device} is not known; it did {speed.tokens_per_s:,.0f} tokens/s")
-    flops = flops_per_token(Model.model_validate(SHAPES[shape]), ROWS, SEQ)
+    flops = flops_per_token(Model.model_validate(SHAPES[shape]), LLAMA3_VOCAB_SIZE, SEQ)
     full, causal = (100 * speed.tokens_per_s * per_token / peak.flops for per_token in (flops.full, flops.causal))
     note = (
         f"causal {causal:.1f} %; {speed.tokens_per_s:,.0f} tokens/s, {speed.peak_bytes / 1e9:.0f} GB; {device}, {peak}"
@@ -246,7 +246,7 @@ def speed_of(shape: str, float8: bool) -> Speed:
     torch.cuda.reset_peak_memory_stats(device)
     model = build_model(shape, float8, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    text_BS = torch.randint(0, ROWS, (SEQUENCES[shape], SEQ + 1), device=device)
+    text_BS = torch.randint(0, LLAMA3_VOCAB_SIZE, (SEQUENCES[shape], SEQ + 1), device=device)
     tokens_BS, targets_BS = text_BS[:, :-1].contiguous(), text_BS[:, 1:].contiguous()
     for number in range(WARM_UP + STEPS):
         if number == WARM_UP:
@@ -269,7 +269,7 @@ def build_model(
 ) -> Transformer:
     """Return a model with weights of chance; `layers`: another number of them."""
     config = Model.model_validate({**SHAPES[shape], **({"layers": layers} if layers else {})})
-    model = empty_model(config, ROWS).to_empty(device=device)
+    model = empty_model(config, LLAMA3_VOCAB_SIZE).to_empty(device=device)
     with torch.no_grad():
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else torch.nn.init.ones_(parameter)

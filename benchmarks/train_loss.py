@@ -16,8 +16,8 @@ def stepper(shape: Mapping[str, Any], bf16: bool) -> Callable[[], float]:
     generator = torch.Generator().manual_seed(0)
     hidden_BSD = torch.randn(1, shape["tokens"], shape["dim"], generator=generator)
     hidden_BSD = hidden_BSD.to(torch.bfloat16 if bf16 else torch.float32).requires_grad_()
-    weight_VD = (0.02 * torch.randn(shape["rows"], shape["dim"], generator=generator)).requires_grad_()
-    targets_BS = torch.randint(0, shape["rows"], (1, shape["tokens"]), generator=generator)
+    weight_VD = (0.02 * torch.randn(shape["vocab_size"], shape["dim"], generator=generator)).requires_grad_()
+    targets_BS = torch.randint(0, shape["vocab_size"], (1, shape["tokens"]), generator=generator)
 
     def step() -> float:
         if shape["plain"]:

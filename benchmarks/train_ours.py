@@ -14,9 +14,9 @@ from herd.llama3.recipe.sections import Model
 
 def build(shape: dict[str, Any], weights: dict[str, Tensor], bf16: bool) -> tuple[nn.Module, Loss]:
     """Return the model with these weights and its mean loss."""
-    rows = shape["rows"]
+    vocab_size = shape["vocab_size"]
     model = Transformer(
-        Model(**{name: value for name, value in shape.items() if name not in ("rows", "seq_len")}), rows
+        Model(**{name: value for name, value in shape.items() if name not in ("vocab_size", "seq_len")}), vocab_size
     )
     model.load_state_dict(weights)
     model.compute = torch.bfloat16 if bf16 else None

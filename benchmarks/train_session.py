@@ -34,7 +34,7 @@ class TrainSize:
     rounds: int
     models: Mapping[str, tuple[int, int, int, int]]
     """Layers, dim, heads, key/value heads; FFN 3.5 x dim."""
-    rows: int
+    vocab_size: int
     batch: tuple[int, int]
     """Sequences, tokens of each."""
     vocabulary: tuple[int, int, int]
@@ -110,8 +110,8 @@ class TrainSession:
 
     def losses(self) -> Rounds:
         """Return rounds of the loss of a large vocabulary, plain and herd's."""
-        rows, tokens, dim = self.size.vocabulary
-        shape = {"rows": rows, "tokens": tokens, "dim": dim}
+        vocab_size, tokens, dim = self.size.vocabulary
+        shape = {"vocab_size": vocab_size, "tokens": tokens, "dim": dim}
         sides = {
             name: Side("train_loss", products=self.products, shape={**shape, "plain": name == "plain"})
             for name in ("plain", "ours")
@@ -124,7 +124,7 @@ class TrainSession:
             config = self.model(model)
             shape: dict[str, Any] = {
                 **config.model_dump(exclude={"preset", "rope_scaling", "tied_embeddings"}),
-                "rows": self.size.rows,
+                "vocab_size": self.size.vocab_size,
                 "seq_len": self.size.batch[1],
             }
             taken = take_rounds(sides, self._weights(config, self.settings.folder / name), shape, self.size.rounds)
@@ -137,8 +137,8 @@ class TrainSession:
         folder.mkdir()
         sequences, length = self.size.batch
         generator = torch.Generator().manual_seed(0)
-        text = torch.randint(0, self.size.rows, (sequences, length + 1), generator=generator)
-        weights = build_model(config, self.size.rows, 0, torch.float32, torch.device("cpu")).state_dict()
+        text = torch.randint(0, self.size.vocab_size, (sequences, length + 1), generator=generator)
+        weights = build_model(config, self.size.vocab_size, 0, torch.float32, torch.device("cpu")).state_dict()
         batch = {TOKENS: text[:, :-1].contiguous(), TARGETS: text[:, 1:].contiguous()}
         save_file({**weights, **batch}, folder / "weights.safetensors")
         return folder / "weights.safetensors"

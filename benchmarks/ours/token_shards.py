@@ -51,7 +51,7 @@ def make_shards(folder: Path, documents: int, empty: bool, vocabulary: int = VOC
             tokens = _tokens(0 if empty else int(lengths.sum()), vocabulary, chance)
             write_shard(folder / domain, number, [tokens], lengths, _table(domain, number, lengths))
             os.truncate(folder / domain / f"tokens-{number:05}.bin", int(lengths.sum()) * tokens.itemsize)
-    special = {"rows": vocabulary + 256, "begin": vocabulary, "end": vocabulary + 1, "tokenizer": "made up"}
+    special = {"vocab_size": vocabulary + 256, "begin": vocabulary, "end": vocabulary + 1, "tokenizer": "made up"}
     write_index(folder, {domain: domain for domain in DOMAINS}, "int32", special)
 
 

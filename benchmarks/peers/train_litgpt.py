@@ -25,8 +25,8 @@ def build(shape: dict[str, Any], weights: dict[str, Tensor], bf16: bool) -> tupl
     config = Config(
         name="herd-bench",
         block_size=shape["max_seq_len"],
-        vocab_size=shape["rows"],
-        padded_vocab_size=shape["rows"],
+        vocab_size=shape["vocab_size"],
+        padded_vocab_size=shape["vocab_size"],
         n_layer=shape["layers"],
         n_head=shape["heads"],
         n_query_groups=shape["kv_heads"],

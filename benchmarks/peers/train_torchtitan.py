@@ -45,7 +45,7 @@ def build(shape: dict[str, Any], weights: dict[str, Tensor], bf16: bool) -> tupl
 
 
 def _model(shape: dict[str, Any]) -> Llama3Model:
-    dim, rows, eps = shape["dim"], shape["rows"], shape["norm_eps"]
+    dim, vocab_size, eps = shape["dim"], shape["vocab_size"], shape["norm_eps"]
     rope = ComplexRoPE.Config(
         dim=dim // shape["heads"], max_seq_len=shape["seq_len"], theta=shape["rope_theta"], scaling="none"
     )
@@ -73,10 +73,10 @@ def _model(shape: dict[str, Any]) -> Llama3Model:
     ]
     config = Llama3Model.Config(
         dim=dim,
-        vocab_size=rows,
-        tok_embeddings=Embedding.Config(num_embeddings=rows, embedding_dim=dim, param_init={}),
+        vocab_size=vocab_size,
+        tok_embeddings=Embedding.Config(num_embeddings=vocab_size, embedding_dim=dim, param_init={}),
         norm=norm(),
-        lm_head=Linear.Config(in_features=dim, out_features=rows, param_init={}),
+        lm_head=Linear.Config(in_features=dim, out_features=vocab_size, param_init={}),
         layers=layers,
     )
     return Llama3Model(config)

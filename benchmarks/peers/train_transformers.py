@@ -28,7 +28,7 @@ NAMES = {
 def build(shape: dict[str, Any], weights: dict[str, Tensor], bf16: bool) -> tuple[nn.Module, Any]:
     """Return the model with these weights and its mean loss (the library's own, over logits in fp32)."""
     config = LlamaConfig(
-        vocab_size=shape["rows"],
+        vocab_size=shape["vocab_size"],
         hidden_size=shape["dim"],
         intermediate_size=shape["ffn"],
         num_hidden_layers=shape["layers"],

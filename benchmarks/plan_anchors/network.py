@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.plan_anchors.published import Anchor, fitted_h100_curves, meta_layout, table4_query
 from herd.llama3.hardware.topology import Fabric, Layer, load_fabric
-from herd.llama3.parallel.layout import ROWS, TABLE_4, Layout, Published
+from herd.llama3.parallel.layout import LLAMA3_VOCAB_SIZE, TABLE_4, Layout, Published
 from herd.llama3.parallel.memory import Load, stages
 from herd.llama3.planner.collectives import (
     ALL,
@@ -355,7 +355,9 @@ def job(row: Published, zero: Literal[2, 3] = 2) -> tuple[Layout, int, AxisBytes
     config, load = Model.model_validate({"preset": "405b"}), Load(row.seq_len, 1, row.sequences)
     layout = row.layout.model_copy(update={"vpp": VIRTUAL, "zero": zero})
     parts = stages(config, layout, layout.pp // 2)
-    sent = [message for part in parts for message in stage_volumes(part, config, ROWS, layout, row.world, load)]
+    sent = [
+        message for part in parts for message in stage_volumes(part, config, LLAMA3_VOCAB_SIZE, layout, row.world, load)
+    ]
     return layout, row.world, AxisBytes.from_collectives(sent, layout, row.sequences)
 
 

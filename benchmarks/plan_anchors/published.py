@@ -15,7 +15,7 @@ from scipy.optimize import brentq
 
 from herd.llama3.hardware.topology import Fabric, load_fabric
 from herd.llama3.model.flops import flops_per_token
-from herd.llama3.parallel.layout import ROWS, TABLE_4, Layout
+from herd.llama3.parallel.layout import LLAMA3_VOCAB_SIZE, TABLE_4, Layout
 from herd.llama3.parallel.memory import Load
 from herd.llama3.planner.collectives import Network
 from herd.llama3.planner.device_curves import Curves, prior_curves
@@ -88,7 +88,7 @@ def meta_layout(row: int, vpp: int = VIRTUAL) -> Layout:
 def table4_query(row: int) -> LayoutQuery:
     """Return the layout query of a row of Table 4."""
     published = TABLE_4[row]
-    return LayoutQuery(llama_405b_config(), ROWS, published.seq_len, TABLE_4_BATCH, published.world, 80e9)
+    return LayoutQuery(llama_405b_config(), LLAMA3_VOCAB_SIZE, published.seq_len, TABLE_4_BATCH, published.world, 80e9)
 
 
 @cache
@@ -105,7 +105,7 @@ def roce_24k_fabric() -> Fabric:
 
 def step_model(curves: Curves) -> StepModel:
     """Return the step model of the 405B on the RoCE cluster."""
-    return StepModel(llama_405b_config(), ROWS, Network(roce_24k_fabric()), curves)
+    return StepModel(llama_405b_config(), LLAMA3_VOCAB_SIZE, Network(roce_24k_fabric()), curves)
 
 
 def predict_table4_row(row: int, curves: Curves, vpp: int = VIRTUAL) -> Candidate:
@@ -125,7 +125,7 @@ def fitted_h100_curves(vpp: int = VIRTUAL, attention_tflops: float | None = None
 
     target = TABLE_4[0].tflops
     work = (
-        flops_per_token(llama_405b_config(), ROWS, table4_query(0).seq_len).causal
+        flops_per_token(llama_405b_config(), LLAMA3_VOCAB_SIZE, table4_query(0).seq_len).causal
         * TABLE_4_BATCH
         / TABLE_4[0].world
         / 1e12

@@ -34,7 +34,7 @@ from benchmarks.plan_anchors.step import (
 from herd.llama3.hardware.specs import hall_use, readers_per_trainer
 from herd.llama3.hardware.topology import load_fabric
 from herd.llama3.model.flops import flops_per_token
-from herd.llama3.parallel.layout import ROWS, TABLE_4
+from herd.llama3.parallel.layout import LLAMA3_VOCAB_SIZE, TABLE_4
 from herd.llama3.planner.budget import StageTime, total_days_and_gpu_hours
 from herd.llama3.planner.goodput import (
     BYTECHECKPOINT,
@@ -109,7 +109,7 @@ GPUs: 8,192 up to 2.87T tokens with row 1, then 16,384 with row 2; row 3 for the
 
 def budget_anchors() -> list[Anchor]:
     """Return the rows of A9, A10 and A11."""
-    flops = flops_per_token(llama_405b_config(), ROWS, 8_192)
+    flops = flops_per_token(llama_405b_config(), LLAMA3_VOCAB_SIZE, 8_192)
     what = "operations per token, 405B at 8K"
     note = "6 N + 6 L S D: attention over the causal half"
     causal = flops.causal
@@ -168,7 +168,7 @@ def gpu_hours(
     begin, stages = 0.0, []
     for part in SCHEDULE:
         world = TABLE_4[part.row].world
-        flops = flops_per_token(llama_405b_config(), ROWS, part.seq_len)
+        flops = flops_per_token(llama_405b_config(), LLAMA3_VOCAB_SIZE, part.seq_len)
         per_token = flops.causal if causal else flops.six_n
         batch = part.batch * 2**20
         step_s = batch * per_token / world / (tflops(part) * 1e12)

@@ -23,7 +23,7 @@ from benchmarks.plan_anchors.published import (
     within,
 )
 from herd.llama3.model.flops import flops_per_token
-from herd.llama3.parallel.layout import ROWS, TABLE_4, Layout
+from herd.llama3.parallel.layout import LLAMA3_VOCAB_SIZE, TABLE_4, Layout
 from herd.llama3.parallel.memory import Load
 from herd.llama3.parallel.pipeline_schedule import actions, bubble, ideal_bubble, peak_in_flight, rank_actions
 from herd.llama3.planner.collectives import Network
@@ -98,7 +98,7 @@ def table4_anchors() -> list[Anchor]:
     for row, shift, target in ((1, 0.075, 0.03), (2, 0.132, 0.05)):
         what = f"row {row + 1} at the MFU of row 1"
         anchors.append(_ablation(what, TABLE_4[0].tflops, TABLE_4[row].tflops, shift, target))
-    flops = flops_per_token(llama_405b_config(), ROWS, table4_query(2).seq_len)
+    flops = flops_per_token(llama_405b_config(), LLAMA3_VOCAB_SIZE, table4_query(2).seq_len)
     six_n = third * flops.six_n / flops.causal  # at 131,072 tokens attention is two fifths of the work
     anchors.append(_ablation("row 3 counted as 6N alone", six_n, 380, -0.40, 0.05, 0.04))
     for row, published in ((0, 0.43), (1, 0.41)):
@@ -434,7 +434,7 @@ def _scaling() -> Iterator[Anchor]:
     """The ceiling of products and the memory's rate are alike in both runs, so little of them is left in the ratio."""
 
     def ratio(network: Network, optimizer: float = 1.0) -> float:
-        model = StepModel(Model.model_validate({"preset": "8b"}), ROWS, network, fitted_h100_curves())
+        model = StepModel(Model.model_validate({"preset": "8b"}), LLAMA3_VOCAB_SIZE, network, fitted_h100_curves())
         layout, load = Layout(zero=3, recompute="selective"), Load(8192, 2, 1)
         steps = (model.predict(layout, world, load) for world in (8, 128))
         few, many = (replace(step, optimizer=optimizer * step.optimizer).total for step in steps)
@@ -468,11 +468,11 @@ def _terms() -> Iterator[Anchor]:
 
     def tflops(ceiling: float, row: int, term: Callable[[StepTime], float]) -> float:
         model = StepModel(
-            llama_405b_config(), ROWS, network, replace(curves, gemm=replace(curves.gemm, ceiling=ceiling))
+            llama_405b_config(), LLAMA3_VOCAB_SIZE, network, replace(curves, gemm=replace(curves.gemm, ceiling=ceiling))
         )
         published, seq_len = TABLE_4[row], table4_query(row).seq_len
         step = model.predict(meta_layout(row), published.world, Load(seq_len, 1, published.sequences))
-        work = flops_per_token(llama_405b_config(), ROWS, seq_len).causal * TABLE_4_BATCH / published.world
+        work = flops_per_token(llama_405b_config(), LLAMA3_VOCAB_SIZE, seq_len).causal * TABLE_4_BATCH / published.world
         return work / (step.total - term(step)) / 1e12
 
     for name, (term, why) in TERMS.items():

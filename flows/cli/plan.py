@@ -81,7 +81,9 @@ def plan_recipe(
 
             cluster = fabric_of(cluster)
             fabric, here = open_cluster(cluster, sparse)
-            faults = here and (layout_faults(plan.recipe, here, plan.rows) or pod_memory_faults(plan.recipe, here))
+            faults = here and (
+                layout_faults(plan.recipe, here, plan.vocab_size) or pod_memory_faults(plan.recipe, here)
+            )
             if faults:
                 raise ValueError("\n".join(faults))
         planned_steps: list[PlannedStep] = []

@@ -110,12 +110,12 @@ class InferenceStage(Transformer):
     All stages are called with the same token ids, which only the first one reads.
     """
 
-    def __init__(self, config: Model, rows: int, world: ParallelContext) -> None:
+    def __init__(self, config: Model, vocab_size: int, world: ParallelContext) -> None:
         """Create this process's stage."""
         self.pipeline: Axis = world.axis("pp")
         first, last = self.pipeline.rank == 0, self.pipeline.rank == self.pipeline.size - 1
         layers = split_layers(config.layers, self.pipeline.size)[self.pipeline.rank]
-        super().__init__(config, rows, layers, first, last, InferenceComms(world))
+        super().__init__(config, vocab_size, layers, first, last, InferenceComms(world))
         self.sent: deque[tuple[Any, Tensor]] = deque()
         """Sends that may not be complete, with the tensors that must live until then."""
 
@@ -148,10 +148,10 @@ def load_shard(folder: Path, world: ParallelContext, dtype: torch.dtype | None) 
     or it cannot be split as `world.layout` says.
     """
     stored = open_model(folder)
-    world.layout.check(stored.config, stored.rows, world.size)
+    world.layout.check(stored.config, stored.vocab_size, world.size)
     tensor = world.axis("tp")
     with torch.device("meta"):
-        model = InferenceStage(stored.config, stored.rows, world)
+        model = InferenceStage(stored.config, stored.vocab_size, world)
     for name, parameter in list(model.named_parameters()):
         where = [slice(None)] * parameter.ndim
         if (axis := param_row(name).tp_axis) is not None:
@@ -220,7 +220,7 @@ class SplitRunner:
         self._failure: Exception | None = None
         self.processes = len(ranks.connections)
         self._send(job)
-        self.config, self.rows, self.dtype, self.positions = self._receive()
+        self.config, self.vocab_size, self.dtype, self.positions = self._receive()
 
     def failure(self) -> Exception | None:
         if self._failure is None and not self._ranks.alive:
@@ -288,7 +288,7 @@ def run_rank(caller: Connection) -> NoReturn:
             runner = ModelRunner(load_shard(job.folder, world, job.dtype))
             positions = min(world.all_gather_object(runner.positions))  # and all have loaded
             if world.is_rank0:
-                caller.send((runner.config, runner.rows, runner.dtype, positions))
+                caller.send((runner.config, runner.vocab_size, runner.dtype, positions))
             while True:
                 name, *arguments = caller.recv()
                 answer = getattr(runner, name)(*arguments)

@@ -304,9 +304,9 @@ def evaluate(
         chosen = read_validation_documents(documents, recipe.evaluate.documents, document_bytes(recipe))
         suite = render_recipe_suite(recipe, chosen)
         network = ranks.load(model, DTYPES[recipe.evaluate.precision], device)
-        if network.rows != coder.rows:
+        if network.vocab_size != coder.vocab_size:
             raise ValueError(
-                f"model {model} has {network.rows} embedding rows, tokenizer {tokenizer} {coder.rows}: "
+                f"model {model} has vocab_size {network.vocab_size}, tokenizer {tokenizer} {coder.vocab_size}: "
                 "give the tokenizer that the model was trained with"
             )
         window = min(network.config.max_seq_len, recipe.longest_sequence)

@@ -4,7 +4,7 @@ Prompts are read one after another, sharing their common beginning in the KV cac
 together, and finished ones leave the batch. Each text has its own random generator, so no text depends on the others
 beyond rounding. `engine` decodes texts that come and go while it runs.
 
-Shapes: B texts, S tokens, D model, V vocabulary rows.
+Shapes: B texts, S tokens, D model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -252,9 +252,9 @@ def _device_kind(model: Transformer) -> str:
 
 def check_fit(model: Transformer | Runner, tokenizer: Tokenizer) -> None:
     """Raise ValueError unless the model has a row for each token of `tokenizer`."""
-    if model.rows != tokenizer.rows:
+    if model.vocab_size != tokenizer.vocab_size:
         raise ValueError(
-            f"the model has {model.rows} embedding rows, the tokenizer {tokenizer.rows}: "
+            f"the model has vocab_size {model.vocab_size}, the tokenizer {tokenizer.vocab_size}: "
             "give the tokenizer that the model was trained with"
         )
 
@@ -372,7 +372,7 @@ def next_logits(model: Transformer, cache: Cache, tokens_BS: Tensor) -> Tensor:
 
     mask = cache.visible(tokens_BS.shape[1], tokens_BS.device)
     output: Tensor = model(tokens_BS, mask, head=last_position)
-    return model.comms.from_last_stage(output, (len(tokens_BS), model.rows))
+    return model.comms.from_last_stage(output, (len(tokens_BS), model.vocab_size))
 
 
 class Runner(Protocol):
@@ -382,8 +382,8 @@ class Runner(Protocol):
     """
 
     config: Model
-    rows: int
-    """Embedding rows."""
+    vocab_size: int
+    """Ids of the embedding, base and special."""
     dtype: torch.dtype
     """Of the weights."""
     positions: int
@@ -431,7 +431,7 @@ class ModelRunner:
     processes = 1
 
     def __init__(self, model: Transformer) -> None:
-        self.model, self.config, self.rows = model, model.config, model.rows
+        self.model, self.config, self.vocab_size = model, model.config, model.vocab_size
         self.dtype = next(model.parameters()).dtype
         self.positions = cached_positions(model)
         self._decoder: IncrementalDecoder | None = None

@@ -4,7 +4,7 @@ A sequence is the begin token, then the tokens of context and continuation encod
 the longest beginning shared with the context encoded alone. A context too long for the window loses its beginning; a
 longer continuation is scored in windows that advance by half a window, each token once (see `packing`).
 
-Shapes: B rows, S positions, T positions attended to, N scored tokens, D model, V vocabulary rows.
+Shapes: B rows, S positions, T positions attended to, N scored tokens, D model, V vocabulary.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Card:
 
     name: str
     config: Model
-    rows: int
+    vocab_size: int
     form: str
     """Format of the folder: a key of `KINDS`."""
     dtype: str
@@ -108,7 +108,7 @@ class Card:
     @property
     def parameters(self) -> int:
         """Parameter count; a tied embedding counts once."""
-        return parameter_count(self.config, self.rows)
+        return parameter_count(self.config, self.vocab_size)
 
     @property
     def notice(self) -> str:

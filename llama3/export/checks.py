@@ -39,10 +39,12 @@ def logits_difference(
     them gives NaN. Raises ValueError if a folder is not a Llama 3, or their vocabularies differ.
     """
     first, second = open_source(one, one_format), open_source(other, other_format)
-    if first.rows != second.rows:
-        raise ValueError(f"{one} has {first.rows} embedding rows, {other} {second.rows}; name two forms of one model")
+    if first.vocab_size != second.vocab_size:
+        raise ValueError(
+            f"{one} has vocab_size {first.vocab_size}, {other} {second.vocab_size}; name two forms of one model"
+        )
     count = min(positions, first.config.max_seq_len, second.config.max_seq_len)
-    tokens_1S = torch.randint(0, first.rows, (1, count), generator=torch.Generator().manual_seed(0))
+    tokens_1S = torch.randint(0, first.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
     actual, expected = logits(first, tokens_1S), logits(second, tokens_1S)
     return float((actual - expected).abs().max() / expected.abs().max())
 
@@ -51,8 +53,8 @@ def logits_difference(
 def logits(source: WeightReader, tokens_BS: Tensor) -> Tensor:
     """Return the logits [B, S, V] of a model for `tokens_BS`, in fp32 on the CPU: bf16 would hide a wrong setting."""
     use_reproducible_matmul()
-    model = empty_model(source.config, source.rows)
-    names = [param.name for param in param_table(source.config, source.rows)]
+    model = empty_model(source.config, source.vocab_size)
+    names = [param.name for param in param_table(source.config, source.vocab_size)]
     state = {name: source.tensor(name).to(torch.float32, copy=True) for name in names}
     model.load_state_dict(state, assign=True)
     return model.eval()(tokens_BS, None)  # type: ignore[no-any-return]
@@ -125,7 +127,7 @@ def checked(metric: str, work: Callable[[], str]) -> Check:
 
 
 def _fits(model: WeightReader) -> bool:
-    return 4 * parameter_count(model.config, model.rows) <= LOGITS_BYTES
+    return 4 * parameter_count(model.config, model.vocab_size) <= LOGITS_BYTES
 
 
 def _reload(folder: Path) -> str:
@@ -136,7 +138,7 @@ def _reload(folder: Path) -> str:
             raise ValueError(f"{name} holds numbers that are not finite; train again from an earlier checkpoint")
         count += tensor.numel()
     position = torch.arange(POSITIONS)
-    tokens_1S = ((position * position * 7 + position * 3) % stored.rows)[None]
+    tokens_1S = ((position * position * 7 + position * 3) % stored.vocab_size)[None]
     if _fits(stored) and not bool(torch.isfinite(logits(stored, tokens_1S)).all()):
         raise ValueError("its logits are not finite; train again from an earlier checkpoint")
     return f"loads: {count:,} parameters, all finite"
@@ -150,7 +152,7 @@ def _export(folder: Path, scratch: Path) -> str:
     for target, form, name in FORMATS:
         if form == "meta":
             try:
-                meta_settings(stored.config, stored.rows)
+                meta_settings(stored.config, stored.vocab_size)
             except ValueError as error:
                 results.append(f"{name} has no form for it ({error})")
                 continue
@@ -158,7 +160,7 @@ def _export(folder: Path, scratch: Path) -> str:
             export = Path(temporary) / target
             convert(folder, "herd", export, target)
             source = open_source(export, form)
-            for param in param_table(stored.config, stored.rows):
+            for param in param_table(stored.config, stored.vocab_size):
                 ours, theirs = stored.tensor(param.name), source.tensor(param.name)
                 if ours.dtype != theirs.dtype or not torch.equal(ours, theirs):
                     raise ValueError(f"the export to {name} changes {param.name}")

@@ -52,8 +52,8 @@ def convert(
     format or its `parts` do not exist, or the target does.
     """
     model = open_source(source, source_format)
-    tokenizer = _tokenizer(source, source_format, model.rows)
-    check_parts(model.config, model.rows, parts, target_format == "meta")
+    tokenizer = _tokenizer(source, source_format, model.vocab_size)
+    check_parts(model.config, model.vocab_size, parts, target_format == "meta")
     stored_as = DTYPES[dtype] if dtype else None
     mark = source / TEMPLATE_FILE
     template = mark.read_text(encoding="utf-8") if mark.is_file() else ""
@@ -61,7 +61,7 @@ def convert(
         match target_format:
             case "herd":
                 weights = ((param.name, tensor) for param, tensor in parameters(model, stored_as))
-                save_model(folder, model.config, model.rows, weights)
+                save_model(folder, model.config, model.vocab_size, weights)
                 if tokenizer is not None:
                     tokenizer.save(folder)
                 if template:
@@ -108,10 +108,10 @@ def load_model_any_format(folder: Path, dtype: torch.dtype, device: str = "cpu")
     """
     form = format_of(folder)
     source = open_source(folder, form)
-    tokenizer = _tokenizer(folder, form, source.rows)
+    tokenizer = _tokenizer(folder, form, source.vocab_size)
     if tokenizer is None:
         raise ValueError(f"{folder}: has no {TOKENIZERS[form]}; put the tokenizer of the model there")
-    model = empty_model(source.config, source.rows)
+    model = empty_model(source.config, source.vocab_size)
     state = {param.name: tensor.to(device) for param, tensor in parameters(source, dtype)}
     model.load_state_dict(state, assign=True)
     return model.eval(), tokenizer
@@ -136,43 +136,45 @@ def staging_folder(target: Path) -> Iterator[Path]:
     sync_folder(target.parent)
 
 
-def _tokenizer(folder: Path, form: Format, rows: int) -> Tokenizer | None:
+def _tokenizer(folder: Path, form: Format, vocab_size: int) -> Tokenizer | None:
     """Return the tokenizer in `folder`, if any. Raises ValueError if it does not have one id per embedding row."""
     path = folder / TOKENIZERS[form]
     if not path.exists():
         return None
     tokenizer = use_tokenizer(path)
-    if tokenizer.rows != rows:
+    if tokenizer.vocab_size != vocab_size:
         raise ValueError(
-            f"{path}: has {tokenizer.rows} ids, the model {rows} embedding rows; put the tokenizer of the model there, "
-            "or take the file away to convert the weights alone"
+            f"{path}: has vocab_size {tokenizer.vocab_size}, the model {vocab_size}; put the tokenizer of the model "
+            "there, or take the file away to convert the weights alone"
         )
     return tokenizer
 
 
-def import_weights(start: InitFrom, folder: Path, expected: Model | None = None, rows: int | None = None) -> Model:
+def import_weights(
+    start: InitFrom, folder: Path, expected: Model | None = None, vocab_size: int | None = None
+) -> Model:
     """Write the weights that `init_from` names as the new model folder `folder`; return its shape.
 
-    `expected` is the recipe's model, written as the folder's configuration, and `rows` the number of ids of its
+    `expected` is the recipe's model, written as the folder's configuration, and `vocab_size` that of its
     tokenizer. Values keep their type; the tokenizer is not copied. Raises ValueError if the weights are not a Llama 3,
     have another shape, or `folder` exists.
     """
     assert start.format != "checkpoint"
     with staging_folder(folder) as new, _local_copy(start, folder) as source:
         model = open_source(source, start.format)
-        compare_shapes(start, model.config, model.rows, expected, rows)
+        compare_shapes(start, model.config, model.vocab_size, expected, vocab_size)
         weights = ((param.name, tensor) for param, tensor in parameters(model, None))
-        save_model(new, expected or model.config, model.rows, weights)
+        save_model(new, expected or model.config, model.vocab_size, weights)
     return expected or model.config
 
 
 def compare_shapes(
-    start: InitFrom, config: Model, rows: int, expected: Model | None, expected_rows: int | None = None
+    start: InitFrom, config: Model, vocab_size: int, expected: Model | None, expected_vocab_size: int | None = None
 ) -> None:
     """Raise ValueError if the weights that `init_from` names, of shape `config`, do not have the expected shape."""
-    if expected_rows is not None and expected_rows != rows:
+    if expected_vocab_size is not None and expected_vocab_size != vocab_size:
         raise ValueError(
-            f"init_from.path: {start.path} has {rows} embedding rows, the recipe's tokenizer {expected_rows}; "
+            f"init_from.path: {start.path} has vocab_size {vocab_size}, the recipe's tokenizer {expected_vocab_size}; "
             "name the tokenizer that the weights were trained with (tokenizer.use)"
         )
     actual, due = config.shape, (expected or config).shape

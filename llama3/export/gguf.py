@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from herd.llama3.export.meta import meta_vocab_rows, sync_file
+from herd.llama3.export.meta import sync_file, to_meta_order
 from herd.llama3.model.attention import frequencies
 from herd.llama3.model.files import WeightReader, parameters
 from herd.llama3.model.param_table import param_table
@@ -52,13 +52,13 @@ def write_gguf(
         raise ValueError("format gguf: the file holds the tokenizer, but the model has none; put tokenizer.model there")
     from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 
-    config, rows = source.config, source.rows
+    config, vocab_size = source.config, source.vocab_size
     folder.mkdir(parents=True, exist_ok=True)
     stored = dtype or source.tensor("norm.weight").dtype
     writer = GGUFWriter(folder / FILE, "llama")
     writer.add_type("model")
     writer.add_file_type(LlamaFileType[NUMBERS[stored][1]])
-    writer.add_vocab_size(rows)
+    writer.add_vocab_size(vocab_size)
     writer.add_context_length(config.max_seq_len)
     writer.add_embedding_length(config.dim)
     writer.add_block_count(config.layers)
@@ -82,7 +82,7 @@ def write_gguf(
     divisors = frequency_divisors(config)
     if divisors is not None:
         announce(FREQUENCIES, tuple(divisors.shape), torch.float32)
-    for param in param_table(config, rows):
+    for param in param_table(config, vocab_size):
         announce(param.gguf, param.shape, torch.float32 if param.row.kind == "norm" else stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -92,7 +92,7 @@ def write_gguf(
     for param, tensor in parameters(source, stored):
         # llama.cpp's kernels want norms in fp32, and rotate neighboring features as Meta's code does
         value = source.tensor(param.name).float() if param.row.kind == "norm" else tensor
-        value = meta_vocab_rows(param, config, value).contiguous()
+        value = to_meta_order(param, config, value).contiguous()
         writer.write_tensor_data((value.view(torch.uint16) if value.dtype == torch.bfloat16 else value).numpy())
     writer.close()
     sync_file(folder / FILE)

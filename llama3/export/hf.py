@@ -71,7 +71,7 @@ class HuggingFaceModel:
 
     def __init__(self, folder: Path) -> None:
         """Open `folder`. Raises ValueError if it is not a Llama 3 or its files do not describe one model."""
-        self.config, self.rows = read_hugging_face_config(folder / CONFIG)
+        self.config, self.vocab_size = read_hugging_face_config(folder / CONFIG)
         pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
         if pickles and not (folder / WEIGHTS).exists() and not (folder / (WEIGHTS + INDEX)).exists():
             raise ValueError(
@@ -79,12 +79,12 @@ class HuggingFaceModel:
                 "safetensors where you trust it: model.save_pretrained(folder) of transformers"
             )
         self._weights = Weights(weight_files(folder))
-        self._hf_names = {param.name: param.hf for param in param_table(self.config, self.rows)}
+        self._hf_names = {param.name: param.hf for param in param_table(self.config, self.vocab_size)}
         copies = {f"{BY_NAME['output'].hf}.weight"} if self.config.tied_embeddings else set()  # some files have one
         ours = {hf: name for name, hf in self._hf_names.items()}
         stored = [name for name in self._weights.names() if name not in copies and not name.endswith(IGNORED)]
         odd = shape_mismatches(
-            self.config, self.rows, {ours.get(name, name): self._weights.shape(name) for name in stored}
+            self.config, self.vocab_size, {ours.get(name, name): self._weights.shape(name) for name in stored}
         )
         if odd:
             names = ", ".join(self._hf_names.get(name, name) for name in odd[:3])
@@ -123,10 +123,10 @@ def write_hugging_face(
             ends["eos_token_id"] = stops[1]
         generation = {**ends, "eos_token_id": stops, "do_sample": True, "temperature": 0.6, "top_p": 0.9}
         write_atomic(folder / "generation_config.json", _json(generation))
-    write_atomic(folder / CONFIG, _json({**hugging_face_settings(source.config, source.rows, stored), **ends}))
+    write_atomic(folder / CONFIG, _json({**hugging_face_settings(source.config, source.vocab_size, stored), **ends}))
 
 
-def hugging_face_settings(config: Model, rows: int, dtype: torch.dtype) -> dict[str, Any]:
+def hugging_face_settings(config: Model, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return `config.json` for a model of shape `config` whose weights are stored as `dtype`.
 
     The keys are those before transformers 5 (`rope_theta`, `rope_scaling`, `torch_dtype`), which all versions read.
@@ -145,12 +145,12 @@ def hugging_face_settings(config: Model, rows: int, dtype: torch.dtype) -> dict[
         "rope_theta": config.rope_theta,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "use_cache": True,
-        "vocab_size": rows,
+        "vocab_size": vocab_size,
     }
 
 
 def read_hugging_face_config(path: Path) -> tuple[Model, int]:
-    """Return shape and embedding rows from a `config.json` of Hugging Face.
+    """Return shape and vocab_size from a `config.json` of Hugging Face.
 
     Raises ValueError, naming field and value, unless it is a model that our transformer computes.
     """

@@ -79,7 +79,7 @@ def ffn_multiplier(dim: int, ffn: int) -> tuple[float, int]:
     raise AssertionError(f"no multiplier gives {ffn} from {dim}")
 
 
-def meta_settings(config: Model, rows: int) -> dict[str, Any]:
+def meta_settings(config: Model, vocab_size: int) -> dict[str, Any]:
     """Return `params.json` for a model. Raises ValueError if its rotary scaling cannot be written there."""
     multiplier, multiple_of = ffn_multiplier(config.dim, config.ffn)
     settings: dict[str, Any] = {
@@ -87,7 +87,7 @@ def meta_settings(config: Model, rows: int) -> dict[str, Any]:
         "n_layers": config.layers,
         "n_heads": config.heads,
         "n_kv_heads": config.kv_heads,
-        "vocab_size": rows,
+        "vocab_size": vocab_size,
         "ffn_dim_multiplier": multiplier,
         "multiple_of": multiple_of,
         "norm_eps": config.norm_eps,
@@ -106,7 +106,7 @@ def meta_settings(config: Model, rows: int) -> dict[str, Any]:
 
 
 def read_params(path: Path, tied: bool) -> tuple[Model, int]:
-    """Return shape and embedding rows from `params.json`; `tied` says whether the output is the embedding.
+    """Return shape and vocab_size from `params.json`; `tied` says whether the output is the embedding.
 
     Raises ValueError, naming key and value, unless it is a Llama 3 text model.
     """
@@ -141,17 +141,17 @@ def read_params(path: Path, tied: bool) -> tuple[Model, int]:
 # two embeddings; norms are in every file. With more ranks than key/value heads, neighbors hold copies of a head.
 
 
-def check_parts(config: Model, rows: int, parts: int, pickled: bool) -> None:
+def check_parts(config: Model, vocab_size: int, parts: int, pickled: bool) -> None:
     """Raise ValueError with the number that does not fit, unless the model can be divided over `parts` ranks."""
     if parts != 1 and not pickled:
         raise ValueError(f"parts {parts}: only Meta's .pth files are cut by rank; choose format meta, or leave it out")
     if not 1 <= parts <= MOST:
         raise ValueError(f"parts {parts}: must be 1 to {MOST}, the two digits of {PICKLE.format(0)}")
-    for name, size in (("heads", config.heads), ("ffn", config.ffn), ("embedding rows", rows)):
+    for name, size in (("heads", config.heads), ("ffn", config.ffn), ("vocab_size", vocab_size)):
         if size % parts:
             raise ValueError(
-                f"parts {parts}: does not divide the model's {size} {name}; "
-                "choose a number that divides heads, ffn and embedding rows"
+                f"parts {parts}: does not divide the model's {name} {size}; "
+                "choose a number that divides heads, ffn and vocab_size"
             )
     if config.kv_heads % parts and parts % config.kv_heads:
         raise ValueError(
@@ -218,7 +218,7 @@ def to_half_rope(weight: Tensor, heads: int) -> Tensor:
     return weight.reshape(heads, -1, 2, weight.shape[1]).transpose(1, 2).flatten(0, 2)
 
 
-def meta_vocab_rows(param: Param, config: Model, tensor: Tensor) -> Tensor:
+def to_meta_order(param: Param, config: Model, tensor: Tensor) -> Tensor:
     """Return a parameter with its rows in Meta's order."""
     return to_interleaved_rope(tensor, len(tensor) // config.head_dim) if param.row.rotary else tensor
 
@@ -234,10 +234,12 @@ class MetaModel:
             if set(rank.names()) != names:
                 path = folder / PICKLE.format(number)
                 raise ValueError(f"{path}: holds other tensors than the first file; copy it again")
-        self.config, self.rows = read_params(folder / PARAMS, self._tied())
-        self._params = {param.name: param for param in param_table(self.config, self.rows)}
+        self.config, self.vocab_size = read_params(folder / PARAMS, self._tied())
+        self._params = {param.name: param for param in param_table(self.config, self.vocab_size)}
         known = {param.meta: param for param in self._params.values() if param.meta in names}
-        odd = shape_mismatches(self.config, self.rows, {param.name: self._shape(param) for param in known.values()})
+        odd = shape_mismatches(
+            self.config, self.vocab_size, {param.name: self._shape(param) for param in known.values()}
+        )
         unfit = [self._params[name].meta for name in odd] + sorted(names - known.keys() - IGNORED)
         if unfit:
             raise ValueError(
@@ -306,14 +308,14 @@ def write_meta(
 
     Raises ValueError if `params.json` cannot express the model or it cannot be cut into that number of parts.
     """
-    config, settings = source.config, meta_settings(source.config, source.rows)
-    check_parts(config, source.rows, parts, pickled)
+    config, settings = source.config, meta_settings(source.config, source.vocab_size)
+    check_parts(config, source.vocab_size, parts, pickled)
 
     def renamed() -> Iterator[tuple[Param, Tensor]]:
         for param, tensor in parameters(source, dtype):
-            yield param, meta_vocab_rows(param, config, tensor)
+            yield param, to_meta_order(param, config, tensor)
         if config.tied_embeddings:  # Meta's model always has an output
-            embedding = param_table(config, source.rows)[0]
+            embedding = param_table(config, source.vocab_size)[0]
             tensor = source.tensor(embedding.name)
             yield embedding._replace(row=BY_NAME["output"]), tensor.to(dtype or tensor.dtype, copy=True)
 

@@ -4,7 +4,7 @@ The model calls these where Llama 3 communicates (section 3.3.2) and imports not
 `herd.llama3.parallel.comms` implements them. Each method is differentiable, its backward is the adjoint (all-gather:
 reduce-scatter). Results of `all_gather` and `all_gather_kv` are not saved for backward: they are recomputed.
 
-Shapes: B sequences, S tokens of them on this process, D model, T tokens, V rows of the vocabulary.
+Shapes: B sequences, S tokens of them on this process, D model, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Comms(Protocol):
         """Return a weight replicated over tensor-parallel peers, each with its own tokens; gradients are summed."""
         ...
 
-    def vocab_start(self, rows: int) -> int:
-        """Return the first vocabulary row of this process's shard, which has `rows` rows."""
+    def vocab_start(self, local_vocab_size: int) -> int:
+        """Return the first token id of this process's shard of the vocabulary, which has `local_vocab_size` ids."""
         ...
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class Comms(Protocol):
         ...
 
     def all_gather_logits(self, logits_TV: Tensor) -> Tensor:
-        """All-gather the vocabulary rows of the tensor-parallel peers, in order; not differentiable."""
+        """All-gather the logits of the tensor-parallel peers, in order; not differentiable."""
         ...
 
     def all_gather_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ class NoComms:
     def tp_replicated(self, weight: Tensor) -> Tensor:
         return weight
 
-    def vocab_start(self, rows: int) -> int:
+    def vocab_start(self, local_vocab_size: int) -> int:
         return 0
 
     def all_reduce_max(self, x: Tensor) -> Tensor:

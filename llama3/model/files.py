@@ -82,7 +82,7 @@ class WeightReader(Protocol):
     """A model in some format, read by our parameter names and in our layout; `StoredModel` is one."""
 
     config: Model
-    rows: int
+    vocab_size: int
 
     def tensor(self, name: str) -> Tensor: ...
 
@@ -102,7 +102,7 @@ def parameters(source: WeightReader, dtype: torch.dtype | None) -> Iterator[tupl
             raise ValueError(f"{param.name}: holds {largest}, too large for fp16 (65,504 at most); choose bf16")
         return value
 
-    for param in param_table(source.config, source.rows):
+    for param in param_table(source.config, source.vocab_size):
         yield param, cast(param)
 
 
@@ -111,9 +111,9 @@ class StoredModel(Weights):
 
     def __init__(self, folder: Path) -> None:
         """Open `folder`. Raises ValueError if its files do not describe one model."""
-        self.config, self.rows = read_config(folder)
+        self.config, self.vocab_size = read_config(folder)
         super().__init__(weight_files(folder))
-        wrong = shape_mismatches(self.config, self.rows, {name: self.shape(name) for name in self.names()})
+        wrong = shape_mismatches(self.config, self.vocab_size, {name: self.shape(name) for name in self.names()})
         if wrong:
             raise ValueError(
                 f"{folder / WEIGHTS}: does not fit {CONFIG} in {', '.join(wrong[:3])}; write both files again"
@@ -133,14 +133,14 @@ class CheckpointModel(StoredModel):
         """
         try:
             saved = json.loads((folder / SAVED).read_text())["content"]
-            self.config, self.rows = Model.model_validate(saved["model"]), int(saved["rows"])
+            self.config, self.vocab_size = Model.model_validate(saved["model"]), int(saved["vocab_size"])
             sizes = {folder / name: int(file["bytes"]) for name, file in saved["files"].items()}
             if wrong := [path for path, size in sizes.items() if path.stat().st_size != size]:
                 raise ValueError(f"{wrong[0]}: has another size than when it was saved; score another checkpoint")
         except (OSError, KeyError, TypeError, json.JSONDecodeError, ValidationError) as error:
             raise ValueError(f"{folder / SAVED}: is not a checkpoint ({error}); name another") from error
         self._open, self._prefix = lru_cache(OPEN_FILES)(_open), prefix
-        self._shapes = {param.name: param.shape for param in param_table(self.config, self.rows)}
+        self._shapes = {param.name: param.shape for param in param_table(self.config, self.vocab_size)}
         self._slices: dict[str, dict[tuple[int, ...], tuple[Path, list[int]]]] = {name: {} for name in self._shapes}
         """Parameter -> offsets of a slice in it -> a file with the slice (small ones are in several), and its shape."""
         for path in (path for path in sizes if path.suffix == ".safetensors"):
@@ -185,14 +185,14 @@ class CheckpointModel(StoredModel):
         return whole
 
 
-def save_model(folder: Path, config: Model, rows: int, state: Mapping[str, Tensor] | Named) -> None:
+def save_model(folder: Path, config: Model, vocab_size: int, state: Mapping[str, Tensor] | Named) -> None:
     """Write the weights `state` (parameter name -> whole tensor) and the shape of a model into `folder`.
 
     A mapping is written in the order of names; an iterable in its own order, one shard in memory at a time.
     """
     ordered = ((name, state[name]) for name in sorted(state)) if isinstance(state, Mapping) else state
     write_weights(folder, ordered)
-    shape = {"model": config.model_dump(mode="json"), "rows": rows}
+    shape = {"model": config.model_dump(mode="json"), "vocab_size": vocab_size}
     write_atomic(folder / CONFIG, json.dumps(shape, indent=1, sort_keys=True) + "\n")
 
 
@@ -210,14 +210,14 @@ def load_model(folder: Path, dtype: torch.dtype | None = None, device: torch.dev
     from herd.llama3.model.transformer import empty_model
 
     stored = open_model(folder)
-    model = empty_model(stored.config, stored.rows)
+    model = empty_model(stored.config, stored.vocab_size)
     state = {name: tensor.to(device=device, dtype=dtype or tensor.dtype) for name, tensor in stored}
     model.load_state_dict(state, assign=True)
     return model.eval()
 
 
 def read_config(folder: Path) -> tuple[Model, int]:
-    """Return shape and embedding rows of the model in `folder`. Raises ValueError if config.json is invalid."""
+    """Return shape and vocab_size of the model in `folder`. Raises ValueError if config.json is invalid."""
     path = folder / CONFIG
     try:
         config = json.loads(path.read_text())
@@ -226,14 +226,14 @@ def read_config(folder: Path) -> tuple[Model, int]:
                 f"{path}: is in Hugging Face's format, which herd export writes for other programs; name the model "
                 "that was exported: a run, NAME@champion, or its folder"
             )
-        return Model.model_validate(config["model"]), int(config["rows"])
+        return Model.model_validate(config["model"]), int(config["vocab_size"])
     except (OSError, KeyError, TypeError, json.JSONDecodeError, ValidationError) as error:
         raise ValueError(f"{path}: is not a model configuration ({error}); name a folder with one") from error
 
 
-def shape_mismatches(config: Model, rows: int, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def shape_mismatches(config: Model, vocab_size: int, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Return, sorted, the names that are absent, unexpected or of another shape in `shapes` than in the model."""
-    expected = {param.name: param.shape for param in param_table(config, rows)}
+    expected = {param.name: param.shape for param in param_table(config, vocab_size)}
     return sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
 
 

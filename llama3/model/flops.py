@@ -35,32 +35,32 @@ class TokenFlops(NamedTuple):
         return 2 * self.causal - self.six_n
 
 
-def parameter_count(config: Model, rows: int) -> int:
-    """Return the number of trained parameters of a model with `rows` embedding rows."""
-    sizes = axis_sizes(config, rows)
+def parameter_count(config: Model, vocab_size: int) -> int:
+    """Return the number of trained parameters of a model."""
+    sizes = axis_sizes(config, vocab_size)
     times = {"first": 1, "layer": config.layers, "last": 1}
     return sum(times[row.stage] * prod(row.shape(sizes)) for row in PARAMS if row.present(config))
 
 
-def flops_per_token(config: Model, rows: int, seq_len: int) -> TokenFlops:
+def flops_per_token(config: Model, vocab_size: int, seq_len: int) -> TokenFlops:
     """Return operations per token at sequence length `seq_len`, for documents as long as the sequence.
 
     Attention: two products of S x D per layer (scores, values), 2 operations each, three times (forward and both
     gradients), half of it under the mask: 6 L S D.
     """
-    six_n = 6.0 * (config.layers * _layer_matrices(config) + rows * config.dim)  # the output matrix, tied or not
+    six_n = 6.0 * (config.layers * _layer_matrices(config) + vocab_size * config.dim)  # the output matrix, tied or not
     return TokenFlops(six_n, six_n + 6.0 * config.layers * seq_len * config.dim)
 
 
-def vocab_rows(recipe: Recipe) -> int:
-    """Return the embedding rows: base vocabulary (Llama 3's if the tokenizer is a file) plus special tokens."""
+def recipe_vocab_size(recipe: Recipe) -> int:
+    """Return the size of the vocabulary: base vocabulary (Llama 3's if the tokenizer is a file) plus special tokens."""
     return (recipe.tokenizer.train.vocab if recipe.tokenizer.train else LLAMA3_VOCABULARY) + SPECIAL_TOKENS
 
 
-def trained_flops(recipe: Recipe, config: Model, rows: int, position: int) -> float:
+def trained_flops(recipe: Recipe, config: Model, vocab_size: int, position: int) -> float:
     """Return the operations of training up to `position` with the recipe's schedule, with causal attention."""
     return sum(
-        min(segment.tokens, position - segment.start) * flops_per_token(config, rows, segment.seq_len).causal
+        min(segment.tokens, position - segment.start) * flops_per_token(config, vocab_size, segment.seq_len).causal
         for segment in recipe.schedule.segments
         if segment.start < position
     )
@@ -69,6 +69,6 @@ def trained_flops(recipe: Recipe, config: Model, rows: int, position: int) -> fl
 @lru_cache(maxsize=256)  # read again for each segment and each candidate of a layout
 def _layer_matrices(config: Model) -> int:
     """Return the number of weights in the matrices of one layer."""
-    sizes = axis_sizes(config, rows=0)
+    sizes = axis_sizes(config, vocab_size=0)
     matrices = [row for row in PARAMS if row.stage == "layer" and row.kind == "matrix" and row.present(config)]
     return sum(prod(row.shape(sizes)) for row in matrices)

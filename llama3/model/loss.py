@@ -5,7 +5,7 @@ than the other activations of an 8B model. Gradients are computed in the forward
 backward only scales them, because the gradient of a sum is one number. The gradient of the output weights is in memory
 from the forward pass on; compute a loss without gradients under no_grad.
 
-Shapes: T tokens, D model, V vocabulary rows, C tokens of a chunk.
+Shapes: T tokens, D model, V vocabulary, C tokens of a chunk.
 """
 
 from __future__ import annotations

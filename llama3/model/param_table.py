@@ -48,7 +48,7 @@ def _is_untied(config: Model) -> bool:
 
 PARAMS = (
     ParamRow(
-        "embedding", ("rows", "dim"), 0, "model.embed_tokens", "tok_embeddings", "token_embd", "embedding", "first"
+        "embedding", ("vocab", "dim"), 0, "model.embed_tokens", "tok_embeddings", "token_embd", "embedding", "first"
     ),
     ParamRow("attention_norm", ("dim",), None, "input_layernorm", "attention_norm", "attn_norm", "norm"),
     ParamRow("attention.q", ("q_dim", "dim"), 0, "self_attn.q_proj", "attention.wq", "attn_q", rotary=True),
@@ -60,7 +60,7 @@ PARAMS = (
     ParamRow("ffn.up", ("ffn", "dim"), 0, "mlp.up_proj", "feed_forward.w3", "ffn_up"),
     ParamRow("ffn.down", ("dim", "ffn"), 1, "mlp.down_proj", "feed_forward.w2", "ffn_down", residual=True),
     ParamRow("norm", ("dim",), None, "model.norm", "norm", "output_norm", "norm", "last"),
-    ParamRow("output", ("rows", "dim"), 0, "lm_head", "output", "output", stage="last", present=_is_untied),
+    ParamRow("output", ("vocab", "dim"), 0, "lm_head", "output", "output", stage="last", present=_is_untied),
 )
 BY_NAME = {row.name: row for row in PARAMS}
 
@@ -99,17 +99,17 @@ class Param(NamedTuple):
         return tuple(size // tp if axis == self.row.tp_axis else size for axis, size in enumerate(self.shape))
 
 
-def axis_sizes(config: Model, rows: int) -> dict[str, int]:
-    """Return the size of every axis by name, for a model with `rows` embedding rows."""
-    return {"rows": rows, "dim": config.dim, "q_dim": config.dim, "kv_dim": config.kv_dim, "ffn": config.ffn}
+def axis_sizes(config: Model, vocab_size: int) -> dict[str, int]:
+    """Return the size of every axis by name."""
+    return {"vocab": vocab_size, "dim": config.dim, "q_dim": config.dim, "kv_dim": config.kv_dim, "ffn": config.ffn}
 
 
 @lru_cache(maxsize=256)  # a layout search reads one layer and the ends thousands of times
 def param_table(
-    config: Model, rows: int, layers: range | None = None, first: bool = True, last: bool = True
+    config: Model, vocab_size: int, layers: range | None = None, first: bool = True, last: bool = True
 ) -> tuple[Param, ...]:
-    """Return the parameters that `Transformer` has with the same arguments: `rows` embedding rows, or a stage."""
-    sizes = axis_sizes(config, rows)
+    """Return the parameters that `Transformer` has with the same arguments: those of a model, or of a stage."""
+    sizes = axis_sizes(config, vocab_size)
 
     def param(row: ParamRow, layer: int | None = None) -> Param:
         name = f"{row.name}.weight" if layer is None else f"layers.{layer}.{row.name}.weight"

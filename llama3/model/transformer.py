@@ -8,7 +8,7 @@ process can draw its parameters alone, and a model sharded over any number of de
 Matrices are normal with standard deviation 0.02, those that write to the residual stream divided by sqrt(2 L) as in
 GPT-2, embeddings with `embedding_std`; norms are 1. Llama 3's own scheme is not published.
 
-Shapes: B batch, S sequence, D model, F hidden of the feed-forward block, V vocabulary rows.
+Shapes: B batch, S sequence, D model, F hidden of the feed-forward block, V vocabulary.
 """
 
 from __future__ import annotations
@@ -101,19 +101,19 @@ class Transformer(nn.Module):
     def __init__(
         self,
         config: Model,
-        rows: int,
+        vocab_size: int,
         layers: range | None = None,
         first: bool = True,
         last: bool = True,
         comms: Comms | None = None,
     ) -> None:
-        """Create a model of shape `config` with `rows` embedding rows (base and special tokens).
+        """Create a model of shape `config` for `vocab_size` ids (base and special tokens).
 
         A pipeline stage has only `layers`, the embedding if it is `first`, norm and output if it is `last`.
         """
         super().__init__()
         self.config = config
-        self.rows = rows
+        self.vocab_size = vocab_size
         self.comms: Comms = comms or NoComms()
         self.compute: torch.dtype | None = None
         """Dtype of the residual stream and of products; None: that of the weights."""
@@ -123,11 +123,13 @@ class Transformer(nn.Module):
         """Whether weight gradients are rounded, so that sums do not depend on order (`linear.local_weight`)."""
         layers = range(config.layers) if layers is None else layers
         # Without _weight, nn.Embedding draws normal weights, which on the meta device imports torch's compiler (0.6 s).
-        self.embedding = nn.Embedding(rows, config.dim, _weight=torch.empty(rows, config.dim)) if first else None
+        self.embedding = (
+            nn.Embedding(vocab_size, config.dim, _weight=torch.empty(vocab_size, config.dim)) if first else None
+        )
         # A dictionary, so that a pipeline stage keeps the parameter names of the whole model.
         self.layers = nn.ModuleDict({str(index): Block(config, self.comms) for index in layers})
         self.norm = RMSNorm(config.dim, config.norm_eps, self.comms) if last else None
-        self.output = Linear(config.dim, rows) if last and not config.tied_embeddings else None
+        self.output = Linear(config.dim, vocab_size) if last and not config.tied_embeddings else None
 
     def forward(
         self,
@@ -191,7 +193,7 @@ class Transformer(nn.Module):
     def _embed(self, tokens_BS: Tensor) -> Tensor:
         assert self.embedding is not None
         weight_VD = local_weight(self.embedding.weight, self.exact)
-        if len(weight_VD) == self.rows:
+        if len(weight_VD) == self.vocab_size:
             x_BSD = F.embedding(tokens_BS, weight_VD)
         else:  # vocabulary parallel: one process has the row of a token, the others add zero
             index_BS = tokens_BS - self.comms.vocab_start(len(weight_VD))
@@ -215,16 +217,16 @@ def initial_value(config: Model, seed: int, name: str, shape: torch.Size) -> Ten
     return torch.from_numpy(generator.standard_normal(tuple(shape)) * std)
 
 
-def build_model(config: Model, rows: int, seed: int, dtype: torch.dtype, device: torch.device) -> Transformer:
+def build_model(config: Model, vocab_size: int, seed: int, dtype: torch.dtype, device: torch.device) -> Transformer:
     """Return a whole (not sharded) model with its initial weights on `device`."""
-    model = empty_model(config, rows).to(dtype).to_empty(device=device)
+    model = empty_model(config, vocab_size).to(dtype).to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_value(model.config, seed, name, parameter.shape))
     return model
 
 
-def empty_model(config: Model, rows: int) -> Transformer:
+def empty_model(config: Model, vocab_size: int) -> Transformer:
     """Return a model on the meta device: shapes without memory (405B takes a second)."""
     with torch.device("meta"):
-        return Transformer(config, rows)
+        return Transformer(config, vocab_size)

@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from herd.llama3.model.flops import parameter_count
-from herd.llama3.parallel.layout import ROWS, TABLE_4, Layout
+from herd.llama3.parallel.layout import LLAMA3_VOCAB_SIZE, TABLE_4, Layout
 from herd.llama3.parallel.memory import Load, RankMemory, memory, memory_line
 from herd.llama3.recipe.sections import Model
 
@@ -61,13 +61,13 @@ class LayoutCheck:
 
 
 def check_layout(
-    config: Model, rows: int, layout: Layout, world: int, load: Load, ranks: Sequence[int] = (0,)
+    config: Model, vocab_size: int, layout: Layout, world: int, load: Load, ranks: Sequence[int] = (0,)
 ) -> LayoutCheck:
     """Build each of `ranks` of `world` processes in turn and return its coordinates, peers and size.
 
     Raises ValueError if the layout does not fit. Fails with AssertionError in a process that has a process group.
     """
-    needs = memory(config, rows, layout, world, load)  # first: it rejects bad layouts without torch
+    needs = memory(config, vocab_size, layout, world, load)  # first: it rejects bad layouts without torch
 
     import torch
 
@@ -81,7 +81,7 @@ def check_layout(
             meshes = {name: context.mesh[name] for name in ("tp", "cp", "pp")}
             meshes["shards"] = context.shards if layout.dp_replicate == 1 else context.shards["fsdp"]
             groups = {name: mesh.get_group() for name, mesh in meshes.items()}
-            models = empty_model_parts(config, rows, context, torch.float32, torch.bfloat16)
+            models = empty_model_parts(config, vocab_size, context, torch.float32, torch.bfloat16)
             parameters = [to_local(parameter) for model in models.values() for parameter in model.parameters()]
             check = RankCheck(
                 rank=rank,
@@ -95,7 +95,7 @@ def check_layout(
                 parameters=sum(parameter.numel() for parameter in parameters),
             )
             checks.append(check)
-    return LayoutCheck(world, parameter_count(config, rows), checks, needs)
+    return LayoutCheck(world, parameter_count(config, vocab_size), checks, needs)
 
 
 def measure_layout() -> tuple[float, int]:
@@ -121,7 +121,7 @@ def main() -> None:
     """Print the check of Table 4, micro-batches of one sequence; with --json, the full result and its cost."""
     config = Model.model_validate({"preset": "405b"})
     checks = [
-        check_layout(config, ROWS, row.layout, row.world, Load(row.seq_len, 1, row.sequences), [RANK])
+        check_layout(config, LLAMA3_VOCAB_SIZE, row.layout, row.world, Load(row.seq_len, 1, row.sequences), [RANK])
         for row in TABLE_4
     ]
     try:  # not ru_maxrss, which includes the parent's

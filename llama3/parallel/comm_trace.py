@@ -58,7 +58,7 @@ def fake_process_group(layout: Layout, size: int, rank: int, device: str = "cpu"
         distributed.destroy_process_group()
 
 
-def trace(config: Model, rows: int, layout: Layout, world: int, rank: int, load: Load) -> RankTrace:
+def trace(config: Model, vocab_size: int, layout: Layout, world: int, rank: int, load: Load) -> RankTrace:
     """Return the messages of `rank` of `world` in a step. Document boundaries do not change them.
 
     Raises ValueError if the layout does not fit `config`, `world` or the sequence.
@@ -66,13 +66,15 @@ def trace(config: Model, rows: int, layout: Layout, world: int, rank: int, load:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     layout = layout.model_copy(update={"compile": False, "async_tp": False})
-    layout.check(config, rows, world)
+    layout.check(config, vocab_size, world)
     layout.check_sequence(load.seq_len)
     compute = TYPES[load.precision]
     master = torch.promote_types(compute, torch.float32)
     traces = []
     with fake_process_group(layout, world, rank) as context:
-        models = empty_model_parts(config, rows, context, master, None if compute == master else compute, load.exact)
+        models = empty_model_parts(
+            config, vocab_size, context, master, None if compute == master else compute, load.exact
+        )
         groups = {name: context.mesh[name].get_group() for name in ("tp", "cp", "replica")}
         groups["fsdp"] = (context.shards if layout.dp_replicate == 1 else context.shards["fsdp"]).get_group()
         axes = {group.group_name: (name, group.size()) for name, group in groups.items() if group.size() > 1}
@@ -187,7 +189,7 @@ if __name__ == "__main__":
     print(
         trace(
             Model.model_validate(request["model"]),
-            request["rows"],
+            request["vocab_size"],
             Layout.model_validate(request["layout"]),
             request["world"],
             request["rank"],

@@ -61,8 +61,8 @@ class MeshComms:
     def tp_replicated(self, weight: Tensor) -> Tensor:
         return weight if self.tensor.size == 1 else _call(_SumGradients, weight, self.tensor.group)
 
-    def vocab_start(self, rows: int) -> int:
-        return rows * self.tensor.rank
+    def vocab_start(self, local_vocab_size: int) -> int:
+        return local_vocab_size * self.tensor.rank
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
         return x if self.tensor.size == 1 else all_reduce(x, "max", self.tensor.group)

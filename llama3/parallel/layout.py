@@ -17,8 +17,8 @@ from herd.llama3.recipe.sections import Model
 FIELD = "cluster.layout"
 AXES = ("dp", "pp", "cp", "tp")
 """Mesh axes, outermost first."""
-ROWS = 128_256
-"""Embedding rows of Llama 3: 128,000 and 256 special tokens."""
+LLAMA3_VOCAB_SIZE = 128_256
+"""128,000 and 256 special tokens."""
 Backend = Literal["auto", "nccl", "gloo", "ncclx"]
 """Library of collectives (`herd.llama3.parallel.mesh.resolve_backend`)."""
 
@@ -87,12 +87,12 @@ class Layout(BaseModel):
         settings = self.model_dump(exclude={"tp", "cp", "pp"}, exclude_defaults=True)
         return " ".join([*degrees, f"dp {self.dp(world)}", *(f"{name} {value}" for name, value in settings.items())])
 
-    def check(self, config: Model, rows: int, world: int) -> None:
+    def check(self, config: Model, vocab_size: int, world: int) -> None:
         """Raise ValueError, one line per fault, if a model of shape `config` cannot be split this way."""
         if self.schedule == "zero-bubble":
             check_split(self.zero, self.recompute, self.compile)
         faults = []
-        counts = {"heads": config.heads, "kv_heads": config.kv_heads, "ffn": config.ffn, "embedding rows": rows}
+        counts = {"heads": config.heads, "kv_heads": config.kv_heads, "ffn": config.ffn, "vocab_size": vocab_size}
         if odd := [f"{name} {count}" for name, count in counts.items() if count % self.tp]:
             common = gcd(*counts.values())
             divisors = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)

@@ -34,13 +34,13 @@ class PipelineStage:
     first: bool
     last: bool
 
-    def ends(self, config: Model, rows: int) -> tuple[Param, ...]:
+    def ends(self, config: Model, vocab_size: int) -> tuple[Param, ...]:
         """Return the parameters outside of layers."""
-        return param_table(config, rows, range(0), self.first, self.last)
+        return param_table(config, vocab_size, range(0), self.first, self.last)
 
-    def params(self, config: Model, rows: int) -> tuple[Param, ...]:
+    def params(self, config: Model, vocab_size: int) -> tuple[Param, ...]:
         """Return every parameter of the stage, under the names of the whole model."""
-        return param_table(config, rows, self.layers, self.first, self.last)
+        return param_table(config, vocab_size, self.layers, self.first, self.last)
 
 
 def shard_elements(params: Iterable[Param], tp: int, shards: int) -> int:
@@ -200,7 +200,7 @@ class RankMemory:
 
 def memory(
     config: Model,
-    rows: int,
+    vocab_size: int,
     layout: Layout,
     world: int,
     load: Load,
@@ -211,11 +211,11 @@ def memory(
 
     `meshed`: FSDP even on one process. Raises ValueError if the layout does not fit `config`, `world` or the sequence.
     """
-    layout.check(config, rows, world)
+    layout.check(config, vocab_size, world)
     layout.check_sequence(load.seq_len)
     sharded = meshed or world > 1
     numbers = range(layout.pp) if ranks is None else ranks
-    return [_rank(config, rows, layout, world, load, number, sharded) for number in numbers]
+    return [_rank(config, vocab_size, layout, world, load, number, sharded) for number in numbers]
 
 
 def memory_line(need: RankMemory) -> str:
@@ -229,10 +229,12 @@ def memory_line(need: RankMemory) -> str:
     return f"{need.total / unit:.0f} {name_of_unit} on pipeline rank {need.pipeline_rank}: {', '.join(components)}"
 
 
-def _rank(config: Model, rows: int, layout: Layout, world: int, load: Load, rank: int, sharded: bool) -> RankMemory:
+def _rank(
+    config: Model, vocab_size: int, layout: Layout, world: int, load: Load, rank: int, sharded: bool
+) -> RankMemory:
     held, pieces = stages(config, layout, rank), shards(layout, world)
     # FSDP gathers and reduces in groups: the ends of each stage, and each layer.
-    ends = [shard_elements(stage.ends(config, rows), layout.tp, pieces) for stage in held]
+    ends = [shard_elements(stage.ends(config, vocab_size), layout.tp, pieces) for stage in held]
     layers = [layer_elements(config, layout.tp, pieces)] * sum(len(stage.layers) for stage in held)
     local = sum(ends) + sum(layers)
     if sharded:
@@ -240,7 +242,7 @@ def _rank(config: Model, rows: int, layout: Layout, world: int, load: Load, rank
         gathered = pieces * (sum(ends) * load.master + sum(at_once) * load.narrow)
     else:  # without FSDP, copies of the layers in the compute type
         gathered = sum(layers) * load.narrow if load.narrow != load.master else 0
-    activations, in_flight = _peak(config, rows, layout, load, held, rank)
+    activations, in_flight = _peak(config, vocab_size, layout, load, held, rank)
     whole = pieces * local * load.reduced
     gradients = whole if sharded and load.micro_batches > 1 and not layout.reduces_each(load.exact) else 0
     return RankMemory(
@@ -256,17 +258,17 @@ def _rank(config: Model, rows: int, layout: Layout, world: int, load: Load, rank
         activations=activations,
         recomputed=_recomputed(config, layout, load),
         temporaries=_temporaries(config, layout, load),
-        loss=_loss(config, rows, layout, load) if held[-1].last else 0,
+        loss=_loss(config, vocab_size, layout, load) if held[-1].last else 0,
         in_flight=in_flight,
     )
 
 
 def _peak(
-    config: Model, rows: int, layout: Layout, load: Load, held: list[PipelineStage], rank: int
+    config: Model, vocab_size: int, layout: Layout, load: Load, held: list[PipelineStage], rank: int
 ) -> tuple[int, int]:
     """Return the peak bytes of activations, and the peak of micro-batches times stages, of a rank's schedule."""
     kinds = {(len(stage.layers), stage.first, stage.last): stage for stage in held}  # stages of a kind keep the same
-    by_kind = {kind: stage_activations(config, rows, layout, load, stage) for kind, stage in kinds.items()}
+    by_kind = {kind: stage_activations(config, vocab_size, layout, load, stage) for kind, stage in kinds.items()}
     sizes = [by_kind[len(stage.layers), stage.first, stage.last] for stage in held]
     moments = peak_in_flight(
         layout.schedule, layout.pp, layout.vpp, load.micro_batches, layout.microbatch_group_size, rank
@@ -275,7 +277,7 @@ def _peak(
     return peak, max(sum(counts) for counts in moments)
 
 
-def stage_activations(config: Model, rows: int, layout: Layout, load: Load, stage: PipelineStage) -> int:
+def stage_activations(config: Model, vocab_size: int, layout: Layout, load: Load, stage: PipelineStage) -> int:
     """Return the bytes that a stage keeps of one micro-batch from its forward to its backward pass."""
     tokens, c, w = _tokens(layout, load), load.narrow, load.wide
     total = len(stage.layers) * layer_activations(config, layout, load, layout.recompute)
@@ -289,7 +291,9 @@ def stage_activations(config: Model, rows: int, layout: Layout, load: Load, stag
     if stage.last:
         total += _norm(config, layout, load) + (config.dim * c if c != load.master else 0)  # with its weight cast
         total += 2 * tokens * config.dim * c + tokens * w  # hidden states, gathered, their gradients, and nats
-        total += rows // layout.tp * config.dim * w  # the loss makes gradients with the logits, in the forward pass
+        total += (
+            vocab_size // layout.tp * config.dim * w
+        )  # the loss makes gradients with the logits, in the forward pass
     return total
 
 
@@ -366,9 +370,9 @@ def _mask(layout: Layout, load: Load) -> int:
     return load.micro_batch * load.seq_len // layout.cp * load.seq_len * load.narrow
 
 
-def _loss(config: Model, rows: int, layout: Layout, load: Load) -> int:
+def _loss(config: Model, vocab_size: int, layout: Layout, load: Load) -> int:
     """Return the bytes of a chunk's logits in both types, their gradient, and the output matrix' gradient."""
-    local_vocab, c, w = rows // layout.tp, load.narrow, load.wide
+    local_vocab, c, w = vocab_size // layout.tp, load.narrow, load.wide
     chunk = min(max(CHUNK[load.device] // local_vocab, CHUNK_TOKENS[load.device]), _tokens(layout, load))
     cast = 2 * local_vocab * config.dim * c if c != w else 0
     return chunk * local_vocab * (2 * c + w) + cast
@@ -384,7 +388,9 @@ POSITIONS = {"cpu": 2048, "cuda": 65536}
 """Positions of a forward pass that scores; a longer sequence is read alone."""
 
 
-def inference_bytes(config: Model, rows: int, layout: Layout, itemsize: int, device: Literal["cpu", "cuda"]) -> int:
+def inference_bytes(
+    config: Model, vocab_size: int, layout: Layout, itemsize: int, device: Literal["cpu", "cuda"]
+) -> int:
     """Return the bytes of the fullest process of a replica that scores and generates: an upper bound.
 
     `itemsize` is the bytes of a weight and of an activation. Scoring holds the residual stream, its norm and sum, and
@@ -393,7 +399,7 @@ def inference_bytes(config: Model, rows: int, layout: Layout, itemsize: int, dev
     replica = layout.model_parallel
     ranks = (stages(config, layout, RankCoords.from_rank(rank, layout).pp) for rank in range(0, replica, layout.tp))
     weights = max(
-        sum(prod(param.local_shape(layout.tp)) for stage in held for param in stage.params(config, rows))
+        sum(prod(param.local_shape(layout.tp)) for stage in held for param in stage.params(config, vocab_size))
         for held in ranks
     )
     positions = max(POSITIONS[device], config.max_seq_len)
@@ -403,7 +409,7 @@ def inference_bytes(config: Model, rows: int, layout: Layout, itemsize: int, dev
 
 
 def inference_layout(
-    config: Model, rows: int, itemsize: int, device: Literal["cpu", "cuda"], limit: float, per_node: int
+    config: Model, vocab_size: int, itemsize: int, device: Literal["cpu", "cuda"], limit: float, per_node: int
 ) -> Layout | None:
     """Return the layout with the fewest processes on which a replica fits `limit` bytes each; None if none does.
 
@@ -413,8 +419,8 @@ def inference_layout(
     layouts = [Layout(tp=tp, pp=pp) for tp in sizes if tp <= per_node for pp in sizes if pp <= config.layers]
     for layout in sorted(layouts, key=lambda layout: (layout.model_parallel, layout.pp)):
         with suppress(ValueError):
-            layout.check(config, rows, layout.model_parallel)
-            if inference_bytes(config, rows, layout, itemsize, device) <= limit:
+            layout.check(config, vocab_size, layout.model_parallel)
+            if inference_bytes(config, vocab_size, layout, itemsize, device) <= limit:
                 return layout
     return None
 

@@ -94,7 +94,7 @@ Value = Callable[[str, torch.Size], Tensor]
 
 def empty_model_parts(
     config: Model,
-    rows: int,
+    vocab_size: int,
     world: ParallelContext,
     master: torch.dtype,
     compute: torch.dtype | None,
@@ -111,7 +111,7 @@ def empty_model_parts(
     for stage in range(world.axis("pp").rank, layout.stages, layout.pp):
         first, last = stage == 0, stage == layout.stages - 1
         with torch.device("meta"):
-            model = Transformer(config, rows, ranges[stage], first, last, MeshComms(world)).to(master)
+            model = Transformer(config, vocab_size, ranges[stage], first, last, MeshComms(world)).to(master)
         model.compute, model.recompute = compute, layout.recompute
         for module in model.modules():
             if isinstance(module, Linear | RMSNorm | Transformer):

@@ -22,7 +22,7 @@ WIDE = {4: "float32", 8: "float64"}
 
 
 def stage_volumes(
-    stage: PipelineStage, config: Model, rows: int, layout: Layout, world: int, load: Load
+    stage: PipelineStage, config: Model, vocab_size: int, layout: Layout, world: int, load: Load
 ) -> list[Collective]:
     """Return the messages of a process of this stage in a step."""
     tokens = load.micro_batch * load.seq_len // layout.cp
@@ -31,7 +31,7 @@ def stage_volumes(
         *(_tensor_layers(stage, config, layout, load, residual) if layout.tp > 1 else ()),
         *(_tensor_ends(stage, config, layout, load, residual) if layout.tp > 1 else ()),
         *(_context(stage, config, layout, load) if layout.cp > 1 else ()),
-        *_weights(stage, config, rows, layout, world, load),
+        *_weights(stage, config, vocab_size, layout, world, load),
         *transfers(stage.number, config, layout, load),
     ]
     return [message for message in messages if message.count]
@@ -97,12 +97,12 @@ def _context(stage: PipelineStage, config: Model, layout: Layout, load: Load) ->
 
 
 def _weights(
-    stage: PipelineStage, config: Model, rows: int, layout: Layout, world: int, load: Load
+    stage: PipelineStage, config: Model, vocab_size: int, layout: Layout, world: int, load: Load
 ) -> Iterator[Collective]:
     """Yield FSDP's gathers of weights and reductions of gradients, layer by layer, and of the ends as one group."""
     pieces = shards(layout, world)
     layer = pieces * layer_elements(config, layout.tp, pieces)
-    ends = pieces * shard_elements(stage.ends(config, rows), layout.tp, pieces)
+    ends = pieces * shard_elements(stage.ends(config, vocab_size), layout.tp, pieces)
     for place, elements, count, compute in (("layer", layer, len(stage.layers), True), ("ends", ends, 1, False)):
         if not elements:
             continue

@@ -41,7 +41,7 @@ class LayoutQuery:
     """The job for which a layout is searched."""
 
     config: Model
-    rows: int
+    vocab_size: int
     seq_len: int
     batch: int
     """Tokens of a step."""
@@ -137,7 +137,7 @@ def search_layouts(query: LayoutQuery, model: StepModel) -> SearchResult:
     result = SearchResult(query)
     for cut, micro_batch in enumerate_layouts(query):
         try:
-            cut.check(query.config, query.rows, query.world)
+            cut.check(query.config, query.vocab_size, query.world)
             _check_batch(query, cut, query.seq_len, micro_batch)
             for seq_len in query.lengths:
                 cut.check_sequence(seq_len)
@@ -165,7 +165,7 @@ def search_layouts(query: LayoutQuery, model: StepModel) -> SearchResult:
 def make_candidate(query: LayoutQuery, layout: Layout, load: Load, needs: RankMemory, model: StepModel) -> Candidate:
     """Return a layout with its step time and free memory."""
     time = model.predict(layout, query.world, load)
-    work = flops_per_token(query.config, query.rows, query.seq_len).causal * query.batch
+    work = flops_per_token(query.config, query.vocab_size, query.seq_len).causal * query.batch
     tflops = work / query.world / time.total / 1e12
     return Candidate(layout, load, query.world, needs, time, tflops, query.limit - needs.total, time.total)
 
@@ -175,7 +175,7 @@ def evaluate_layout(query: LayoutQuery, layout: Layout, micro_batch: int, model:
 
     `micro_batch`: sequences, at most.
     """
-    layout.check(query.config, query.rows, query.world)
+    layout.check(query.config, query.vocab_size, query.world)
     layout.check_sequence(query.seq_len)
     _check_batch(query, layout, query.seq_len)
     load = _load(query, layout, query.seq_len, micro_batch)
@@ -249,10 +249,10 @@ def _fullest(query: LayoutQuery, layout: Layout, load: Load, every: bool = False
     If the first of these is too full, no other is computed.
     """
     first, *others = range(layout.pp) if every else _fullest_ranks(query.config.layers, layout.pp, layout.vpp)
-    (most,) = memory(query.config, query.rows, layout, query.world, load, [first])
+    (most,) = memory(query.config, query.vocab_size, layout, query.world, load, [first])
     if most.total > query.limit and not every:
         return most
-    needs = memory(query.config, query.rows, layout, query.world, load, others)
+    needs = memory(query.config, query.vocab_size, layout, query.world, load, others)
     return max([most, *needs], key=lambda need: need.total)
 
 

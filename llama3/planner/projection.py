@@ -53,7 +53,7 @@ class FabricProjection:
 
 def fabric_step_model(query: LayoutQuery, fabric: Fabric, curves: Curves) -> StepModel:
     """Return the step model of a cluster, with the share of a card's rate under its routing."""
-    return StepModel(query.config, query.rows, Network(fabric, bandwidth_share(fabric)), curves)
+    return StepModel(query.config, query.vocab_size, Network(fabric, bandwidth_share(fabric)), curves)
 
 
 def project_on_fabric(query: LayoutQuery, fabric: Fabric, curves: Curves, layout: Layout) -> FabricProjection:
@@ -97,7 +97,7 @@ class Projection:
     """A recipe on a cluster."""
 
     recipe: Recipe
-    rows: int
+    vocab_size: int
     fabric: Fabric
     curves: Curves
     segments: tuple[ProjectedSegment, ...]
@@ -110,7 +110,7 @@ class Projection:
 
 def project(
     recipe: Recipe,
-    rows: int,
+    vocab_size: int,
     fabric: Fabric,
     curves: Curves,
     placements: Mapping[str, StagePlacement],
@@ -129,8 +129,8 @@ def project(
     segments: list[ProjectedSegment] = []
     for span in recipe.schedule.trained:
         placement = placements.get(span.name) or placements.get(span.stage.name) or StagePlacement(gpus)
-        segments += _project_span(recipe, rows, fabric, curves, span, placement, most_gpus or fabric.gpus)
-    return Projection(recipe, rows, fabric, curves, tuple(segments))
+        segments += _project_span(recipe, vocab_size, fabric, curves, span, placement, most_gpus or fabric.gpus)
+    return Projection(recipe, vocab_size, fabric, curves, tuple(segments))
 
 
 def max_gpus(fabric: Fabric, span: StageSpan, most: int) -> int:
@@ -146,16 +146,24 @@ def max_gpus(fabric: Fabric, span: StageSpan, most: int) -> int:
 
 
 def segment_query(
-    recipe: Recipe, rows: int, fabric: Fabric, segment: Segment, gpus: int, reserve: float = RESERVE
+    recipe: Recipe, vocab_size: int, fabric: Fabric, segment: Segment, gpus: int, reserve: float = RESERVE
 ) -> LayoutQuery:
     """Return the query of a segment's layouts, eager and compiled, on `gpus` of a cluster."""
     memory, per_server = fabric.accelerator.memory_gb * 1e9, fabric.server.gpus
-    query = LayoutQuery(recipe.model, rows, segment.seq_len, segment.batch, gpus, memory, per_server, recipe.precision)
+    query = LayoutQuery(
+        recipe.model, vocab_size, segment.seq_len, segment.batch, gpus, memory, per_server, recipe.precision
+    )
     return replace(query, reserve=reserve, compiled=True, average=average_bytes(recipe, segment))
 
 
 def _project_span(
-    recipe: Recipe, rows: int, fabric: Fabric, curves: Curves, span: StageSpan, placement: StagePlacement, most: int
+    recipe: Recipe,
+    vocab_size: int,
+    fabric: Fabric,
+    curves: Curves,
+    span: StageSpan,
+    placement: StagePlacement,
+    most: int,
 ) -> list[ProjectedSegment]:
     """Return the segments of a span, all on the layout with the least time for them together.
 
@@ -171,7 +179,7 @@ def _project_span(
         """Return each segment on one layout, whether or not it fits. Raises ValueError for an impossible layout."""
         segments = []
         for segment in span.segments:
-            query = segment_query(recipe, rows, fabric, segment, gpus, reserve)
+            query = segment_query(recipe, vocab_size, fabric, segment, gpus, reserve)
             best = evaluate_layout(query, layout, micro_batch, fabric_step_model(query, fabric, curves))
             mfu = best.tflops / fabric.accelerator.dense_tflops
             segments.append(ProjectedSegment(span.name, segment, best, result if segment is heaviest else None, mfu))
@@ -180,7 +188,7 @@ def _project_span(
     if placement.layout is not None:
         segments = on_layout(placement.gpus, placement.layout, placement.micro_batch, RESERVE, None)
         for projected in segments:
-            query = segment_query(recipe, rows, fabric, projected.segment, placement.gpus)
+            query = segment_query(recipe, vocab_size, fabric, projected.segment, placement.gpus)
             check_fits(span.name, replace(query, steps=steps), projected.best, fabric, curves)
         return segments
     largest = placement.gpus or max_gpus(fabric, span, most)
@@ -189,7 +197,7 @@ def _project_span(
     for reserve in (HEADROOM, RESERVE):
         results = []
         for gpus in sizes:
-            query = replace(segment_query(recipe, rows, fabric, heaviest, gpus, reserve), steps=steps)
+            query = replace(segment_query(recipe, vocab_size, fabric, heaviest, gpus, reserve), steps=steps)
             result = search_layouts(query, fabric_step_model(query, fabric, curves))
             results.append(result)
             if result.fitting:

@@ -80,11 +80,11 @@ def layer_work(config: Model, layout: Layout, load: Load) -> LayerWork:
     return LayerWork(tuple(products), 2.0 * tokens * load.seq_len * config.dim / tp, load.seq_len, float(moved))
 
 
-def head_work(config: Model, rows: int, layout: Layout, load: Load) -> LayerWork:
+def head_work(config: Model, vocab_size: int, layout: Layout, load: Load) -> LayerWork:
     """Return the work of the last norm, output matrix and loss: logits are read and written four times, in fp32."""
     tokens = load.micro_batch * load.seq_len // layout.cp
-    moved = tokens * (rows // layout.tp) * 4 * load.wide
-    return LayerWork(((tokens, config.dim, rows // layout.tp),), moved=float(moved))
+    moved = tokens * (vocab_size // layout.tp) * 4 * load.wide
+    return LayerWork(((tokens, config.dim, vocab_size // layout.tp),), moved=float(moved))
 
 
 def embedding_work(config: Model, layout: Layout, load: Load) -> LayerWork:
@@ -225,8 +225,8 @@ class StepModel:
     messages of different axes do not compete for the network.
     """
 
-    def __init__(self, config: Model, rows: int, network: Network, curves: Curves) -> None:
-        self.config, self.rows, self.network, self.curves = config, rows, network, curves
+    def __init__(self, config: Model, vocab_size: int, network: Network, curves: Curves) -> None:
+        self.config, self.vocab_size, self.network, self.curves = config, vocab_size, network, curves
         layer, none = range(1), range(0)
         self._pieces = (
             PipelineStage(1, layer, False, False),
@@ -247,7 +247,7 @@ class StepModel:
         layers = tuple(sum(len(stage) for stage in ranges[rank :: layout.pp]) for rank in range(layout.pp))
         sent = transfers(1 if layout.stages > 2 else 0, self.config, layout, load)
         pieces = shards(layout, world)
-        ends = [shard_elements(stage.ends(self.config, self.rows), layout.tp, pieces) for stage in self._pieces]
+        ends = [shard_elements(stage.ends(self.config, self.vocab_size), layout.tp, pieces) for stage in self._pieces]
         local = max(layers) * layer_elements(self.config, layout.tp, pieces) + _fullest(ends, layout)
         return PipelineTiming(
             layer,
@@ -266,7 +266,7 @@ class StepModel:
         """Return the seconds of a layer, the embedding and the head for a micro-batch."""
         key = (layout.tp, layout.cp, load.seq_len, load.micro_batch, layout.recompute, layout.compile, load.precision)
         if key not in self._cache:
-            head = head_work(self.config, self.rows, layout, load)
+            head = head_work(self.config, self.vocab_size, layout, load)
             spent = [
                 compute_seconds(
                     layer_work(self.config, layout, load), self.curves, layout.recompute, again=not layout.compile
@@ -276,7 +276,7 @@ class StepModel:
             ]
             world, timed = layout.model_parallel * layout.dp_replicate, list[LayerSeconds]()
             for seconds, stage in zip(spent, self._pieces, strict=True):
-                sent = stage_volumes(stage, self.config, self.rows, layout, world, load)
+                sent = stage_volumes(stage, self.config, self.vocab_size, layout, world, load)
                 tp, cp = (self._seconds(sent, axis, layout, world) for axis in ("tp", "cp"))
                 timed.append(replace(seconds, tp=tp, cp=cp))
             self._cache[key] = (timed[0], timed[1], timed[2])
@@ -294,7 +294,7 @@ class StepModel:
 
         With ZeRO-3 weights are gathered for every micro-batch, each layer's behind the one before.
         """
-        sent = [stage_volumes(stage, self.config, self.rows, layout, world, load) for stage in self._pieces]
+        sent = [stage_volumes(stage, self.config, self.vocab_size, layout, world, load) for stage in self._pieces]
         once = self._seconds([message for message in sent[0] if message.when != "each"], "fsdp", layout, world)
         ends = _fullest([self._seconds(messages, "fsdp", layout, world) for messages in sent[1:]], layout)
         replica = [self._seconds(messages, "replica", layout, world) for messages in sent]

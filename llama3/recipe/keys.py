@@ -114,9 +114,11 @@ def conversations(recipe: Recipe) -> dict[str, Any]:
     )
 
 
-def weights(recipe: Recipe, files: object, rows: int) -> dict[str, Any]:
-    """Return what decides imported weights: the state of their `files`, and the shape with `rows` of embeddings."""
-    return parameters(recipe, "weights", Computed("files", ("init_from.path",), files), Computed("rows", (), rows))
+def weights(recipe: Recipe, files: object, vocab_size: int) -> dict[str, Any]:
+    """Return what decides imported weights: the state of their `files`, and the shape with `vocab_size`."""
+    return parameters(
+        recipe, "weights", Computed("files", ("init_from.path",), files), Computed("vocab_size", (), vocab_size)
+    )
 
 
 def checkpoint(recipe: Recipe, span: StageSpan, stream: dict[str, Any] | None = None) -> dict[str, Any]:

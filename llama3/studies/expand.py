@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from herd.llama3.model.flops import flops_per_token, parameter_count, trained_flops, vocab_rows
+from herd.llama3.model.flops import flops_per_token, parameter_count, recipe_vocab_size, trained_flops
 from herd.llama3.recipe.base import DOMAINS, Domain, read_yaml
 from herd.llama3.recipe.load import (
     RECIPES,
@@ -155,12 +155,12 @@ class VariantRun:
 
     @cached_property
     def parameters(self) -> int:
-        return parameter_count(self.recipe.model, vocab_rows(self.recipe))
+        return parameter_count(self.recipe.model, recipe_vocab_size(self.recipe))
 
     @cached_property
     def flops(self) -> float:
         """Training operations, including causal attention."""
-        return trained_flops(self.recipe, self.recipe.model, vocab_rows(self.recipe), self.tokens)
+        return trained_flops(self.recipe, self.recipe.model, recipe_vocab_size(self.recipe), self.tokens)
 
 
 class ExpandedStudy:
@@ -271,8 +271,8 @@ def study_variants(study: Study, base: Recipe) -> list[Variant]:
 
 def ladder_variants(ladder: Ladder, base: Recipe) -> list[Variant]:
     """Return a variant for each budget and each size in its range of tokens per parameter, smallest budgets first."""
-    rows, variants = vocab_rows(base), []
-    counts = {name: parameter_count(config, rows) for name, config in ladder.sizes.items()}
+    vocab_size, variants = recipe_vocab_size(base), []
+    counts = {name: parameter_count(config, vocab_size) for name, config in ladder.sizes.items()}
     by_count: dict[int, str] = {}
     for name, count in counts.items():
         if by_count.setdefault(count, name) != name:
@@ -284,7 +284,7 @@ def ladder_variants(ladder: Ladder, base: Recipe) -> list[Variant]:
     for budget in sorted(ladder.budgets):
         batch = budget_batch(ladder, budget)
         for name, config in sorted(ladder.sizes.items(), key=lambda item: counts[item[0]]):
-            tokens = budget / flops_per_ladder_token(ladder, config, rows)
+            tokens = budget / flops_per_ladder_token(ladder, config, vocab_size)
             total = int(tokens // batch) * batch  # whole batches, so a run takes slightly less than its budget
             if not total or not least <= tokens / counts[name] <= most:
                 continue
@@ -302,9 +302,9 @@ def ladder_variants(ladder: Ladder, base: Recipe) -> list[Variant]:
     return variants
 
 
-def flops_per_ladder_token(ladder: Ladder, config: Model, rows: int) -> float:
+def flops_per_ladder_token(ladder: Ladder, config: Model, vocab_size: int) -> float:
     """Return training operations per token of a size, by the study's formula."""
-    flops = flops_per_token(config, rows, ladder.seq_len)
+    flops = flops_per_token(config, vocab_size, ladder.seq_len)
     match ladder.formula:
         case "6N":
             return flops.six_n
@@ -478,8 +478,8 @@ def check_mixes(mixes: Sequence[Mapping[str, float]]) -> None:
 # Model shapes with a given number of parameters
 
 
-def scale_shape(parameters: float, like: Model, rows: int) -> Model:
-    """Return `like` scaled in all proportions to about `parameters`, `rows` embedding rows included.
+def scale_shape(parameters: float, like: Model, vocab_size: int) -> Model:
+    """Return `like` scaled in all proportions to about `parameters`, the embedding of `vocab_size` ids included.
 
     Heads keep their size, the FFN its ratio to the width, key/value heads their number. The 8B scaled to 405B
     parameters has 118 layers of 16,384, where Llama 3 has 126 with a narrower FFN.
@@ -495,10 +495,10 @@ def scale_shape(parameters: float, like: Model, rows: int) -> Model:
     def error(config: Model) -> float:
         # the loss depends little on the aspect ratio (arXiv 2001.08361, section 3.1)
         aspect = _log_factor(config.layers / config.dim, like.layers / like.dim)
-        return _log_factor(parameter_count(config, rows), parameters) + PROPORTION * aspect
+        return _log_factor(parameter_count(config, vocab_size), parameters) + PROPORTION * aspect
 
     nearest_widths = nsmallest(
-        WIDTHS, widths, key=lambda config: _log_factor(parameter_count(config, rows), parameters)
+        WIDTHS, widths, key=lambda config: _log_factor(parameter_count(config, vocab_size), parameters)
     )
     shapes = (
         wide.model_copy(update={"layers": layers})  # the depth compensates for whole heads
@@ -508,9 +508,9 @@ def scale_shape(parameters: float, like: Model, rows: int) -> Model:
     return min(shapes, key=error)
 
 
-def nearest_shape(parameters: float, sizes: Iterable[Model], rows: int) -> Model:
+def nearest_shape(parameters: float, sizes: Iterable[Model], vocab_size: int) -> Model:
     """Return the shape whose parameter count differs by the smallest factor."""
-    return min(sizes, key=lambda config: _log_factor(parameter_count(config, rows), parameters))
+    return min(sizes, key=lambda config: _log_factor(parameter_count(config, vocab_size), parameters))
 
 
 def shape_changes(config: Model, base: Model) -> list[str]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from herd.llama3.evaluate.scores import Score
-from herd.llama3.model.flops import trained_flops, vocab_rows
+from herd.llama3.model.flops import recipe_vocab_size, trained_flops
 from herd.llama3.recipe import keys
 from herd.llama3.recipe.load import digest
 from herd.llama3.recipe.schema import Recipe
@@ -83,13 +83,15 @@ class StageFlops:
 
 def stage_flops(run: VariantRun) -> Iterator[StageFlops]:
     """Yield the training stages of a run, in order."""
-    recipe, rows = run.recipe, vocab_rows(run.recipe)
+    recipe, vocab_size = run.recipe, recipe_vocab_size(run.recipe)
     # From recipes alone, before any token exists. Two lineages may differ although their artifacts get one key.
-    start = recipe.init_from and keys.weights(recipe, recipe.init_from.path, rows)
+    start = recipe.init_from and keys.weights(recipe, recipe.init_from.path, vocab_size)
     lineage = digest([data_digest(recipe), keys.conversations(recipe), start])
     for span in recipe.schedule.trained:
         lineage = digest([lineage, keys.checkpoint(recipe, span)])
-        before, after = (trained_flops(recipe, recipe.model, rows, position) for position in (span.start, span.end))
+        before, after = (
+            trained_flops(recipe, recipe.model, vocab_size, position) for position in (span.start, span.end)
+        )
         yield StageFlops(run.name, span.name, lineage, span.tokens, after - before)
 
 

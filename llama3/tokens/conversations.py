@@ -91,7 +91,7 @@ def prepare_conversations(recipe: Recipe, tokenizer: Tokenizer, folder: Path) ->
             "curate.validation_fraction"
         )
     columns = np.frombuffer(ids, np.uint32), np.frombuffer(mask, np.bool_), np.frombuffer(lengths, np.int64)
-    dtype = token_dtype(recipe, tokenizer.rows)
+    dtype = token_dtype(recipe, tokenizer.vocab_size)
     padding = special_id(tokenizer, PADDING)
     packing = {
         str(seq_len): write_sequences(folder, seq_len, *columns, dtype, padding) for seq_len in recipe.sft_lengths

@@ -34,7 +34,7 @@ HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
 CODES = {"uint16": 8, "int32": 4}
-NARROW_ROWS = 65_500
+NARROW_VOCAB_SIZE = 65_500
 """Megatron's own builder writes uint16 for vocabularies below this, although 65,536 would fit."""
 
 

@@ -25,7 +25,7 @@ from herd.llama3.data.mapreduce import run_serial, write_table
 from herd.llama3.recipe.base import Domain
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.tokens.kernels import Ints, add_begin_end
-from herd.llama3.tokens.megatron import NARROW_ROWS, read_lengths, write_pair
+from herd.llama3.tokens.megatron import NARROW_VOCAB_SIZE, read_lengths, write_pair
 from herd.llama3.tokens.mix import MixDataset, mix_datasets
 from herd.llama3.tokens.tokenizer import Tokenizer
 from herd.storage.files import atomic_file, file_names, local_folder, open_file
@@ -76,9 +76,9 @@ def write_index(
 ) -> dict[str, Any]:
     """Write the index of the shards in `folder`; return what `tokens.json` holds.
 
-    `datasets` gives each dataset's domain; `vocabulary` has rows, begin, end and the tokenizer's digest, stored as is.
-    The index holds per dataset: domain, tokens, documents, bytes, `shards` (columns number, documents and tokens;
-    no empty shards) and `by` (column -> value -> [tokens, documents]). Counts come from Parquet footers.
+    `datasets` gives each dataset's domain; `vocabulary` has vocab_size, begin, end and the tokenizer's digest, stored
+    as is. The index holds per dataset: domain, tokens, documents, bytes, `shards` (columns number, documents and
+    tokens; no empty shards) and `by` (column -> value -> [tokens, documents]). Counts come from Parquet footers.
     """
     entries: dict[str, Any] = {}
     for dataset, domain in datasets.items():
@@ -177,17 +177,17 @@ class _DatasetBatch(NamedTuple):
     documents: pa.Table
 
 
-def token_dtype(recipe: Recipe, rows: int) -> np.dtype[Any]:
-    """Return the integer type for ids below `rows`: uint16 or int32 (Megatron has no uint32).
+def token_dtype(recipe: Recipe, vocab_size: int) -> np.dtype[Any]:
+    """Return the integer type for ids below `vocab_size`: uint16 or int32 (Megatron has no uint32).
 
     Raises ValueError if the recipe's type is too small.
     """
     dtype = recipe.tokens.dtype
-    if dtype == "uint16" and rows > 2**16:
+    if dtype == "uint16" and vocab_size > 2**16:
         raise ValueError(
-            f"tokens.dtype: uint16 holds 65,536 ids, the tokenizer has {rows:,} rows; write uint32 or auto"
+            f"tokens.dtype: uint16 holds 65,536 ids, the tokenizer has {vocab_size:,}; write uint32 or auto"
         )
-    narrow = dtype == "uint16" or (dtype == "auto" and rows < NARROW_ROWS)
+    narrow = dtype == "uint16" or (dtype == "auto" and vocab_size < NARROW_VOCAB_SIZE)
     return np.dtype(np.uint16 if narrow else np.int32)
 
 
@@ -209,7 +209,7 @@ def tokenize(
     source of the recipe.
     """
     encoder = Tokenizer.load(local_folder(str(tokenizer)))
-    dtype = token_dtype(recipe, encoder.rows)
+    dtype = token_dtype(recipe, encoder.vocab_size)
     datasets = mix_datasets(recipe)
     domains = dict.fromkeys(dataset.domain for dataset in datasets)
     curated = f"{documents}/documents"
@@ -228,7 +228,12 @@ def tokenize(
         if not all(_number(file) in done[dataset.name] for dataset in job.datasets(item))
     ]
     runner(job, STEP, tokenize_file, left)
-    vocabulary = {"rows": encoder.rows, "begin": encoder.begin, "end": encoder.end, "tokenizer": encoder.digest}
+    vocabulary = {
+        "vocab_size": encoder.vocab_size,
+        "begin": encoder.begin,
+        "end": encoder.end,
+        "tokenizer": encoder.digest,
+    }
     index = write_index(folder, {dataset.name: dataset.domain for dataset in datasets}, dtype.name, vocabulary)
     return _facts(index["leaves"], domains)
 
@@ -236,7 +241,7 @@ def tokenize(
 def tokenize_file(job: TokenJob, item: int) -> None:
     """Write the shards of one curated file."""
     encoder = _load_tokenizer(local_folder(job.tokenizer))
-    dtype = token_dtype(job.recipe, encoder.rows)
+    dtype = token_dtype(job.recipe, encoder.vocab_size)
     datasets = job.datasets(item)
     batches_by_dataset: dict[str, list[_DatasetBatch]] = {dataset.name: [] for dataset in datasets}
     reader = pq.ParquetFile(open_file(job.files[item]))

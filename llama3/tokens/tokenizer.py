@@ -238,8 +238,8 @@ class Tokenizer:
         self._encoder: Encoder | None = None
 
     @property
-    def rows(self) -> int:
-        """Number of ids, base and special: the rows of the embedding."""
+    def vocab_size(self) -> int:
+        """Number of ids, base and special."""
         return len(self.base) + len(self.specials)
 
     @property
@@ -289,8 +289,10 @@ class Tokenizer:
         def token_bytes(token: int) -> bytes:
             if 0 <= token < len(self.base):
                 return self.base[token]
-            if not len(self.base) <= token < self.rows:
-                raise ValueError(f"token id {token} is outside the {self.rows} rows; use the tokenizer of these ids")
+            if not len(self.base) <= token < self.vocab_size:
+                raise ValueError(
+                    f"token id {token} is not below vocab_size {self.vocab_size}; use the tokenizer of these ids"
+                )
             return self.specials[token - len(self.base)].encode() if special else b""
 
         return b"".join(map(token_bytes, ids)).decode("utf-8", errors="replace")
@@ -331,8 +333,8 @@ def make_tokenizer(recipe: Recipe, documents: Path, folder: Path) -> dict[str, A
 
     The training sample is the first training documents of each domain, in the order of their ids, in the shares of
     `tokenizer.train.mix`. Named sources are left out, so that the tokenizer does not depend on candidate sources.
-    Returns vocab, rows, digest, sample_bytes by domain, and `token_ratios` on held-out documents. Raises ValueError as
-    `train_tokenizer` and `use_tokenizer` do.
+    Returns vocab, vocab_size, digest, sample_bytes by domain, and `token_ratios` on held-out documents. Raises
+    ValueError as `train_tokenizer` and `use_tokenizer` do.
     """
     sample_bytes: dict[Domain, int] = dict.fromkeys(recipe.sources, 0)
 
@@ -351,7 +353,7 @@ def make_tokenizer(recipe: Recipe, documents: Path, folder: Path) -> dict[str, A
     _, offsets = tokenizer.encode_flat([example["text"] for example in examples])
     return {
         "vocab": len(tokenizer.base),
-        "rows": tokenizer.rows,
+        "vocab_size": tokenizer.vocab_size,
         "digest": tokenizer.digest,
         "sample_bytes": sample_bytes,
         **token_ratios(examples, (offsets[1:] - offsets[:-1]).tolist()),

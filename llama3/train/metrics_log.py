@@ -63,7 +63,7 @@ class Recorder(Callback):
         work: Path,
         span: StageSpan,
         stream: TokenStream | ConversationStream,
-        rows: int,
+        vocab_size: int,
         world: ParallelContext,
         position: int,
         skips: SkippedRanges,
@@ -78,7 +78,7 @@ class Recorder(Callback):
         self.predicted = predicted.by_seq if predicted and predicted.processes == world.size else {}
         self.span, self.stream, self.skips = span, stream, skips
         self.schedule = stream.recipe.schedule
-        self.meter = Meter(stream.recipe, rows, world, span.end)
+        self.meter = Meter(stream.recipe, vocab_size, world, span.end)
         self.journal = Journal(work / "journal.jsonl")
         for skip in skips.ranges[len(read_rewinds(self.journal.path)) :]:  # killed between writing the two files
             self._add_rewind(skip)
@@ -181,8 +181,8 @@ class Recorder(Callback):
 class Meter:
     """Speed and memory of a stage that ends at `end`: wall clock, waiting for data included, over all devices."""
 
-    def __init__(self, recipe: Recipe, rows: int, world: ParallelContext, end: int) -> None:
-        self.recipe, self.rows, self.world, self.end = recipe, rows, world, end
+    def __init__(self, recipe: Recipe, vocab_size: int, world: ParallelContext, end: int) -> None:
+        self.recipe, self.vocab_size, self.world, self.end = recipe, vocab_size, world, end
         self.device = device_name(world.device)
         self.first_step_s: float | None = None
         self.tokens_per_s = 0.0
@@ -198,7 +198,7 @@ class Meter:
         self._rates.append(rate)
         self.tokens_per_s = sum(self._rates) / len(self._rates)
         device, device_rate = self.world.device, rate / self.world.size
-        flops = flops_per_token(self.recipe.model, self.rows, step.seq_len)
+        flops = flops_per_token(self.recipe.model, self.vocab_size, step.seq_len)
         values = {
             metrics.TOKENS_PER_S: rate,
             metrics.TOKENS_PER_S_PER_DEVICE: device_rate,

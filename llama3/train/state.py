@@ -92,7 +92,7 @@ class TrainState:
     def __init__(
         self,
         recipe: Recipe,
-        rows: int,
+        vocab_size: int,
         precision: Precision,
         world: ParallelContext,
         position: int,
@@ -102,11 +102,11 @@ class TrainState:
 
         With `exact`, gradients (sums in fp64) and the update do not depend on the number of data-parallel processes.
         """
-        self.config, self.rows = recipe.model, rows
+        self.config, self.vocab_size = recipe.model, vocab_size
         self.model_parts: Mapping[int, Transformer]
         """This process's pipeline stages by number; without a pipeline the whole model, number 0."""
         if world.mesh is None:
-            model = empty_model(recipe.model, rows).to(precision.master).to_empty(device=world.device)
+            model = empty_model(recipe.model, vocab_size).to(precision.master).to_empty(device=world.device)
             model.compute, model.recompute = precision.compute, world.layout.recompute
             if precision.float8:
                 use_float8(model.layers)
@@ -119,7 +119,7 @@ class TrainState:
             from herd.llama3.parallel.parallelize import empty_model_parts
 
             self.model_parts = empty_model_parts(
-                recipe.model, rows, world, precision.master, precision.compute, exact, precision.float8
+                recipe.model, vocab_size, world, precision.master, precision.compute, exact, precision.float8
             )
             for model in self.model_parts.values():
                 model.to_empty(device=world.device)

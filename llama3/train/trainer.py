@@ -67,7 +67,7 @@ class Trainer:
         hosts_and_devices = world.all_gather_object((socket.gethostname(), device_name(world.device)))
         self.environment = describe_environment(world.device, hosts_and_devices) if world.is_rank0 else {}
         if world.is_rank0:
-            rows, position = self.state.rows, self.state.position
+            vocab_size, position = self.state.vocab_size, self.state.position
             self.environment |= {"layout": world.layout.text(world.size), "micro_batch": str(job.micro_batch)}
             if job.costs.basis:
                 self.environment["costs"] = job.costs.basis
@@ -75,7 +75,7 @@ class Trainer:
                 job.work,
                 self.span,
                 self.stream,
-                rows,
+                vocab_size,
                 world,
                 position,
                 self.skips,
@@ -229,7 +229,7 @@ class Trainer:
         saved = CheckpointModel(building / "state", "average." if averaged else "model.")
         dtype = next(iter(state.parameters.values())).dtype
         weights = ((name, (tensor / averaged).to(dtype) if averaged else tensor) for name, tensor in saved)
-        save_model(building / "model", self.recipe.model, state.rows, weights)
+        save_model(building / "model", self.recipe.model, state.vocab_size, weights)
         if choice is not None:
             full = choice.model_copy(update={"by_position": averaged_validation(self.span, journal.path)})
             write_atomic(building / FILE, full.model_dump_json(indent=1) + "\n")
@@ -344,9 +344,9 @@ def setup_stage(
     except KeyError:
         names = ", ".join(span.name for span in schedule.trained)
         raise ValueError(f"stage: {job.stage!r} is not in the recipe; its stages are {names}") from None
-    rows = int(json.loads(ensure_local(job.tokens / "tokens.json").read_text())["rows"])
+    vocab_size = int(json.loads(ensure_local(job.tokens / "tokens.json").read_text())["vocab_size"])
     check_batches(span, world.layout.dp(world.size))
-    world.layout.check(recipe.model, rows, world.size)
+    world.layout.check(recipe.model, vocab_size, world.size)
     for segment in span.segments:
         world.layout.check_sequence(segment.seq_len)
     stream = open_stream(job, recipe, span)
@@ -357,7 +357,7 @@ def setup_stage(
             f"would download whole blocks again; write at least {stream.block_bytes:,}, better four times as much"
         )
     precision = Precision.from_recipe(recipe, world.device)
-    state = TrainState(recipe, rows, precision, world, span.start, exact=job.deterministic)
+    state = TrainState(recipe, vocab_size, precision, world, span.start, exact=job.deterministic)
     folder, keep = job.work / "checkpoints", recipe.checkpoint.keep
     checkpoints = Checkpoints(folder, keep, world, uri=job.checkpoints, work=job.work, log=log)
     restored = checkpoints.resume(state, restart=job.restart_damaged)
@@ -391,16 +391,16 @@ def init_or_load(state: TrainState, job: TrainJob, recipe: Recipe, span: StageSp
     if job.start is None:
         return f"initial weights of seed {recipe.seed}"
     start = job.start
-    run_on_rank0_and_broadcast(world, lambda: _check_shape(start, recipe, state.rows))
+    run_on_rank0_and_broadcast(world, lambda: _check_shape(start, recipe, state.vocab_size))
     model = open_model(start)
     state.fill(lambda name, _: model.tensor(name), world)
     return f"weights of {start}"
 
 
-def _check_shape(folder: Path, recipe: Recipe, rows: int) -> None:
-    """Raise ValueError unless the model in `folder` has the recipe's shape with `rows` embedding rows."""
+def _check_shape(folder: Path, recipe: Recipe, vocab_size: int) -> None:
+    """Raise ValueError unless the model in `folder` has the recipe's shape and `vocab_size`."""
     model = open_model(folder)
-    expected, stored = (recipe.model.shape, rows), (model.config.shape, model.rows)
+    expected, stored = (recipe.model.shape, vocab_size), (model.config.shape, model.vocab_size)
     if expected != stored:
         raise ValueError(
             f"init_from: {folder} holds a model of shape {stored}, the recipe has {expected}; change model: to it"

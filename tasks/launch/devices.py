@@ -13,7 +13,7 @@ from typing import Literal
 import psutil
 
 from herd.llama3.hardware.topology import Fabric, load_fabric
-from herd.llama3.model.flops import vocab_rows
+from herd.llama3.model.flops import recipe_vocab_size
 from herd.llama3.parallel.layout import FIELD, Layout
 from herd.llama3.parallel.memory import (
     BYTES,
@@ -78,7 +78,7 @@ def rank_memory(
     recipe: Recipe, layout: Layout, processes: int, micro_batch: int, segment: Segment, device: DeviceMemory
 ) -> RankMemory:
     load = micro_batch_load(recipe, layout, processes, micro_batch, segment, device)
-    ranks = memory(recipe.model, vocab_rows(recipe), layout, processes, load)
+    ranks = memory(recipe.model, recipe_vocab_size(recipe), layout, processes, load)
     return max(ranks, key=lambda need: need.total)
 
 
@@ -97,7 +97,7 @@ def place_evaluation(recipe: Recipe, cluster: Cluster) -> tuple[Layout, int]:
     Without `cluster.evaluate.layout` a replica takes the fewest devices that it fits. Raises ValueError if the model
     does not fit, or cannot be split as the layout says.
     """
-    wish, rows, device = cluster.evaluate, vocab_rows(recipe), device_memory(cluster)
+    wish, vocab_size, device = cluster.evaluate, recipe_vocab_size(recipe), device_memory(cluster)
     layout = wish.layout or Layout()
     if device is None or not device.cuda:  # processes of one machine share its memory: a split saves none
         processes = wish.processes or layout.model_parallel
@@ -107,14 +107,16 @@ def place_evaluation(recipe: Recipe, cluster: Cluster) -> tuple[Layout, int]:
         limit, kind = device.limit, "cuda"
         per_node = cluster.nodes.processes_per_node if cluster.nodes else device.per_node
         itemsize = BYTES[recipe.evaluate.precision]
-        if wish.layout is None and (chosen := inference_layout(recipe.model, rows, itemsize, kind, limit, per_node)):
+        if wish.layout is None and (
+            chosen := inference_layout(recipe.model, vocab_size, itemsize, kind, limit, per_node)
+        ):
             layout = chosen
         processes = wish.processes or layout.model_parallel
     try:
-        layout.check(recipe.model, rows, processes)
+        layout.check(recipe.model, vocab_size, processes)
     except ValueError as error:
         raise ValueError(str(error).replace(FIELD, "cluster.evaluate.layout")) from None
-    need = inference_bytes(recipe.model, rows, layout, BYTES[recipe.evaluate.precision], kind)
+    need = inference_bytes(recipe.model, vocab_size, layout, BYTES[recipe.evaluate.precision], kind)
     if device is not None and need > limit:
         smaller = "evaluate.precision: bf16, or " if recipe.evaluate.precision == "fp32" else ""
         raise ValueError(

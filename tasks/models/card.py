@@ -75,15 +75,15 @@ class TrainedCheckpoint:
 
 def make_card(root: Root, name: str, model: Path, folder: Path, form: str, dtype: str, license: str) -> Card:
     """Return the card of the model folder `model`, found by `name`; its curve is drawn into `folder`."""
-    config, rows = read_config(model)
+    config, vocab_size = read_config(model)
     chat = (model / TEMPLATE_FILE).is_file()
     trained = _trained(root, name, model)
     if trained is None:
-        return Card(Path(name).resolve().name, config, rows, form, dtype, license, chat=chat)
+        return Card(Path(name).resolve().name, config, vocab_size, form, dtype, license, chat=chat)
     return Card(
         name=trained.record.family,
         config=config,
-        rows=rows,
+        vocab_size=vocab_size,
         form=form,
         dtype=dtype,
         license=license,

@@ -92,14 +92,14 @@ def load_runner(
     if tp or pp:
         layout = Layout(tp=tp or 1, pp=pp or 1)
         model = open_model(folder)
-        check_layout(model.config, model.rows, layout, gpus)
+        check_layout(model.config, model.vocab_size, layout, gpus)
     elif gpus > 1:
         from herd.tasks.launch.devices import device_memory
 
         model, device = open_model(folder), device_memory(Cluster())
         itemsize = (weights or model.slice("embedding.weight", slice(0, 0)).dtype).itemsize
         if device and device.cuda:
-            layout = choose_layout(model.config, model.rows, itemsize, gpus, device.limit)
+            layout = choose_layout(model.config, model.vocab_size, itemsize, gpus, device.limit)
     if layout.model_parallel == 1:
         yield ModelRunner(load_model(folder, weights, "cuda" if gpus else "cpu"))
         return
@@ -112,11 +112,11 @@ def load_runner(
         yield SplitRunner(ranks, RankJob(folder, layout, weights, "cuda" if gpus else "cpu", threads))
 
 
-def check_layout(config: Model, rows: int, layout: Layout, gpus: int) -> None:
+def check_layout(config: Model, vocab_size: int, layout: Layout, gpus: int) -> None:
     """Raise ValueError if a model cannot be split so, or takes more GPUs than there are, if there are any."""
     count = layout.model_parallel
     try:
-        layout.check(config, rows, count)
+        layout.check(config, vocab_size, count)
     except ValueError as error:
         raise ValueError(str(error).replace(f"{FIELD}.", "--")) from None
     if 0 < gpus < count:
@@ -125,12 +125,12 @@ def check_layout(config: Model, rows: int, layout: Layout, gpus: int) -> None:
         )
 
 
-def choose_layout(config: Model, rows: int, itemsize: int, gpus: int, limit: float) -> Layout:
+def choose_layout(config: Model, vocab_size: int, itemsize: int, gpus: int, limit: float) -> Layout:
     """Return the layout with the fewest of `gpus` GPUs that a model fits, with `limit` bytes of memory each.
 
     `itemsize` is the bytes of a weight. Raises ValueError if there is none.
     """
-    layout = inference_layout(config, rows, itemsize, "cuda", limit, gpus)
+    layout = inference_layout(config, vocab_size, itemsize, "cuda", limit, gpus)
     if layout is None or layout.model_parallel > gpus:
         smaller = "write --dtype bf16, or " if itemsize > 2 else ""
         raise ValueError(

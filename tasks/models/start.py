@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from herd.llama3.model.flops import vocab_rows
+from herd.llama3.model.flops import recipe_vocab_size
 from herd.llama3.recipe.base import NAME
 from herd.llama3.recipe.load import RecipeError
 from herd.llama3.recipe.schema import Recipe
@@ -75,10 +75,10 @@ def known_tokenizer(root: Root, recipe: Recipe) -> Tokenizer | None:
     return None
 
 
-def embedding_rows(root: Root, recipe: Recipe) -> int:
-    """Return the embedding rows of the model, of its tokenizer as far as it is known."""
+def known_vocab_size(root: Root, recipe: Recipe) -> int:
+    """Return the vocab_size of the recipe's tokenizer if that exists, else the one it is going to have."""
     known = known_tokenizer(root, recipe)
-    return known.rows if known else vocab_rows(recipe)
+    return known.vocab_size if known else recipe_vocab_size(recipe)
 
 
 def find_init_checkpoint(store: Store, runs: Runs, recipe: Recipe) -> Artifact:
@@ -122,8 +122,8 @@ def init_from_faults(store: Store, runs: Runs, recipe: Recipe) -> list[str]:
             f"(stages end: {listed})"
         )
     try:
-        config, rows = read_config(checkpoint.path_of(f"model/{CONFIG}").parent)
-        compare_shapes(recipe.init_from, config, rows, recipe.model)
+        config, vocab_size = read_config(checkpoint.path_of(f"model/{CONFIG}").parent)
+        compare_shapes(recipe.init_from, config, vocab_size, recipe.model)
     except ValueError as error:
         faults += str(error).splitlines()
     file = Path(recipe.tokenizer.use or "")

@@ -27,7 +27,7 @@ from herd.tasks.cluster import Cluster
 from herd.tasks.launch.devices import device_memory, place_evaluation, processes_per_node
 from herd.tasks.launch.hosts import Hosts
 from herd.tasks.launch.local import excluded_here
-from herd.tasks.models.start import embedding_rows, init_from_faults, known_tokenizer, with_local_models
+from herd.tasks.models.start import init_from_faults, known_tokenizer, known_vocab_size, with_local_models
 from herd.tasks.pipeline_steps import pipeline_steps
 from herd.tasks.plan.predict import memory_faults
 from herd.tasks.plan.recipe import (
@@ -151,8 +151,8 @@ def _machine_faults(run: CheckedRun) -> list[str]:
 
 
 def _fit_faults(run: CheckedRun) -> list[str]:
-    rows = embedding_rows(run.root, run.recipe)
-    return layout_faults(run.recipe, run.cluster, rows) or _device_faults(run.recipe, run.cluster)
+    vocab_size = known_vocab_size(run.root, run.recipe)
+    return layout_faults(run.recipe, run.cluster, vocab_size) or _device_faults(run.recipe, run.cluster)
 
 
 def _host_faults(run: CheckedRun) -> list[str]:
@@ -200,7 +200,7 @@ def _root_faults(run: CheckedRun) -> list[str]:
     return faults
 
 
-def layout_faults(recipe: Recipe, cluster: Cluster, rows: int) -> list[str]:
+def layout_faults(recipe: Recipe, cluster: Cluster, vocab_size: int) -> list[str]:
     """Return unknown stages, and model, batches, sequences and nodes that do not divide as each stage's layout says."""
     faults: dict[str, None] = {}  # stages that share a layout share its faults
     for span in recipe.schedule.trained:
@@ -211,7 +211,7 @@ def layout_faults(recipe: Recipe, cluster: Cluster, rows: int) -> list[str]:
             faults[fault] = None
         for check in (
             partial(check_batches, span, stage_cluster.data_parallel),
-            partial(stage_cluster.layout.check, recipe.model, rows, stage_cluster.processes),
+            partial(stage_cluster.layout.check, recipe.model, vocab_size, stage_cluster.processes),
             *(partial(stage_cluster.layout.check_sequence, seq_len) for seq_len in span.lengths),
         ):
             try:
@@ -282,7 +282,7 @@ def _start_faults(run: CheckedRun) -> list[str]:
 
     try:
         source = open_source(local_path(recipe.init_from.path), recipe.init_from.format)
-        compare_shapes(recipe.init_from, source.config, source.rows, recipe.model)
+        compare_shapes(recipe.init_from, source.config, source.vocab_size, recipe.model)
     except ValueError as error:
         return [
             text if text.startswith("init_from.") else f"init_from.path: {text}" for text in str(error).splitlines()

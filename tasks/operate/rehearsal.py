@@ -42,7 +42,7 @@ from herd.tasks.cluster import Cluster, EvaluationCluster, StageCluster
 from herd.tasks.format import FittedTable, format_bytes, format_duration
 from herd.tasks.html import render
 from herd.tasks.launch.devices import device_memory, place_evaluation
-from herd.tasks.models.start import embedding_rows, known_tokenizer
+from herd.tasks.models.start import known_tokenizer, known_vocab_size
 from herd.tasks.operate.preflight import check_run
 from herd.tasks.plan.cluster import storage_use
 from herd.tasks.plan.recipe import (
@@ -503,7 +503,7 @@ def built_layouts(scaled: ScaledRun, root: Root) -> str:
     from herd.llama3.parallel.check_layout import check_layout  # imports torch
 
     recipe, built = scaled.original, dict[tuple[Layout, int], str]()
-    rows = embedding_rows(root, recipe)
+    vocab_size = known_vocab_size(root, recipe)
     for part in scaled.parts:
         place = scaled.original_cluster.for_stage(part.stage.name, part.name)
         key = (place.layout, place.processes)
@@ -511,7 +511,7 @@ def built_layouts(scaled: ScaledRun, root: Root) -> str:
             continue
         load = Load(part.lengths[0], 1, place.layout.pp, recipe.precision)
         with suppress(ValueError):
-            check = check_layout(recipe.model, rows, *key, load, [place.processes - 1])
+            check = check_layout(recipe.model, vocab_size, *key, load, [place.processes - 1])
             (rank,) = check.ranks
             built[key] = (
                 f"{part.name} {len(rank.layers)} layers, {tokens(rank.parameters)} parameters of rank {rank.rank:,}"

@@ -23,7 +23,7 @@ from rich.table import Table
 from herd.llama3.hardware.prices import Prices
 from herd.llama3.hardware.specs import hall_use
 from herd.llama3.hardware.topology import Fabric, fabric_names, is_fabric_name, load_fabric
-from herd.llama3.model.flops import parameter_count, vocab_rows
+from herd.llama3.model.flops import parameter_count, recipe_vocab_size
 from herd.llama3.parallel.comm_records import Collective
 from herd.llama3.parallel.memory import stages
 from herd.llama3.planner.budget import Budget, StageTime, StorageUse, checkpoint_bytes
@@ -250,7 +250,9 @@ def plan_on_cluster(
         if limit < min(most, fabric.gpus):
             raise ValueError(f"{field} {limit:,} GPUs of {fabric.name}, not {most:,}; ask for fewer")
     limit = min(fed, free)
-    projection = project(plan.recipe, plan.rows, fabric, device_curves(fabric, root), placements, everywhere, limit)
+    projection = project(
+        plan.recipe, plan.vocab_size, fabric, device_curves(fabric, root), placements, everywhere, limit
+    )
     measured = measured_costs(root, plan.recipe.name) if root is not None else None
     lasting = named if is_fabric_name(named) else str(Path(named).absolute())  # holds in any folder
     warnings, cost = headroom_warnings(projection), None
@@ -338,7 +340,7 @@ def job_uptime(projection: Projection, gpus: int, measured: tuple[CheckpointCost
     `measured`: costs of saves and restarts in an earlier run; None: the published figures, scaled to this size.
     """
     recipe, fabric = projection.recipe, projection.fabric
-    state_bytes = checkpoint_bytes(parameter_count(recipe.model, projection.rows))
+    state_bytes = checkpoint_bytes(parameter_count(recipe.model, projection.vocab_size))
     costs, recovery = measured or (
         scaled_costs(state_bytes, gpus, fabric.storage_bytes_per_s(gpus)),
         scaled_recovery(gpus),
@@ -368,7 +370,7 @@ def checkpoint_interval_s(recipe: Recipe, projected: ProjectedSegment) -> float:
 def storage_use(plan: RunPlan) -> StorageUse:
     """Return the storage of the recipe: text if it was surveyed, tokens, and the checkpoints that are kept."""
     every, keep, tokens = plan.recipe.checkpoint.every, plan.recipe.checkpoint.keep, plan.schedule.tokens
-    width = 2 if plan.rows <= 2**16 else 4
+    width = 2 if plan.vocab_size <= 2**16 else 4
     count = 0
     for span in plan.schedule.trained:
         # The tokens between two saves: of a cadence in seconds assume at least four saves per milestone.
@@ -395,7 +397,7 @@ def sent_messages(projection: Projection, projected: ProjectedSegment) -> list[C
     return [
         message
         for stage in stages(config, best.layout, best.layout.pp // 2)
-        for message in stage_volumes(stage, config, projection.rows, best.layout, best.world, best.load)
+        for message in stage_volumes(stage, config, projection.vocab_size, best.layout, best.world, best.load)
     ]
 
 
@@ -625,7 +627,7 @@ def compare_fabrics(
     planned = []
     for fabric in [load_fabric(name) for name in clusters]:
         curves = device_curves(fabric, root)
-        projection = project(recipe, vocab_rows(recipe), fabric, curves, placements, everywhere)
+        projection = project(recipe, recipe_vocab_size(recipe), fabric, curves, placements, everywhere)
         reliability = job_uptime(projection, projection.main.best.world)
         planned.append(ClusterProjection(projection, bandwidth_share(fabric), reliability))
     tracker = MLflowTracker(root, f"{recipe.name}-plan")

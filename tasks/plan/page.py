@@ -87,7 +87,7 @@ def plan_figures(planned: ClusterPlan) -> list[tuple[str, str, str]]:
     model = fabric_step_model(_query(planned, best.world), fabric, projection.curves)
     timing = model.pipeline(best.layout, best.world, best.load)
     rank = np.array([RankCoords.from_rank(number, best.layout).pp for number in range(best.world)])
-    needs = memory(projection.recipe.model, projection.rows, best.layout, best.world, best.load)
+    needs = memory(projection.recipe.model, projection.vocab_size, best.layout, best.world, best.load)
     whole = fabric.accelerator.memory_gb * 1e9
     reliability = planned.uptimes[best.world]
     cadence = _cadence_plot(
@@ -126,7 +126,7 @@ def _query(planned: ClusterPlan, world: int) -> LayoutQuery:
     projection = planned.projection
     reserve = planned.main.search.query.reserve if planned.main.search else RESERVE
     segment = planned.main.segment
-    return segment_query(projection.recipe, projection.rows, projection.fabric, segment, world, reserve)
+    return segment_query(projection.recipe, projection.vocab_size, projection.fabric, segment, world, reserve)
 
 
 def cost_points(planned: ClusterPlan) -> Sequence[tuple[int, float, float]]:

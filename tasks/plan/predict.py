@@ -16,7 +16,7 @@ from herd.llama3.evaluate.needle import KINDS, context_lengths
 from herd.llama3.evaluate.suite import recipe_suite, stage_suite_name, with_suite
 from herd.llama3.evaluate.task import WRITTEN
 from herd.llama3.hardware.topology import load_fabric
-from herd.llama3.model.flops import flops_per_token, parameter_count, vocab_rows
+from herd.llama3.model.flops import flops_per_token, parameter_count, recipe_vocab_size
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.memory import BYTES, DECODED, RankCoords, inference_bytes, memory, memory_error
 from herd.llama3.recipe.schedule import Segment, StageSpan
@@ -75,7 +75,7 @@ def pod_memory_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
         layout, world, each = stage_cluster.layout, stage_cluster.processes, cluster.nodes.processes_per_node
         pod = DeviceMemory("pod", limit, cuda=True)
         load = micro_batch_load(recipe, layout, world, stage_cluster.micro_batch, span.segments[0], pod)
-        saved = [need.saved for need in memory(recipe.model, vocab_rows(recipe), layout, world, load)]
+        saved = [need.saved for need in memory(recipe.model, recipe_vocab_size(recipe), layout, world, load)]
         ranks = [saved[RankCoords.from_rank(rank, layout).pp] for rank in range(world)]
         saves += [(sum(ranks[first : first + each]), span.name) for first in range(0, world, each)]
     most, name = max(saves, default=(0, ""))
@@ -129,7 +129,7 @@ def _of_segment(
     if model is not None:
         load = micro_batch_load(recipe, cluster.layout, cluster.processes, cluster.micro_batch, segment, device)
         step_s = model.predict(cluster.layout, cluster.processes, load).total
-        flops = flops_per_token(recipe.model, vocab_rows(recipe), segment.seq_len).causal * segment.batch
+        flops = flops_per_token(recipe.model, recipe_vocab_size(recipe), segment.seq_len).causal * segment.batch
         predicted |= {metrics.PLANNED_STEP_S: step_s, metrics.PLANNED_TFLOPS: flops / cluster.processes / step_s / 1e12}
     return predicted
 
@@ -148,12 +148,14 @@ def _step_model(root: Root, recipe: Recipe, cluster: Cluster) -> StepModel | Non
     from herd.llama3.planner.step_time import StepModel
     from herd.tasks.plan.options import device_curves
 
-    rows = vocab_rows(recipe)
+    vocab_size = recipe_vocab_size(recipe)
     if cluster.fabric:
         fabric = run_fabric(cluster)
-        return StepModel(recipe.model, rows, Network(fabric, bandwidth_share(fabric)), device_curves(fabric, root))
+        return StepModel(
+            recipe.model, vocab_size, Network(fabric, bandwidth_share(fabric)), device_curves(fabric, root)
+        )
     assert curves is not None
-    return StepModel(recipe.model, rows, Network(load_fabric("roce-24k")), curves)  # one process sends nothing
+    return StepModel(recipe.model, vocab_size, Network(load_fabric("roce-24k")), curves)  # one process sends nothing
 
 
 def local_calibration(root: Root, device: str = "auto") -> Curves | None:
@@ -202,7 +204,11 @@ class EvaluationCost(NamedTuple):
 def evaluation_cost(recipe: Recipe, cluster: Cluster) -> EvaluationCost:
     """Return the estimate for `cluster`, which has a fabric. Raises ValueError as `place_evaluation` does."""
     layout, processes = place_evaluation(recipe, cluster)
-    accelerator, section, rows = load_fabric(cluster.fabric).accelerator, recipe.evaluate, vocab_rows(recipe)
+    accelerator, section, vocab_size = (
+        load_fabric(cluster.fabric).accelerator,
+        recipe.evaluate,
+        recipe_vocab_size(recipe),
+    )
     schedule, domains = recipe.schedule, sum(bool(sources) for sources in recipe.sources.values())
     window = min(recipe.model.max_seq_len, recipe.longest_sequence)
     evaluated = [*(section.after or [recipe.stages[-1].name]), "champion"]
@@ -226,12 +232,12 @@ def evaluation_cost(recipe: Recipe, cluster: Cluster) -> EvaluationCost:
             work.append((section.needles * part.lengths[-1], part.lengths[-1]))
         if "short-context" in span.stage.gates:
             work.append((2 * section.documents * domains * span.lengths[0], span.lengths[0]))
-    flops = sum(positions * flops_per_token(recipe.model, rows, length).causal / 3 for positions, length in work)
+    flops = sum(positions * flops_per_token(recipe.model, vocab_size, length).causal / 3 for positions, length in work)
     rate = accelerator.reached_tflops * 1e12 * EFFICIENCY * (1 if section.precision == "bf16" else FP32_SHARE)
-    weights = BYTES[section.precision] * parameter_count(recipe.model, rows)
+    weights = BYTES[section.precision] * parameter_count(recipe.model, vocab_size)
     token_s = weights / layout.tp / (accelerator.memory_tb_s * 1e12 * EFFICIENCY)  # stage after stage
     replicas = processes // layout.model_parallel
     seconds = flops / rate / processes + written / DECODED["cuda"] / replicas * token_s
-    need = inference_bytes(recipe.model, rows, layout, BYTES[section.precision], "cuda")
+    need = inference_bytes(recipe.model, vocab_size, layout, BYTES[section.precision], "cuda")
     read = sum(positions for positions, _ in work)
     return EvaluationCost(layout, processes, need, len(evaluated), len(gated), read, written, seconds)

@@ -34,7 +34,7 @@ from herd.llama3.evaluate.held_out import nothing_held_out
 from herd.llama3.evaluate.scores import check_evaluation
 from herd.llama3.evaluate.suite import all_tasks
 from herd.llama3.evaluate.task_yaml import MissingFile
-from herd.llama3.model.flops import flops_per_token, parameter_count, vocab_rows
+from herd.llama3.model.flops import flops_per_token, parameter_count, recipe_vocab_size
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.memory import Load, RankMemory, average_bytes, memory, memory_line
 from herd.llama3.recipe.base import DOMAINS, Domain
@@ -64,8 +64,8 @@ SURELY = 3.0
 class RunPlan:
     recipe: Recipe
     schedule: Schedule
-    rows: int
-    """Embedding rows: base vocabulary and special tokens."""
+    vocab_size: int
+    """Ids: base vocabulary and special tokens."""
     warnings: list[str]
     sources: list[DomainSurvey]
     conversations: Sequence[ConversationSurvey] = ()
@@ -76,12 +76,12 @@ class RunPlan:
 
     @property
     def parameters(self) -> int:
-        return parameter_count(self.recipe.model, self.rows)
+        return parameter_count(self.recipe.model, self.vocab_size)
 
     def flops(self) -> tuple[float, float]:
         """Return the run's FLOPs as 6N per token, and with causal attention counted."""
         model, segments = self.recipe.model, [segment for span in self.schedule.trained for segment in span.segments]
-        pairs = [(segment.tokens, flops_per_token(model, self.rows, segment.seq_len)) for segment in segments]
+        pairs = [(segment.tokens, flops_per_token(model, self.vocab_size, segment.seq_len)) for segment in segments]
         return sum(n * dense for n, (dense, _) in pairs), sum(n * causal for n, (_, causal) in pairs)
 
 
@@ -96,11 +96,11 @@ def make_plan(
 
     `tokenizer` is the recipe's, if it is known already.
     """
-    rows = tokenizer.rows if tokenizer else vocab_rows(recipe)
+    vocab_size = tokenizer.vocab_size if tokenizer else recipe_vocab_size(recipe)
     short = [fault for source in sources if (fault := data_shortage(recipe, source, USUAL_TOKENS_PER_BYTE))]
     lacking = [f"evaluate: leaves out {line}" for line in left_out]
     warnings = [*placeholders(recipe), *lint(recipe), *short, *conversation_shortage(recipe, conversations), *lacking]
-    return RunPlan(recipe, recipe.schedule, rows, warnings, sources, conversations)
+    return RunPlan(recipe, recipe.schedule, vocab_size, warnings, sources, conversations)
 
 
 def survey_and_plan(recipe: Recipe, root: Root) -> RunPlan:
@@ -251,7 +251,7 @@ def summary_lines(plan: RunPlan) -> list[str]:
     model = plan.recipe.model
     lines = [
         f"model    {tokens(plan.parameters)} parameters: {model.layers} layers, dim {model.dim}, {model.heads} heads / "
-        f"{model.kv_heads} KV, FFN {model.ffn}, vocabulary {plan.rows:,} rows",
+        f"{model.kv_heads} KV, FFN {model.ffn}, vocabulary {plan.vocab_size:,}",
         f"total    {tokens(plan.schedule.tokens)} tokens in {plan.schedule.steps:,} steps",
         f"FLOPs    {causal:.3g} (6N + causal attention); {dense:.3g} (6N, N without the embedding table)",
     ]
@@ -289,7 +289,11 @@ def plan_document(plan: RunPlan) -> dict[str, Any]:
     fields = ("layers", "dim", "ffn", "heads", "kv_heads")
     return {
         "recipe": plan.recipe.name,
-        "model": {"parameters": plan.parameters, "rows": plan.rows, **{name: getattr(model, name) for name in fields}},
+        "model": {
+            "parameters": plan.parameters,
+            "vocab_size": plan.vocab_size,
+            **{name: getattr(model, name) for name in fields},
+        },
         "tokens": schedule.tokens,
         "steps": schedule.steps,
         "flops": {"6n": dense, "6n_causal_attention": causal},
@@ -325,7 +329,7 @@ def memory_lines(plan: RunPlan, layout: Layout, processes: int, micro_batch: int
         count = max(1, segment.batch // (segment.seq_len * layout.dp(processes) * micro_batch))
         average = average_bytes(plan.recipe, segment)
         load = Load(segment.seq_len, micro_batch, count, plan.recipe.precision, average=average)
-        needs[segment.seq_len] += memory(plan.recipe.model, plan.rows, layout, processes, load)
+        needs[segment.seq_len] += memory(plan.recipe.model, plan.vocab_size, layout, processes, load)
     return [
         f"memory   {memory_line(max(ranks, key=lambda need: need.total))} (sequences of {seq_len:,})"
         for seq_len, ranks in sorted(needs.items())

@@ -151,8 +151,8 @@ def evaluated_checkpoints(root: Root) -> list[EvaluatedCheckpoint]:
                 continue
             with suppress(ValueError):  # deleted by retention
                 checkpoint, evaluation = store.load(stage.artifact), store.load(entry.artifact)
-                config, rows = read_config(checkpoint.path_of(f"model/{CONFIG}").parent)
-                flops = trained_flops(recipe, config, rows, checkpoint.metadata["end"])
+                config, vocab_size = read_config(checkpoint.path_of(f"model/{CONFIG}").parent)
+                flops = trained_flops(recipe, config, vocab_size, checkpoint.metadata["end"])
                 scores = read_scores(evaluation.path_of(SCORES_FILE).parent)
                 checkpoints.append(EvaluatedCheckpoint(record.name, evaluation.label, flops, scores))
         return checkpoints

@@ -358,16 +358,16 @@ def init_weights(context: Context, tokenizer: Artifact) -> Artifact:
     assert recipe.init_from is not None
     if recipe.init_from.is_checkpoint:
         return _checkpoint(context, Tokenizer.load(tokenizer.path))
-    start, rows = with_local_models(context.root, recipe).init_from, Tokenizer.load(tokenizer.path).rows
+    start, vocab_size = with_local_models(context.root, recipe).init_from, Tokenizer.load(tokenizer.path).vocab_size
     assert start is not None
     path = recipe.init_from.path
     label = alias_label(context.root, path)
-    parameters = keys.weights(recipe, label or source_state(path), rows)
+    parameters = keys.weights(recipe, label or source_state(path), vocab_size)
     spec = ArtifactSpec("weights", recipe.name, WEIGHTS_VERSION, parameters, {})
 
     def build(folder: Path, _: str) -> dict[str, Any]:
-        config = import_weights(start, folder / "model", recipe.model, rows)
-        return {"from": label or path, "parameters": parameter_count(config, rows)}
+        config = import_weights(start, folder / "model", recipe.model, vocab_size)
+        return {"from": label or path, "parameters": parameter_count(config, vocab_size)}
 
     return ensure_artifact(context, "init-weights", spec, build)
 

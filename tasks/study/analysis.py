@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from herd.llama3.evaluate.scores import PREFIX, SAMPLES_FILE, SCORES_FILE, gold_key, read_scores
 from herd.llama3.evaluate.suite import BPB
 from herd.llama3.model.files import CONFIG, read_config
-from herd.llama3.model.flops import parameter_count, vocab_rows
+from herd.llama3.model.flops import parameter_count, recipe_vocab_size
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import Tokens, tokens
 from herd.llama3.studies.chinchilla import fit_chinchilla
@@ -91,9 +91,9 @@ def outcomes(expanded: ExpandedStudy, store: Store, answers: Mapping[str, RunRec
 
 
 def outcome(expanded: ExpandedStudy, store: Store, variant: VariantRun, record: RunRecord) -> RunResult:
-    """Return the result of one run. Operations are those of the trained model, with its own embedding rows."""
+    """Return the result of one run. Operations are those of the trained model, with its own vocab_size."""
     checkpoint, evaluation = last_artifacts(store, record, variant.recipe)
-    config, rows = read_config(checkpoint.path_of(f"model/{CONFIG}").parent)
+    config, vocab_size = read_config(checkpoint.path_of(f"model/{CONFIG}").parent)
     scores = read_scores(evaluation.path_of(SCORES_FILE).parent)
     table = pq.read_table(evaluation.path_of(SAMPLES_FILE), columns=["key", "id", "numerator", "denominator", "group"])
     keys = np.array(table["key"].to_pylist())
@@ -111,9 +111,9 @@ def outcome(expanded: ExpandedStudy, store: Store, variant: VariantRun, record: 
         variant=variant.variant.name,
         repeat=variant.repeat,
         run=record.name,
-        parameters=parameter_count(config, rows),
+        parameters=parameter_count(config, vocab_size),
         tokens=int(checkpoint.metadata["end"]),
-        flops=training_flops(expanded, variant.recipe.schedule.segments, config, rows),
+        flops=training_flops(expanded, variant.recipe.schedule.segments, config, vocab_size),
         scores=scores,
         samples=samples,
     )
@@ -275,12 +275,12 @@ def _budget_table(fitted: IsoflopFit) -> ResultTable:
 
 def _recipe_changes(expanded: ExpandedStudy, ladder: Ladder, fitted: IsoflopFit, flops: float) -> list[str]:
     """Return the changes that make the base recipe a run of `flops` operations, allocated by the law."""
-    best, rows = fitted.law.optimum(flops), vocab_rows(expanded.base)
-    like = nearest_shape(best.parameters.value, ladder.sizes.values(), rows)
+    best, vocab_size = fitted.law.optimum(flops), recipe_vocab_size(expanded.base)
+    like = nearest_shape(best.parameters.value, ladder.sizes.values(), vocab_size)
     stage = expanded.base.stages[-1]
     batch = stage.batch or next(earlier.batch for earlier in reversed(expanded.base.stages) if earlier.batch)
     end = Tokens(max(1, round(best.tokens.value / batch)) * batch)
-    changes = shape_changes(scale_shape(best.parameters.value, like, rows), expanded.base.model)
+    changes = shape_changes(scale_shape(best.parameters.value, like, vocab_size), expanded.base.model)
     changes.append(f"stages.{stage.name}.until={end}")
     if stage.length:
         changes.append(f"stages.{stage.name}.for=null")

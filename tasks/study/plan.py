@@ -264,8 +264,8 @@ def spent(
         flops = hours = 0.0
         for segments, artifact in trained:
             if booked_to.get(artifact.label) == answers[run].name:
-                config, rows = read_config(artifact.path_of(f"model/{CONFIG}").parent)
-                flops += training_flops(expanded, segments, config, rows)
+                config, vocab_size = read_config(artifact.path_of(f"model/{CONFIG}").parent)
+                flops += training_flops(expanded, segments, config, vocab_size)
                 hours += artifact.manifest.seconds * devices(artifact.manifest.created_by) / 3600
         costs[run] = RunCost(flops, hours)
     return costs
@@ -278,10 +278,12 @@ def _stages(store: Store, run: VariantRun, record: RunRecord) -> Iterator[tuple[
             yield span.segments, store.load(record.steps[span.name].artifact)
 
 
-def training_flops(expanded: ExpandedStudy, segments: Sequence[Segment], config: Model, rows: int) -> float:
+def training_flops(expanded: ExpandedStudy, segments: Sequence[Segment], config: Model, vocab_size: int) -> float:
     """Return the operations of a part of a schedule, by the study's formula."""
     formula = expanded.study.ladder.formula if expanded.study.ladder else "causal"
     name = {"6N": "six_n"}.get(formula, formula)
     return float(
-        sum(segment.tokens * getattr(flops_per_token(config, rows, segment.seq_len), name) for segment in segments)
+        sum(
+            segment.tokens * getattr(flops_per_token(config, vocab_size, segment.seq_len), name) for segment in segments
+        )
     )

@@ -39,7 +39,7 @@ def test_noise_is_the_interval_of_the_median() -> None:
 @pytest.mark.slow
 def test_sides_take_turns_and_say_what_they_have(tmp_path: Path) -> None:
     """A library that is not installed leaves its side out."""
-    shape = {"rows": 32, "tokens": 8, "dim": 8, "plain": True}
+    shape = {"vocab_size": 32, "tokens": 8, "dim": 8, "plain": True}
     sides = {
         "plain": Side("train_loss"),
         "bf16": Side("train_loss", bf16=True, shape={"plain": False}),
@@ -55,4 +55,4 @@ def test_sides_take_turns_and_say_what_they_have(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_side_that_fails_ends_the_rounds(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="broken failed: KeyError: 'tokens'"):
-        take_rounds({"broken": Side("train_loss")}, tmp_path / "none", {"rows": 32}, 1)
+        take_rounds({"broken": Side("train_loss")}, tmp_path / "none", {"vocab_size": 32}, 1)

@@ -31,7 +31,7 @@ def answers(dtype: str, device: str) -> tuple[list[float], str, list[str]]:
         Sampler.pick = lambda *words: [number % 256 for number in pick(*words)]  # type: ignore[method-assign]
     tokenizer = train_tokenizer([TEXT], 280)
     config = Model(layers=2, dim=64, ffn=128, heads=4, kv_heads=2, max_seq_len=128)
-    model = build_model(config, tokenizer.rows, 3, torch.float32, torch.device("cpu")).eval()
+    model = build_model(config, tokenizer.vocab_size, 3, torch.float32, torch.device("cpu")).eval()
     model = model.to(device, getattr(torch, dtype))
     requests = [Request("eval/x", "id", number, TEXT[:number], " rises.", 0) for number in range(20)]
     scored = score_requests(model, tokenizer, requests, config.max_seq_len, device=device, greedy={"eval/x"})
@@ -88,8 +88,8 @@ def test_a_split_model_is_scored_and_writes(tmp_path: Path) -> None:
 
     tokenizer = train_tokenizer([TEXT], 280)
     config = Model(layers=3, dim=64, ffn=128, heads=4, kv_heads=2, max_seq_len=128, tied_embeddings=False)
-    model = build_model(config, tokenizer.rows, 3, torch.float32, torch.device("cpu"))
-    save_model(tmp_path, config, tokenizer.rows, model.state_dict())
+    model = build_model(config, tokenizer.vocab_size, 3, torch.float32, torch.device("cpu"))
+    save_model(tmp_path, config, tokenizer.vocab_size, model.state_dict())
     tokenizer.save(tmp_path)
     for dtype in ("float32", "bfloat16"):
         assert run(4, split, tmp_path, dtype) == [(20, 3)] * 4, dtype

@@ -63,8 +63,8 @@ class PromotionRoom:
         """Commit a model with random weights; `change` may do something to its folder before."""
 
         def fill(folder: Path) -> None:
-            made = build_model(self.recipe.model, self.coder.rows, seed, torch.float32, torch.device("cpu"))
-            save_model(folder / "model", self.recipe.model, self.coder.rows, made.state_dict())
+            made = build_model(self.recipe.model, self.coder.vocab_size, seed, torch.float32, torch.device("cpu"))
+            save_model(folder / "model", self.recipe.model, self.coder.vocab_size, made.state_dict())
             self.coder.save(folder / "model")
             change(folder / "model")
 

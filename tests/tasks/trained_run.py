@@ -52,8 +52,10 @@ class TrainedRun:
         facts = {"start": span.start, "end": span.end, "steps": span.steps, "last_loss": 3.5, "model_sha256": "d" * 64}
 
         def write(folder: Path) -> None:
-            made = build_model(self.recipe.model, CODER.rows, self.recipe.seed, torch.float32, torch.device("cpu"))
-            save_model(folder / "model", self.recipe.model, CODER.rows, made.state_dict())
+            made = build_model(
+                self.recipe.model, CODER.vocab_size, self.recipe.seed, torch.float32, torch.device("cpu")
+            )
+            save_model(folder / "model", self.recipe.model, CODER.vocab_size, made.state_dict())
             CODER.save(folder / "model")
             curve(span, folder / "metrics.parquet")
 

@@ -82,7 +82,7 @@ class Savable(Protocol):
     position: int
     averaged: int
     config: Any
-    rows: int
+    vocab_size: int
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor by name; writing into them changes the state."""
@@ -159,7 +159,7 @@ def make_manifest(state: Savable, stage: str, world: ParallelContext, attempt: s
         position=state.position,
         averaged=state.averaged,
         model=state.config.model_dump(mode="json"),
-        rows=state.rows,
+        vocab_size=state.vocab_size,
         processes=world.size,
         attempt=attempt,
         files={},

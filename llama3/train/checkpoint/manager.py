@@ -345,8 +345,8 @@ def load_state(
     untouched, if it is of another model. Raises DamagedCheckpoint on all processes if a file has changed; `state` is
     then partly overwritten.
     """
-    expected = (state.config.model_dump(mode="json", exclude={"preset"}), state.rows)
-    stored = ({key: value for key, value in manifest.model.items() if key != "preset"}, manifest.rows)
+    expected = (state.config.model_dump(mode="json", exclude={"preset"}), state.vocab_size)
+    stored = ({key: value for key, value in manifest.model.items() if key != "preset"}, manifest.vocab_size)
     if expected != stored:
         raise ValueError(
             f"{folder}: holds a model of shape {stored}, the recipe has {expected}; train that stage again"

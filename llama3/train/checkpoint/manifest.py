@@ -54,8 +54,8 @@ class CheckpointManifest(BaseModel):
     """Positions summed into the running average; 0: the checkpoint has none."""
     model: dict[str, Any]
     """Shape of the model."""
-    rows: int
-    """Embedding rows."""
+    vocab_size: int
+    """Ids of the embedding, base and special."""
     processes: int
     """How many processes wrote it; any number may load it."""
     attempt: str

@@ -27,7 +27,7 @@ def test_rows_ask_for_what_table_4_says() -> None:
         assert TABLE_4_BATCH // asked.seq_len // layout.dp(asked.world) == published.sequences
         assert (layout.tp, layout.cp, layout.pp) == (published.layout.tp, published.layout.cp, published.layout.pp)
         assert asked.world == published.world
-        layout.check(asked.config, asked.rows, asked.world)
+        layout.check(asked.config, asked.vocab_size, asked.world)
 
 
 def test_eight_stages_per_rank_give_every_stage_a_layer_but_the_ends() -> None:

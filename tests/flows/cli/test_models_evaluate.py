@@ -33,8 +33,8 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in three formats, two tasks and their data."""
     place = tmp_path_factory.mktemp("room")
     tokenizer = train_tokenizer(TEXTS * 4, 290)
-    weights = build_model(SPEC, tokenizer.rows, 0, torch.float32, torch.device("cpu")).state_dict()
-    save_model(place / "herd", SPEC, tokenizer.rows, weights)
+    weights = build_model(SPEC, tokenizer.vocab_size, 0, torch.float32, torch.device("cpu")).state_dict()
+    save_model(place / "herd", SPEC, tokenizer.vocab_size, weights)
     tokenizer.save(place / "herd")
     convert(place / "herd", "herd", place / "hf", "hf", "fp32")
     convert(place / "herd", "herd", place / "meta", "meta", "fp32")

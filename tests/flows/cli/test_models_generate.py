@@ -26,8 +26,8 @@ SPEC = Model(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, max_seq_len=64)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model")
-    model = build_model(SPEC, TOKENIZER.rows, 0, torch.float32, torch.device("cpu"))
-    save_model(made, SPEC, TOKENIZER.rows, model.state_dict())
+    model = build_model(SPEC, TOKENIZER.vocab_size, 0, torch.float32, torch.device("cpu"))
+    save_model(made, SPEC, TOKENIZER.vocab_size, model.state_dict())
     TOKENIZER.save(made)
     return made
 
@@ -112,4 +112,4 @@ def test_the_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path)
     Tokenizer([*TOKENIZER.base, b"ab"]).save(tmp_path)
     result = herd(tmp_path)
     assert result.exit_code == 2
-    assert "512 embedding rows, the tokenizer 513" in " ".join(result.output.split())
+    assert "vocab_size 512, the tokenizer 513" in " ".join(result.output.split())

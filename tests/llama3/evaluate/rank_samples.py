@@ -44,7 +44,7 @@ def asked() -> list[Request]:
 
 def scored(ranks: EvalRanks) -> Scored:
     """Return what `ranks` find of `asked` together."""
-    model = build_model(SPEC, TOKENIZER.rows, 3, torch.float32, torch.device("cpu")).eval()
+    model = build_model(SPEC, TOKENIZER.vocab_size, 3, torch.float32, torch.device("cpu")).eval()
     found = score_requests(model, TOKENIZER, asked(), SPEC.max_seq_len, greedy={"eval/sums"}, ranks=ranks)
     return [(item.nll, item.tokens, item.greedy) for item in found]
 
@@ -60,11 +60,11 @@ def scored_alone() -> Scored:
 
 def write_model(folder: Path) -> None:
     """Write a model whose greedy choices are far from ties."""
-    model = build_model(UNTIED, TOKENIZER.rows, 3, torch.float32, torch.device("cpu"))
+    model = build_model(UNTIED, TOKENIZER.vocab_size, 3, torch.float32, torch.device("cpu"))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(8.0 if parameter.ndim > 1 else 1.0)
-    save_model(folder, UNTIED, TOKENIZER.rows, model.state_dict())
+    save_model(folder, UNTIED, TOKENIZER.vocab_size, model.state_dict())
 
 
 def evaluated(folder: Path, layout: Layout | None) -> tuple[Scored, list[tuple[str, ...]], str]:
@@ -76,7 +76,7 @@ def evaluated(folder: Path, layout: Layout | None) -> tuple[Scored, list[tuple[s
         contexts = [
             [TOKENIZER.begin, *TOKENIZER.encode(text)] for text in ("Round", "and", "round", "about", "it", "is")
         ]
-        ends = [([*tokens, end], len(tokens)) for tokens in contexts for end in range(TOKENIZER.rows)]
+        ends = [([*tokens, end], len(tokens)) for tokens in contexts for end in range(TOKENIZER.vocab_size)]
         found += score_sequences(model, ends, 64, greedy=range(len(ends)), ranks=ranks)  # one of each is the likeliest
         scores = [(item.nll, item.tokens, item.greedy) for item in found]
         prompts = [Prompt("eval/sums", str(n), "Round and round. " * (1 + n), ("",)) for n in range(5)]
@@ -105,7 +105,7 @@ def write_checkpoint(folder: Path) -> None:
     recipe = load_recipe(Path("recipes/quickstart.yaml"))
     recipe = recipe.model_copy(update={"model": UNTIED})
     with init_distributed("cpu", 240) as world:
-        state = TrainState(recipe, TOKENIZER.rows, Precision(torch.float32), world, 0)
+        state = TrainState(recipe, TOKENIZER.vocab_size, Precision(torch.float32), world, 0)
         state.fill(lambda name, shape: initial_value(UNTIED, 3, name, shape) * (8.0 if len(shape) > 1 else 1.0), world)
         save_state(folder, state, "main", world)
 

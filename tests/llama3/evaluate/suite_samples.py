@@ -56,8 +56,8 @@ def make(root: Path, checkout: Path) -> Recipe:
     recipe = recipe_of(root, checkout)
     tokenizer = Tokenizer([bytes([n]) for n in range(256)])
     tokenizer.save(root / "model")
-    weights = build_model(recipe.model, tokenizer.rows, 0, torch.float32, torch.device("cpu")).state_dict()
-    save_model(root / "model", recipe.model, tokenizer.rows, weights)
+    weights = build_model(recipe.model, tokenizer.vocab_size, 0, torch.float32, torch.device("cpu")).state_dict()
+    save_model(root / "model", recipe.model, tokenizer.vocab_size, weights)
     return recipe
 
 

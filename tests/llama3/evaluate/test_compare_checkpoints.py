@@ -57,7 +57,7 @@ class Room:
     def _train(self, texts: list[str]) -> None:
         """Train with AdamW on windows of all texts, and keep the weights after some steps."""
         tokens = torch.tensor([token for text in texts for token in _ids(self.tokenizer, text)])
-        model = build_model(self.recipe.model, self.tokenizer.rows, 0, torch.float32, torch.device("cpu"))
+        model = build_model(self.recipe.model, self.tokenizer.vocab_size, 0, torch.float32, torch.device("cpu"))
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         draws = torch.Generator().manual_seed(0)
         for step in range(1, max(CHECKPOINTS) + 1):
@@ -69,7 +69,7 @@ class Room:
             loss.backward()
             optimizer.step()
             if step in CHECKPOINTS:
-                save_model(self.root / f"step-{step}", self.recipe.model, self.tokenizer.rows, model.state_dict())
+                save_model(self.root / f"step-{step}", self.recipe.model, self.tokenizer.vocab_size, model.state_dict())
 
     def compare(self) -> dict[str, Difference]:
         return compare(self.recipe, *(self.root / f"scores-{step}" for step in reversed(CHECKPOINTS)))

@@ -82,8 +82,10 @@ def test_a_layout_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None
 
 def test_a_model_larger_than_the_memory_of_a_process_is_evaluated_by_four(tmp_path: Path) -> None:
     config = Model(layers=4, dim=1024, ffn=3072, heads=8, kv_heads=8, max_seq_len=512, tied_embeddings=False)
-    shapes = {param.name: param.shape for param in param_table(config, TOKENIZER.rows)}
-    save_model(tmp_path, config, TOKENIZER.rows, {name: torch.full(s, 0.01).bfloat16() for name, s in shapes.items()})
+    shapes = {param.name: param.shape for param in param_table(config, TOKENIZER.vocab_size)}
+    save_model(
+        tmp_path, config, TOKENIZER.vocab_size, {name: torch.full(s, 0.01).bfloat16() for name, s in shapes.items()}
+    )
     size = 2 * (tmp_path / "model.safetensors").stat().st_size  # it is evaluated in fp32
     assert run(1, evaluated_within, tmp_path, None, size // 2) == ["does not fit"]
     assert run(4, evaluated_within, tmp_path, Layout(tp=2, pp=2), size // 2) == ["fits"] * 4

@@ -60,7 +60,7 @@ class ForkedRanks:
 
 @contextmanager
 def split(model: Transformer, folder: Path, layout: Layout) -> Iterator[tuple[SplitRunner, ForkedRanks]]:
-    save_model(folder, model.config, TOKENIZER.rows, model.state_dict())
+    save_model(folder, model.config, TOKENIZER.vocab_size, model.state_dict())
     ranks = ForkedRanks(layout.model_parallel)
     try:
         yield SplitRunner(ranks, RankJob(folder, layout, torch.float32, "cpu", 1)), ranks

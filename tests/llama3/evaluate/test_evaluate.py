@@ -58,10 +58,10 @@ class Room:
 
     def model(self, name: str, seed: int = 0, uniform: bool = False) -> Path:
         """Write a model with random weights, or with none, which gives every token the same probability."""
-        made = build_model(self.recipe.model, self.tokenizer.rows, seed, torch.float32, torch.device("cpu"))
+        made = build_model(self.recipe.model, self.tokenizer.vocab_size, seed, torch.float32, torch.device("cpu"))
         if uniform:
             torch.nn.init.zeros_(made.embedding.weight)
-        save_model(self.root / name, self.recipe.model, self.tokenizer.rows, made.state_dict())
+        save_model(self.root / name, self.recipe.model, self.tokenizer.vocab_size, made.state_dict())
         return self.root / name
 
     def evaluate(self, model: Path, folder: str) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def test_a_uniform_model_has_the_bits_of_its_vocabulary(room: Room) -> None:
             sizes.append(row["denominator"])
             assert row["denominator"] == len(text.encode())
             assert row["tokens"] == len(room.tokenizer.encode(text))
-            assert row["numerator"] == pytest.approx(math.log2(room.tokenizer.rows) * row["tokens"], rel=1e-5)
+            assert row["numerator"] == pytest.approx(math.log2(room.tokenizer.vocab_size) * row["tokens"], rel=1e-5)
     assert not rows
     assert max(sizes) > CUT - 4 > min(sizes), "some documents must be cut and some not"
 
@@ -263,9 +263,9 @@ def test_the_gate_reads_what_was_written(room: Room) -> None:
 
 
 def test_a_model_of_nan_is_refused_by_the_gate(room: Room) -> None:
-    broken = build_model(room.recipe.model, room.tokenizer.rows, 0, torch.float32, torch.device("cpu"))
+    broken = build_model(room.recipe.model, room.tokenizer.vocab_size, 0, torch.float32, torch.device("cpu"))
     torch.nn.init.constant_(broken.norm.weight, math.nan)
-    save_model(room.root / "nan", room.recipe.model, room.tokenizer.rows, broken.state_dict())
+    save_model(room.root / "nan", room.recipe.model, room.tokenizer.vocab_size, broken.state_dict())
     room.evaluate(room.root / "nan", "nan-scores")
     decision = decide({}, read_scores(room.root / "nan-scores"), None)
     assert not decision.accepted
@@ -275,7 +275,7 @@ def test_a_model_of_nan_is_refused_by_the_gate(room: Room) -> None:
 def test_a_tokenizer_of_another_model_is_refused(room: Room) -> None:
     train_tokenizer([document(7, place) for place in range(4)], 300).save(room.root / "other")
     model = room.model("random")
-    with pytest.raises(ValueError, match=r"576 embedding rows, tokenizer .* 556: give the tokenizer"):
+    with pytest.raises(ValueError, match=r"vocab_size 576, tokenizer .* 556: give the tokenizer"):
         evaluate(room.recipe, model, room.root / "other", room.root / "curated", room.root / "no")
     assert not (room.root / "no").exists()
 

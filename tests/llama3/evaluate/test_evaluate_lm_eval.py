@@ -53,7 +53,7 @@ def model(folder: Path, made: list[TaskPair], vocab: int) -> Path:
     texts = [f"{asked.context}{asked.continuation}\n\n" for pair in made for asked in pair.task.requests]
     texts += [f"{prompt.context} {prompt.gold[0]}\n\n" for pair in made for prompt in pair.task.prompts] * 30
     tokenizer = train_tokenizer(sorted(texts), vocab)
-    network = build_model(SPEC, tokenizer.rows, 3, torch.float32, torch.device("cpu"))
+    network = build_model(SPEC, tokenizer.vocab_size, 3, torch.float32, torch.device("cpu"))
     tokens = torch.tensor([token for text in texts for token in (tokenizer.begin, *tokenizer.encode(text))])
     optimizer, dice = torch.optim.AdamW(network.parameters(), 5e-3), torch.Generator().manual_seed(0)
     for _ in range(STEPS):
@@ -62,7 +62,7 @@ def model(folder: Path, made: list[TaskPair], vocab: int) -> Path:
         network(batch[:, :-1], None, batch[:, 1:]).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    save_model(folder, SPEC, tokenizer.rows, network.state_dict().items())
+    save_model(folder, SPEC, tokenizer.vocab_size, network.state_dict().items())
     tokenizer.save(folder)
     return folder
 

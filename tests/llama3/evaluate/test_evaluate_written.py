@@ -44,7 +44,7 @@ def coder() -> Tokenizer:
 @pytest.fixture(scope="module")
 def model(checkout: Path, coder: Tokenizer) -> Transformer:
     config = load_recipe(checkout / "recipes/quickstart.yaml", ["model={preset: tiny}"]).model
-    return build_model(config, coder.rows, 0, torch.float32, torch.device("cpu"))
+    return build_model(config, coder.vocab_size, 0, torch.float32, torch.device("cpu"))
 
 
 def asked(count: int, gold: str = "never written") -> Task:

@@ -18,7 +18,7 @@ TOKENIZER = Tokenizer([bytes([value]) for value in range(256)])
 
 @pytest.fixture
 def model() -> Transformer:
-    made = build_model(SPEC, TOKENIZER.rows, 5, torch.float32, torch.device("cpu"))
+    made = build_model(SPEC, TOKENIZER.vocab_size, 5, torch.float32, torch.device("cpu"))
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.mul_(8.0 if parameter.ndim > 1 else 1.0)
@@ -61,7 +61,7 @@ def test_a_tiny_nucleus_is_greedy(model: Transformer) -> None:
 
 def test_the_nucleus_bounds_what_is_drawn() -> None:
     """Logits of 60 %, 30 % and 10 % and top_p 0.7 leave the first two, at 2 to 1."""
-    model = build_model(SPEC, TOKENIZER.rows, 0, torch.float32, torch.device("cpu"))
+    model = build_model(SPEC, TOKENIZER.vocab_size, 0, torch.float32, torch.device("cpu"))
     assert model.output is not None
     with torch.no_grad():
         model.embedding.weight.zero_()
@@ -85,7 +85,7 @@ def test_generation_stops_at_the_end_token(model: Transformer) -> None:
 
 def test_other_special_tokens_are_never_written(model: Transformer) -> None:
     favour(model, TOKENIZER.begin)
-    favour(model, TOKENIZER.rows - 1)
+    favour(model, TOKENIZER.vocab_size - 1)
     favour(model, ord("x"), 1e3)
     for temperature in (0.0, 1.0):
         assert generate(model, TOKENIZER, "ab", 5, temperature) == "xxxxx"
@@ -145,7 +145,7 @@ def test_one_of_one_is_greedy(model: Transformer) -> None:
 
 
 def test_the_tokenizer_of_another_model_is_refused(model: Transformer) -> None:
-    with pytest.raises(ValueError, match="512 embedding rows, the tokenizer 513"):
+    with pytest.raises(ValueError, match="vocab_size 512, the tokenizer 513"):
         stream(model, Tokenizer([*TOKENIZER.base, b"ab"]), "a", 3)
 
 

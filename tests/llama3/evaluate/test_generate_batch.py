@@ -39,7 +39,7 @@ PROMPTS = [Prompt("eval/sums", str(number), context, ()) for number, context in 
 
 def made(config: Model) -> Transformer:
     """Return a model whose likeliest token is far from a tie."""
-    model = build_model(config, TOKENIZER.rows, 5, torch.float32, torch.device("cpu"))
+    model = build_model(config, TOKENIZER.vocab_size, 5, torch.float32, torch.device("cpu"))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(12.0 if parameter.ndim > 1 else 1.0)

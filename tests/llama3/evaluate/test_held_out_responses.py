@@ -36,7 +36,7 @@ def write(folder: Path, chats: list[list[tuple[str, str]]]) -> Path:
 
 def test_the_score_is_bits_of_the_targets_over_bytes_of_the_answers(tmp_path: Path) -> None:
     config = Model(layers=2, dim=32, ffn=64, heads=4, kv_heads=2, max_seq_len=256)
-    model = build_model(config, CODER.rows, 0, torch.float32, torch.device("cpu"))
+    model = build_model(config, CODER.vocab_size, 0, torch.float32, torch.device("cpu"))
     scores, samples = score_responses(model, CODER, write(tmp_path, CHATS), 2, 256, "cpu", EvalRanks())
     bits, sizes = [], [len("héllo".encode()), len("2yes")]
     for chat in CHATS[:2]:

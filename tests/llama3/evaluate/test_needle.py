@@ -193,7 +193,7 @@ def test_to_copy_any_number_is_enough_for_a_single_needle_only(tokenizer: Tokeni
 def test_a_random_model_is_at_chance(tokenizer: Tokenizer) -> None:
     count = 44
     config = Model(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, max_seq_len=512)
-    model = build_model(config, tokenizer.rows, 0, torch.float32, torch.device("cpu")).eval()
+    model = build_model(config, tokenizer.vocab_size, 0, torch.float32, torch.device("cpu")).eval()
     found = find_needles(model, tokenizer, TEXTS, [512], count, kinds=KINDS)
     for kind in KINDS:
         guessed, asked = found.share(kind)
@@ -204,7 +204,7 @@ def test_a_random_model_is_at_chance(tokenizer: Tokenizer) -> None:
 
 def test_a_model_that_knows_nothing_finds_nothing(tokenizer: Tokenizer) -> None:
     config = Model(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, max_seq_len=512, tied_embeddings=True)
-    model = build_model(config, tokenizer.rows, 0, torch.float32, torch.device("cpu")).eval()
+    model = build_model(config, tokenizer.vocab_size, 0, torch.float32, torch.device("cpu")).eval()
     torch.nn.init.zeros_(model.get_parameter("embedding.weight"))
     assert find_needles(model, tokenizer, TEXTS, [512], 11).share() == (0, 11)
 

@@ -23,11 +23,11 @@ TEXTS = ["plain text, of 27 characters", "été 日本 \U0001f600 " * 9, "a", "w
 class Uniform:
     """A model that gives each of `rows` tokens the same probability."""
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
 
     def __call__(self, tokens_BS: Tensor, documents_BS: None, targets_BS: Tensor) -> Tensor:
-        return (targets_BS != -100).double() * math.log(self.rows)
+        return (targets_BS != -100).double() * math.log(self.vocab_size)
 
 
 class Bytes:
@@ -55,10 +55,10 @@ def test_two_tokenizers_are_compared_on_the_same_bytes() -> None:
     sizes = [len(text.encode()) for text in TEXTS]
     small, large = Tokenizer([bytes([n]) for n in range(256)]), train_tokenizer(TEXTS, 270)
     for coder in (small, large):
-        items = samples(task, score_requests(Uniform(coder.rows), coder, requests, 64))
+        items = samples(task, score_requests(Uniform(coder.vocab_size), coder, requests, 64))
         assert [item.denominator for item in items] == sizes
         tokens = sum(len(coder.encode(text)) for text in TEXTS)
-        assert score_samples(task, items).value == pytest.approx(math.log2(coder.rows) * tokens / sum(sizes))
+        assert score_samples(task, items).value == pytest.approx(math.log2(coder.vocab_size) * tokens / sum(sizes))
     assert len(large.encode(TEXTS[3])) < len(small.encode(TEXTS[3]))
 
 

@@ -37,7 +37,7 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def model(tokenizer: Tokenizer) -> Transformer:
     """Random weights, enlarged so that every token's likelihood depends on all that stands before it."""
-    made = build_model(SPEC, tokenizer.rows, 3, torch.float32, torch.device("cpu"))
+    made = build_model(SPEC, tokenizer.vocab_size, 3, torch.float32, torch.device("cpu"))
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.mul_(6.0 if parameter.ndim > 1 else 1.0)
@@ -125,12 +125,12 @@ def test_long_contexts_keep_what_stands_next_to_the_continuation(model: Transfor
 
 
 def test_a_uniform_model_scores_log_of_its_rows(tokenizer: Tokenizer) -> None:
-    uniform = build_model(SPEC, tokenizer.rows, 0, torch.float32, torch.device("cpu"))
+    uniform = build_model(SPEC, tokenizer.vocab_size, 0, torch.float32, torch.device("cpu"))
     torch.nn.init.zeros_(uniform.embedding.weight)
     (likelihood,) = score_requests(uniform, tokenizer, [request("", TEXT)], SPEC.max_seq_len)
     bits = likelihood.nll / math.log(2)
     tokens, size = len(tokenizer.encode(TEXT)), len(TEXT.encode())
-    assert bits / size == pytest.approx(math.log2(tokenizer.rows) * tokens / size, rel=1e-6)
+    assert bits / size == pytest.approx(math.log2(tokenizer.vocab_size) * tokens / size, rel=1e-6)
 
 
 def test_sequences_with_nothing_to_score_cost_nothing(model: Transformer) -> None:
@@ -158,7 +158,7 @@ def shots(count: int, questions: int) -> list[Request]:
 @pytest.fixture
 def long_model(tokenizer: Tokenizer) -> Transformer:
     made = build_model(
-        SPEC.model_copy(update={"max_seq_len": 512}), tokenizer.rows, 5, torch.float64, torch.device("cpu")
+        SPEC.model_copy(update={"max_seq_len": 512}), tokenizer.vocab_size, 5, torch.float64, torch.device("cpu")
     )
     with torch.no_grad():
         for parameter in made.parameters():
@@ -197,7 +197,7 @@ def test_results_are_the_same_bits_in_any_order(long_model: Transformer, tokeniz
 def test_greedy_says_whether_every_token_is_the_likeliest(
     model: Transformer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scoring, "LOGITS", tokenizer.rows)  # one place at a time
+    monkeypatch.setattr(scoring, "LOGITS", tokenizer.vocab_size)  # one place at a time
     start = [tokenizer.begin, *tokenizer.encode("The sun")]
     tokens = list(start)
     with torch.inference_mode():

@@ -26,9 +26,9 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer(TEXTS, 290)
 
 
-def model(config: Model, rows: int, dtype: torch.dtype = torch.float32) -> Transformer:
+def model(config: Model, vocab_size: int, dtype: torch.dtype = torch.float32) -> Transformer:
     """Return a model with a sharp attention and norms that are not 1."""
-    made = build_model(config, rows, 3, dtype, torch.device("cpu"))
+    made = build_model(config, vocab_size, 3, dtype, torch.device("cpu"))
     with torch.no_grad():
         for index, parameter in enumerate(made.parameters()):
             parameter.mul_(0.7 / INIT_STD / config.dim**0.5 if parameter.ndim > 1 else 1 + 0.02 * index)
@@ -36,11 +36,15 @@ def model(config: Model, rows: int, dtype: torch.dtype = torch.float32) -> Trans
 
 
 def herd_folder(
-    folder: Path, config: Model, dtype: torch.dtype = torch.float32, coder: Tokenizer | None = None, rows: int = 83
+    folder: Path,
+    config: Model,
+    dtype: torch.dtype = torch.float32,
+    coder: Tokenizer | None = None,
+    vocab_size: int = 83,
 ) -> Transformer:
     """Write a model, with a tokenizer if there is one, as our folder and return it."""
-    made = model(config, coder.rows if coder else rows, dtype)
-    save_model(folder, config, made.rows, made.state_dict())
+    made = model(config, coder.vocab_size if coder else vocab_size, dtype)
+    save_model(folder, config, made.vocab_size, made.state_dict())
     if coder is not None:
         coder.save(folder)
     return made
@@ -57,8 +61,8 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     )
 
 
-def tokens(rows: int, batch: int = 2, seq_len: int = 150) -> Tensor:
-    return torch.randint(0, rows, (batch, seq_len), generator=torch.Generator().manual_seed(5))
+def tokens(vocab_size: int, batch: int = 2, seq_len: int = 150) -> Tensor:
+    return torch.randint(0, vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(5))
 
 
 def difference(one: Tensor, other: Tensor) -> float:

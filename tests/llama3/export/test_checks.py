@@ -88,7 +88,7 @@ def test_files_that_are_no_model_fail_both_and_raise_nothing(folder: Path, what:
             rewrite(folder, lambda state: state.pop("norm.weight"))
         case _:
             config = json.loads((folder / CONFIG).read_text())
-            (folder / CONFIG).write_text(json.dumps(config | {"rows": config["rows"] + 1}))
+            (folder / CONFIG).write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 1}))
     assert [check.passed for check in vetted(folder).values()] == [False, False]
 
 

@@ -48,7 +48,7 @@ def test_transformers_gives_our_logits(
     made = herd_folder(tmp_path / "ours", shape(**more))
     convert(tmp_path / "ours", "herd", tmp_path / "hf", "hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    tokens_1S = tokens(made.rows, 1, length)
+    tokens_1S = tokens(made.vocab_size, 1, length)
     with torch.no_grad():
         assert difference(theirs(tokens_1S).logits, made(tokens_1S, None)) < BOUND
 
@@ -111,22 +111,22 @@ def test_every_fault_changes_the_logits(transformers: Any, tmp_path: Path, fault
     made = herd_folder(tmp_path / "ours", shape(**SCALED))
     with torch.no_grad():
         made.embedding.weight.mul_(0.02)  # of the size of fresh weights: epsilon then counts
-    save_model(tmp_path / "ours", made.config, made.rows, made.state_dict())
+    save_model(tmp_path / "ours", made.config, made.vocab_size, made.state_dict())
     convert(tmp_path / "ours", "herd", tmp_path / "out", form)
     assert logits_difference(tmp_path / "out", form, tmp_path / "ours", "herd") == 0
     spoil(tmp_path / "out")
     assert logits_difference(tmp_path / "out", form, tmp_path / "ours", "herd") > 10 * BOUND
     if form == "hf":
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-        tokens_1S = tokens(made.rows, 1, 512)
+        tokens_1S = tokens(made.vocab_size, 1, 512)
         with torch.no_grad():
             assert difference(theirs(tokens_1S).logits, made(tokens_1S, None)) > 10 * BOUND
 
 
 def test_other_vocabularies_are_not_compared(tmp_path: Path) -> None:
-    herd_folder(tmp_path / "one", shape(), rows=83)
-    herd_folder(tmp_path / "other", shape(), rows=84)
-    with pytest.raises(ValueError, match=r"one has 83 embedding rows, .*other 84"):
+    herd_folder(tmp_path / "one", shape(), vocab_size=83)
+    herd_folder(tmp_path / "other", shape(), vocab_size=84)
+    with pytest.raises(ValueError, match=r"one has vocab_size 83, .*other 84"):
         logits_difference(tmp_path / "one", "herd", tmp_path / "other", "herd")
 
 
@@ -134,8 +134,8 @@ def test_the_command_of_the_card_writes_our_text(transformers: Any, tmp_path: Pa
     coder = tokenizer()
     made = herd_folder(tmp_path / "ours", shape(), coder=coder)
     with torch.no_grad():
-        made.output.weight[coder.rows - 256 :] = 0  # we never write special tokens; no trained model wants to
-    save_model(tmp_path / "ours", made.config, made.rows, made.state_dict())
+        made.output.weight[coder.vocab_size - 256 :] = 0  # we never write special tokens; no trained model wants to
+    save_model(tmp_path / "ours", made.config, made.vocab_size, made.state_dict())
     convert(tmp_path / "ours", "herd", tmp_path / "hf", "hf")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")

@@ -86,7 +86,7 @@ def test_an_existing_target_is_kept(tmp_path: Path) -> None:
 def test_the_wrong_tokenizer_is_refused(tmp_path: Path) -> None:
     herd_folder(tmp_path / "a", shape())
     CODER.save(tmp_path / "a")
-    with pytest.raises(ValueError, match=rf"tokenizer.model: has {CODER.rows} ids, the model 83 embedding rows"):
+    with pytest.raises(ValueError, match=rf"tokenizer.model: has vocab_size {CODER.vocab_size}, the model 83;"):
         convert(tmp_path / "a", "herd", tmp_path / "b", "hf")
 
 

@@ -18,9 +18,9 @@ from herd.llama3.recipe.sections import Model
 from herd.llama3.tokens.tokenizer import Tokenizer
 
 SHAPE = {"layers": 10, "dim": 768, "ffn": 2688, "heads": 12, "kv_heads": 4, "max_seq_len": 128}
-ROWS = 8192
+VOCAB_SIZE = 8192
 SHARD = 3 * 10**7
-LARGEST = 4 * ROWS * SHAPE["dim"]
+LARGEST = 4 * VOCAB_SIZE * SHAPE["dim"]
 """Bytes of the embedding in fp32."""
 PROGRAM = """
 import sys
@@ -50,11 +50,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a model of 330 MB and a tiny one."""
     folder = tmp_path_factory.mktemp("models")
     pairs = (bytes([first, second]) for first in range(256) for second in range(256))
-    coder = Tokenizer([*(bytes([byte]) for byte in range(256)), *islice(pairs, ROWS - 512)])
+    coder = Tokenizer([*(bytes([byte]) for byte in range(256)), *islice(pairs, VOCAB_SIZE - 512)])
     for name, config in (("model", Model(**SHAPE)), ("tiny", Model(**{**SHAPE, "layers": 1, "dim": 24, "ffn": 48}))):
-        table = enumerate(param_table(config, ROWS), start=1)  # other numbers in each: equal embeddings would be tied
+        table = enumerate(param_table(config, VOCAB_SIZE), start=1)  # other numbers in each, or they are tied
         weights = ((param.name, torch.full(param.shape, 0.001 * number)) for number, param in table)
-        save_model(folder / name, config, ROWS, weights)
+        save_model(folder / name, config, VOCAB_SIZE, weights)
         coder.save(folder / name)
     return folder
 

@@ -28,8 +28,8 @@ def test_training_starts_from_any_format(tmp_path: Path, form: Any) -> None:
     made = herd_folder(tmp_path / "a", shape(), torch.bfloat16, CODER)
     convert(tmp_path / "a", "herd", tmp_path / "b", form)
     asked = shape(max_seq_len=512)
-    assert import_weights(start(tmp_path / "b", form), tmp_path / "model", asked, CODER.rows) == asked
-    assert read_config(tmp_path / "model") == (asked, CODER.rows)
+    assert import_weights(start(tmp_path / "b", form), tmp_path / "model", asked, CODER.vocab_size) == asked
+    assert read_config(tmp_path / "model") == (asked, CODER.vocab_size)
     assert same(state(open_model(tmp_path / "model")), dict(made.state_dict()))
     files = ["config.json", "model.safetensors"]  # no tokenizer: the recipe names one
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == files
@@ -74,5 +74,5 @@ def test_another_shape_is_refused(tmp_path: Path, asked: dict[str, Any], message
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
     herd_folder(tmp_path / "a", shape())
-    with pytest.raises(ValueError, match=r"init_from.path: .*a has 83 embedding rows, the recipe's tokenizer 512"):
-        import_weights(start(tmp_path / "a", "herd"), tmp_path / "model", rows=512)
+    with pytest.raises(ValueError, match=r"init_from.path: .*a has vocab_size 83, the recipe's tokenizer 512"):
+        import_weights(start(tmp_path / "a", "herd"), tmp_path / "model", vocab_size=512)

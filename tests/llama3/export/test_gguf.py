@@ -46,7 +46,7 @@ def test_transformers_gives_our_logits(transformers: Any, tmp_path: Path, case: 
     made = herd_folder(tmp_path / "ours", shape(**CASES[case]), coder=CODER)
     convert(tmp_path / "ours", "herd", tmp_path / "gguf", "gguf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "gguf", gguf_file=FILE, dtype=torch.float32)
-    tokens_BS = tokens(made.rows, 2, 512)
+    tokens_BS = tokens(made.vocab_size, 2, 512)
     divisors = [tensor for tensor in read(tmp_path / "gguf").tensors if tensor.name == "rope_freqs.weight"]
     assert bool(divisors) == (case == "scaled")
     with torch.no_grad():
@@ -67,7 +67,7 @@ def test_numbers_are_stored_as_asked_and_norms_as_fp32(
     convert(tmp_path / "ours", "herd", tmp_path / "gguf", "gguf", dtype)
     found = {tensor.name: tensor for tensor in read(tmp_path / "gguf").tensors}
     state = dict(made.state_dict())
-    names = {param.name: param.gguf for param in param_table(made.config, made.rows)}
+    names = {param.name: param.gguf for param in param_table(made.config, made.vocab_size)}
     assert (list(names), list(found)) == (list(state), list(names.values()))
     for name, value in state.items():
         tensor = found[names[name]]
@@ -94,7 +94,7 @@ def test_the_file_says_what_llama_cpp_asks_for(transformers: Any, tmp_path: Path
         "llama.attention.head_count_kv": 2,
         "llama.rope.dimension_count": 8,
         "llama.rope.freq_base": 500_000.0,
-        "llama.vocab_size": made.rows,
+        "llama.vocab_size": made.vocab_size,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "llama-bpe",
         "tokenizer.ggml.bos_token_id": CODER.begin,
@@ -103,7 +103,7 @@ def test_the_file_says_what_llama_cpp_asks_for(transformers: Any, tmp_path: Path
     }
     assert {name: fields[name] for name in expected} == expected
     assert fields["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5, rel=1e-6)
-    assert len(fields["tokenizer.ggml.tokens"]) == made.rows
+    assert len(fields["tokenizer.ggml.tokens"]) == made.vocab_size
     assert fields["tokenizer.ggml.token_type"] == [1] * len(CODER.base) + [3] * 256
 
 

@@ -79,7 +79,7 @@ def test_transformers_loads_what_we_write(
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(report.values())
     assert type(loaded).__name__ == "LlamaForCausalLM"
-    tokens_BS = tokens(made.rows)
+    tokens_BS = tokens(made.vocab_size)
     with torch.no_grad():
         assert difference(loaded(tokens_BS).logits, made(tokens_BS, None)) < 1e-5
 
@@ -93,14 +93,14 @@ def test_we_load_what_transformers_writes(transformers: Any, tmp_path: Path, cas
     loaded.save_pretrained(tmp_path / "theirs", max_shard_size=cut)
     assert "rope_parameters" in json.loads((tmp_path / "theirs" / "config.json").read_text())
     found = HuggingFaceModel(tmp_path / "theirs")
-    assert (found.config, found.rows) == (made.config, made.rows)
+    assert (found.config, found.vocab_size) == (made.config, made.vocab_size)
     assert same(state(found), dict(made.state_dict()))
 
 
 def test_from_theirs_to_ours_and_back_keeps_every_byte(transformers: Any, tmp_path: Path) -> None:
     write_hugging_face(tmp_path / "one", stored(tmp_path, shape()), dtype=torch.bfloat16)
     source = HuggingFaceModel(tmp_path / "one")
-    save_model(tmp_path / "ours", source.config, source.rows, state(source))
+    save_model(tmp_path / "ours", source.config, source.vocab_size, state(source))
     write_hugging_face(tmp_path / "two", open_model(tmp_path / "ours"))
     files = [tmp_path / name / "model.safetensors" for name in ("one", "two")]
     assert files[0].read_bytes() == files[1].read_bytes()
@@ -119,15 +119,15 @@ def test_the_tokenizer_goes_with_it(transformers: Any, tmp_path: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
     generation = transformers.GenerationConfig.from_pretrained(tmp_path / "hf")
     assert (config.bos_token_id, config.eos_token_id) == (coder.begin, coder.end)
-    assert (generation.bos_token_id, generation.eos_token_id) == (coder.begin, [coder.end, coder.rows - 256 + 9])
-    assert len(theirs) == config.vocab_size == coder.rows
+    assert (generation.bos_token_id, generation.eos_token_id) == (coder.begin, [coder.end, coder.vocab_size - 256 + 9])
+    assert len(theirs) == config.vocab_size == coder.vocab_size
 
 
 def test_a_published_configuration_is_the_preset(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(PUBLISHED))
-    config, rows = read_hugging_face_config(path)
-    assert rows == 128_256
+    config, vocab_size = read_hugging_face_config(path)
+    assert vocab_size == 128_256
     assert config.model_copy(update={"preset": "8b"}) == Model(preset="8b", rope_scaling={})
 
 

@@ -84,16 +84,16 @@ def test_metas_computation_gives_our_logits(tmp_path: Path, more: dict[str, Any]
     file = tmp_path / "meta" / ("consolidated.00.pth" if pickled else "consolidated.safetensors")
     w = torch.load(file, weights_only=True) if pickled else load_file(file)
     params = json.loads((tmp_path / "meta" / "params.json").read_text())
-    sequence = tokens(made.rows, 1, 200)
+    sequence = tokens(made.vocab_size, 1, 200)
     with torch.no_grad():
         ours, theirs = made(sequence, None)[0], metas_logits(w, params, sequence[0])
         assert difference(theirs, ours) < 1e-11
         heads = {"wq": 4, "wk": 2}
         for name in (name for name in w if name.split(".")[-2] in heads):
-            w[name] = to_half_rope(w[name], heads[name.split(".")[-2]])  # rows left in our order
+            w[name] = to_half_rope(w[name], heads[name.split(".")[-2]])  # vocab_size left in our order
         assert difference(metas_logits(w, params, sequence[0]), ours) > 0.1
     found = MetaModel(tmp_path / "meta")
-    assert (found.config, found.rows) == (made.config, made.rows)
+    assert (found.config, found.vocab_size) == (made.config, made.vocab_size)
     assert same(state(found), dict(made.state_dict()))
 
 
@@ -120,8 +120,8 @@ def cut(folder: Path, ranks: int, kv_heads: int, state: dict[str, Tensor]) -> No
 
 @pytest.fixture
 def meta(tmp_path: Path) -> Path:
-    """A folder of Meta's, 8 heads of which 2 hold keys, 80 rows; ours is beside it."""
-    herd_folder(tmp_path / "ours", shape(), rows=80)
+    """A folder of Meta's, 8 heads of which 2 hold keys, 80 vocab_size; ours is beside it."""
+    herd_folder(tmp_path / "ours", shape(), vocab_size=80)
     write_meta(tmp_path / "meta", open_model(tmp_path / "ours"))
     return tmp_path / "meta"
 
@@ -198,6 +198,6 @@ def test_the_8b_is_read_from_published_settings(tmp_path: Path) -> None:
         "multiple_of": 1024, "norm_eps": 1e-05, "rope_theta": 500000.0, "use_scaled_rope": True,
     }  # fmt: skip
     (tmp_path / "params.json").write_text(json.dumps(params))
-    config, rows = read_params(tmp_path / "params.json", tied=False)
-    assert rows == 128_256
+    config, vocab_size = read_params(tmp_path / "params.json", tied=False)
+    assert vocab_size == 128_256
     assert config.model_copy(update={"preset": "8b"}) == Model(preset="8b", rope_scaling={})

@@ -31,7 +31,7 @@ def digests(tensors: dict[str, Tensor]) -> dict[str, str]:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
 def test_a_model_cut_for_ranks_is_the_same_model(tmp_path: Path, parts: int, tied: bool, dtype: torch.dtype) -> None:
-    made = herd_folder(tmp_path / "ours", shape(**EIGHT, tied_embeddings=tied), dtype, rows=80)
+    made = herd_folder(tmp_path / "ours", shape(**EIGHT, tied_embeddings=tied), dtype, vocab_size=80)
     write_meta(tmp_path / "meta", open_model(tmp_path / "ours"), parts=parts)
     files = [f"consolidated.{rank:02}.pth" for rank in range(parts)]
     assert sorted(path.name for path in (tmp_path / "meta").iterdir()) == [*files, "params.json"]
@@ -41,14 +41,14 @@ def test_a_model_cut_for_ranks_is_the_same_model(tmp_path: Path, parts: int, tie
 
 
 def test_ranks_hold_what_metas_ranks_hold(tmp_path: Path) -> None:
-    herd_folder(tmp_path / "ours", shape(**EIGHT), rows=80)
+    herd_folder(tmp_path / "ours", shape(**EIGHT), vocab_size=80)
     write_meta(tmp_path / "one", open_model(tmp_path / "ours"))
     write_meta(tmp_path / "four", open_model(tmp_path / "ours"), parts=4)
     whole = torch.load(tmp_path / "one" / "consolidated.00.pth", weights_only=True)
     for rank in range(4):
         part = torch.load(tmp_path / "four" / f"consolidated.{rank:02}.pth", weights_only=True)
-        rows = {"tok_embeddings": 20, "layers.1.attention.wq": 16, "layers.1.feed_forward.w3": 44, "output": 20}
-        for name, count in rows.items():
+        vocab_size = {"tok_embeddings": 20, "layers.1.attention.wq": 16, "layers.1.feed_forward.w3": 44, "output": 20}
+        for name, count in vocab_size.items():
             assert torch.equal(part[f"{name}.weight"], whole[f"{name}.weight"][rank * count : (rank + 1) * count])
         for name, count in (("attention.wo", 16), ("feed_forward.w2", 44)):
             columns = whole[f"layers.0.{name}.weight"][:, rank * count : (rank + 1) * count]
@@ -78,23 +78,23 @@ def test_around_all_formats_and_all_cuts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "rows", "parts", "message"),
+    ("more", "vocab_size", "parts", "message"),
     [
-        (EIGHT, 80, 3, "parts 3: does not divide the model's 8 heads"),
-        ({**EIGHT, "ffn": 180}, 80, 8, "parts 8: does not divide the model's 180 ffn"),
-        (EIGHT, 83, 2, "parts 2: does not divide the model's 83 embedding rows"),
+        (EIGHT, 80, 3, "parts 3: does not divide the model's heads 8"),
+        ({**EIGHT, "ffn": 180}, 80, 8, "parts 8: does not divide the model's ffn 180"),
+        (EIGHT, 83, 2, "parts 2: does not divide the model's vocab_size 83"),
         ({"dim": 72, "heads": 12, "kv_heads": 3}, 80, 2, "parts 2: neither divides the model's 3 kv_heads"),
         (EIGHT, 80, 0, "parts 0: must be 1 to 99"),
         (EIGHT, 80, 100, "parts 100: must be 1 to 99"),
     ],
 )
-def test_a_cut_that_does_not_fit_is_refused(more: dict[str, Any], rows: int, parts: int, message: str) -> None:
+def test_a_cut_that_does_not_fit_is_refused(more: dict[str, Any], vocab_size: int, parts: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_parts(shape(**more), rows, parts, pickled=True)
+        check_parts(shape(**more), vocab_size, parts, pickled=True)
 
 
 def test_only_metas_pickles_are_cut(tmp_path: Path) -> None:
-    herd_folder(tmp_path / "ours", shape(), rows=80)
+    herd_folder(tmp_path / "ours", shape(), vocab_size=80)
     for form in ("hf", "meta-safetensors", "herd"):
         with pytest.raises(ValueError, match=r"parts 2: only Meta's .pth files are cut by rank"):
             convert(tmp_path / "ours", "herd", tmp_path / "out", form, parts=2)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def test_only_metas_pickles_are_cut(tmp_path: Path) -> None:
 
 def test_a_part_owns_its_memory(tmp_path: Path) -> None:
     """Else torch.save would write the whole file that the part is a view of."""
-    herd_folder(tmp_path / "ours", shape(**EIGHT), rows=80)
+    herd_folder(tmp_path / "ours", shape(**EIGHT), vocab_size=80)
     source = open_model(tmp_path / "ours")
     write_meta(tmp_path / "meta", source, parts=8)
     largest = max(path.stat().st_size for path in (tmp_path / "meta").glob("*.pth"))
@@ -120,7 +120,7 @@ def test_numbers_too_large_for_fp16_are_refused(tmp_path: Path) -> None:
     made = herd_folder(tmp_path / "large", shape(), torch.bfloat16)
     with torch.no_grad():
         made.norm.weight[3] = 70_000
-    save_model(tmp_path / "large", made.config, made.rows, made.state_dict())
+    save_model(tmp_path / "large", made.config, made.vocab_size, made.state_dict())
     with pytest.raises(ValueError, match=r"norm.weight: holds 7.\d+e\+04, too large for fp16 .* choose bf16"):
         convert(tmp_path / "large", "herd", tmp_path / "out", "hf", "fp16")
     assert not (tmp_path / "out").exists()

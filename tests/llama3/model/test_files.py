@@ -137,7 +137,7 @@ def test_a_folder_for_other_programs_is_named_as_one(tmp_path: Path) -> None:
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     save_model(tmp_path, CONFIG, 50, model().state_dict())
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "rows": 51}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 51}))
     with pytest.raises(ValueError, match=r"does not fit config.json in embedding.weight"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text("{}")

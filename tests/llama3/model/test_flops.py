@@ -14,7 +14,7 @@ from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.sections import Model
 
 TINY = Model(layers=2, dim=64, ffn=160, heads=4, kv_heads=2, max_seq_len=64)
-ROWS = 256
+VOCAB_SIZE = 256
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -22,11 +22,11 @@ def test_full_attention_is_what_a_counter_sees_of_a_step(tied: bool) -> None:
     """By torch's plain attention: its counter knows no flash kernel of the CPU."""
     seq_len = 64
     config = TINY.model_copy(update={"tied_embeddings": tied})
-    model = build_model(config, ROWS, 0, torch.float32, torch.device("cpu"))
+    model = build_model(config, VOCAB_SIZE, 0, torch.float32, torch.device("cpu"))
     tokens = torch.arange(seq_len).view(1, seq_len)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens, None, tokens).sum().backward()
-    assert counter.get_total_flops() == seq_len * flops_per_token(config, ROWS, seq_len).full
+    assert counter.get_total_flops() == seq_len * flops_per_token(config, VOCAB_SIZE, seq_len).full
 
 
 def test_published_figures() -> None:
@@ -40,7 +40,7 @@ def test_published_figures() -> None:
 
 @given(seq_len=st.integers(1, 10**6))
 def test_full_counts_twice_the_attention_of_causal(seq_len: int) -> None:
-    flops = flops_per_token(TINY, ROWS, seq_len)
+    flops = flops_per_token(TINY, VOCAB_SIZE, seq_len)
     assert flops.full - flops.six_n == pytest.approx(2 * (flops.causal - flops.six_n))
     assert flops.full - flops.six_n == 12.0 * TINY.layers * seq_len * TINY.dim
 
@@ -48,5 +48,5 @@ def test_full_counts_twice_the_attention_of_causal(seq_len: int) -> None:
 def test_parameters_are_those_of_the_model() -> None:
     for tied in (False, True):
         config = TINY.model_copy(update={"tied_embeddings": tied})
-        model = build_model(config, ROWS, 0, torch.float32, torch.device("cpu"))
-        assert parameter_count(config, ROWS) == sum(parameter.numel() for parameter in model.parameters())
+        model = build_model(config, VOCAB_SIZE, 0, torch.float32, torch.device("cpu"))
+        assert parameter_count(config, VOCAB_SIZE) == sum(parameter.numel() for parameter in model.parameters())

@@ -13,7 +13,7 @@ from herd.llama3.model.kv_cache import BatchCache, Cache, PaddedCache, with_cach
 from herd.llama3.model.transformer import Transformer, build_model
 from herd.llama3.recipe.sections import Model, RopeScaling
 
-ROWS = 40
+VOCAB_SIZE = 40
 CONFIG = Model(
     layers=2,
     dim=32,
@@ -28,7 +28,7 @@ CONFIG = Model(
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
-    made = build_model(CONFIG, ROWS, 3, torch.float32, torch.device("cpu"))
+    made = build_model(CONFIG, VOCAB_SIZE, 3, torch.float32, torch.device("cpu"))
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.mul_(12.0 if parameter.ndim > 1 else 1.0)
@@ -36,7 +36,7 @@ def model() -> Transformer:
 
 
 def some(length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, ROWS, (1, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, VOCAB_SIZE, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
 def close(found: torch.Tensor, due: torch.Tensor) -> bool:

@@ -14,12 +14,12 @@ from herd.llama3.model.param_table import param_row, param_table
 from herd.llama3.model.transformer import Transformer, empty_model
 from herd.llama3.recipe.sections import Model
 from tests.dist import run
-from tests.llama3.parallel.scale_samples import ROWS, names_and_shapes, shape
+from tests.llama3.parallel.scale_samples import VOCAB_SIZE, names_and_shapes, shape
 
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[Model, int]:
-    """A model and its embedding rows."""
+    """A model and its vocab_size."""
     kv_heads, layers, ffn = draw(st.integers(1, 4)), draw(st.integers(1, 12)), draw(st.integers(8, 99))
     heads = kv_heads * draw(st.integers(1, 4))
     config = {"layers": layers, "dim": 8 * heads, "ffn": ffn, "heads": heads, "kv_heads": kv_heads, "max_seq_len": 64}
@@ -51,5 +51,5 @@ def test_a_stage_has_its_part_of_the_table(
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_tensor_parallel_ranks_have_the_local_shapes(tp: int) -> None:
     (ranks,) = run(1, names_and_shapes, {"tp": tp}, tp)
-    expected = {param.name: (param.shape, param.local_shape(tp)) for param in param_table(shape(), ROWS)}
+    expected = {param.name: (param.shape, param.local_shape(tp)) for param in param_table(shape(), VOCAB_SIZE)}
     assert ranks == [expected] * tp

@@ -10,7 +10,7 @@ from herd.llama3.model.flops import flops_per_token, parameter_count
 from herd.llama3.model.transformer import Transformer, build_model, empty_model, initial_value
 from herd.llama3.recipe.sections import Model
 
-ROWS = 37
+VOCAB_SIZE = 37
 CPU = torch.device("cpu")
 Array = np.ndarray
 
@@ -80,8 +80,8 @@ def reference(shape: Model, w: dict[str, Array], tokens: Array, documents: Array
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_equals_an_independent_implementation(tied: bool) -> None:
-    model = scaled(build_model(config(tied), ROWS, 3, torch.float64, CPU))
-    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, ROWS, (2, 11)))
+    model = scaled(build_model(config(tied), VOCAB_SIZE, 3, torch.float64, CPU))
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, VOCAB_SIZE, (2, 11)))
     documents = torch.tensor([[0] * 4 + [1] * 7, [0] * 11])
     w = {name: value.detach().numpy() for name, value in model.named_parameters()}
     expected = np.stack([reference(config(tied), w, tokens[b].numpy(), documents[b].numpy()) for b in range(2)])
@@ -91,9 +91,9 @@ def test_equals_an_independent_implementation(tied: bool) -> None:
 
 
 def test_targets_give_the_likelihood_of_the_logits() -> None:
-    model = scaled(build_model(config(), ROWS, 3, torch.float64, CPU))
-    tokens = torch.arange(22).view(2, 11) % ROWS
-    targets = (tokens * 7 + 1) % ROWS
+    model = scaled(build_model(config(), VOCAB_SIZE, 3, torch.float64, CPU))
+    tokens = torch.arange(22).view(2, 11) % VOCAB_SIZE
+    targets = (tokens * 7 + 1) % VOCAB_SIZE
     targets[0, 3] = targets[1, 10] = -100
     nll = model(tokens, torch.zeros_like(tokens), targets)
     expected = torch.nn.functional.cross_entropy(
@@ -106,9 +106,9 @@ def test_targets_give_the_likelihood_of_the_logits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_packed_documents_equal_documents_alone(dtype: torch.dtype) -> None:
-    model = scaled(build_model(config(), ROWS, 3, dtype, CPU))
+    model = scaled(build_model(config(), VOCAB_SIZE, 3, dtype, CPU))
     lengths = [5, 1, 9, 3]
-    tokens = torch.from_numpy(np.random.default_rng(1).integers(0, ROWS, sum(lengths)))
+    tokens = torch.from_numpy(np.random.default_rng(1).integers(0, VOCAB_SIZE, sum(lengths)))
     documents = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
     with torch.no_grad():
         packed = model(tokens[None], documents[None])[0]
@@ -119,17 +119,17 @@ def test_packed_documents_equal_documents_alone(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_document_has_the_same_bits_with_and_without_a_mask(dtype: torch.dtype) -> None:
-    model = build_model(Model(preset="tiny"), ROWS, 0, dtype, CPU)
-    tokens = torch.arange(2 * 96).view(2, 96) % ROWS
+    model = build_model(Model(preset="tiny"), VOCAB_SIZE, 0, dtype, CPU)
+    tokens = torch.arange(2 * 96).view(2, 96) % VOCAB_SIZE
     with torch.no_grad():
         assert torch.equal(model(tokens, None), model(tokens, torch.zeros_like(tokens)))
 
 
 def test_initial_weights_are_a_function_of_seed_and_name() -> None:
-    whole = dict(build_model(config(), ROWS, 5, torch.float32, CPU).named_parameters())
+    whole = dict(build_model(config(), VOCAB_SIZE, 5, torch.float32, CPU).named_parameters())
     for name in reversed(whole):  # another order, one at a time: as another layout would draw them
         assert torch.equal(whole[name], initial_value(config(), 5, name, whole[name].shape).float())
-    other = dict(build_model(config(), ROWS, 6, torch.float32, CPU).named_parameters())
+    other = dict(build_model(config(), VOCAB_SIZE, 6, torch.float32, CPU).named_parameters())
     assert not torch.equal(whole["layers.0.ffn.up.weight"], other["layers.0.ffn.up.weight"])
     assert not torch.equal(whole["layers.0.ffn.up.weight"], whole["layers.1.ffn.up.weight"])
 
@@ -158,7 +158,9 @@ def test_published_sizes(preset: str, count: int) -> None:
 
 
 def test_count_of_tied_model() -> None:
-    assert parameter_count(config(True), ROWS) == sum(p.numel() for p in empty_model(config(True), ROWS).parameters())
+    assert parameter_count(config(True), VOCAB_SIZE) == sum(
+        p.numel() for p in empty_model(config(True), VOCAB_SIZE).parameters()
+    )
 
 
 def test_flops_per_token() -> None:

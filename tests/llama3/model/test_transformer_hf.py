@@ -14,7 +14,7 @@ from herd.llama3.model.param_table import param_table
 from herd.llama3.model.transformer import Transformer, build_model
 from herd.llama3.recipe.sections import INIT_STD, Model
 
-ROWS = 83
+VOCAB_SIZE = 83
 SHAPE: dict[str, Any] = {"layers": 2, "dim": 128, "ffn": 352, "heads": 4, "kv_heads": 2, "max_seq_len": 131_072}
 SCALED = {"factor": 8, "original": 512}
 """Of 16 rotary pairs 4 keep their frequency, 2 are blended and 10 slowed: the three parts of the rule."""
@@ -44,7 +44,7 @@ def ours(config: Model, spread: float | None = None) -> Transformer:
     0.7 makes attention far from uniform. transformers computes rotary angles in fp32: at position 1,500 they are off by
     3e-5 radians, which is why larger weights, whose attention is sharper, would differ by more than 1e-5.
     """
-    model = build_model(config, ROWS, 7, torch.float32, torch.device("cpu"))
+    model = build_model(config, VOCAB_SIZE, 7, torch.float32, torch.device("cpu"))
     wide = spread / INIT_STD / config.dim**0.5 if spread else 1.0
     with torch.no_grad():
         for index, parameter in enumerate(model.parameters()):
@@ -54,9 +54,9 @@ def ours(config: Model, spread: float | None = None) -> Transformer:
 
 def theirs(transformers: Any, model: Transformer, **other: Any) -> Any:
     """Return transformers' model with our weights and settings, some of them replaced by `other`."""
-    settings = {**hugging_face_settings(model.config, ROWS, torch.float32), **other}
+    settings = {**hugging_face_settings(model.config, VOCAB_SIZE, torch.float32), **other}
     made = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(settings))
-    state = {param.hf: model.state_dict()[param.name].clone() for param in param_table(model.config, ROWS)}
+    state = {param.hf: model.state_dict()[param.name].clone() for param in param_table(model.config, VOCAB_SIZE)}
     lost = made.load_state_dict(state, strict=False)
     assert not lost.unexpected_keys
     assert set(lost.missing_keys) <= ({"lm_head.weight"} if model.config.tied_embeddings else set())
@@ -64,7 +64,7 @@ def theirs(transformers: Any, model: Transformer, **other: Any) -> Any:
 
 
 def tokens(batch: int, seq_len: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, ROWS, (batch, seq_len), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, VOCAB_SIZE, (batch, seq_len), generator=torch.Generator().manual_seed(seed))
 
 
 def error(transformers: Any, model: Transformer, seq_len: int, **other: Any) -> float:

@@ -18,7 +18,7 @@ from herd.llama3.parallel.mesh import ParallelContext, full_tensor, init_distrib
 from herd.llama3.recipe.sections import Model
 from herd.llama3.train.train_step import squared_norm
 
-ROWS, SEQ, SEQUENCES, SEED = 96, 32, 8, 5
+VOCAB_SIZE, SEQ, SEQUENCES, SEED = 96, 32, 8, 5
 
 
 def shape(**changes: Any) -> Model:
@@ -29,7 +29,7 @@ def shape(**changes: Any) -> Model:
 
 def build_parts(
     config: Model,
-    rows: int,
+    vocab_size: int,
     seed: int,
     world: ParallelContext,
     master: torch.dtype,
@@ -39,7 +39,7 @@ def build_parts(
     """Return this process's pipeline stages with the initial weights of `seed`."""
     from herd.llama3.parallel.parallelize import empty_model_parts, fill
 
-    parts = empty_model_parts(config, rows, world, master, compute, exact)
+    parts = empty_model_parts(config, vocab_size, world, master, compute, exact)
     for model in parts.values():
         model.to_empty(device=world.device)
     fill(parts.values(), lambda name, shape: initial_value(config, seed, name, shape), world)
@@ -49,10 +49,10 @@ def build_parts(
 def batch(documents: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Return tokens, documents (of uneven lengths, or None) and targets, some of them absent."""
     generator = torch.Generator().manual_seed(11)
-    tokens = torch.randint(0, ROWS, (SEQUENCES, SEQ), generator=generator)
+    tokens = torch.randint(0, VOCAB_SIZE, (SEQUENCES, SEQ), generator=generator)
     starts = torch.rand(SEQUENCES, SEQ, generator=generator) < 0.15
     starts[:, 0] = False
-    targets = torch.randint(0, ROWS, (SEQUENCES, SEQ), generator=generator)
+    targets = torch.randint(0, VOCAB_SIZE, (SEQUENCES, SEQ), generator=generator)
     targets[torch.rand(SEQUENCES, SEQ, generator=generator) < 0.2] = -100
     return tokens, starts.cumsum(1) if documents else None, targets
 
@@ -61,7 +61,7 @@ def alone(
     config: Model, documents: bool, micro_batch: int = SEQUENCES, z_loss: float = 0.0
 ) -> tuple[float, dict[str, np.ndarray]]:
     """Return the sum of nats and its gradients in one process, float64."""
-    model = build_model(config, ROWS, SEED, torch.float64, torch.device("cpu"))
+    model = build_model(config, VOCAB_SIZE, SEED, torch.float64, torch.device("cpu"))
     model.z_loss = z_loss
     nll = _train([model], batch(documents), micro_batch)
     return nll, {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
@@ -73,7 +73,7 @@ def cut(
     """Return what `alone` does, computed by the processes of `layout`: the sum over them, whole gradients."""
     with init_distributed("cpu", 240, Layout(**layout), meshed=True) as world:
         config = shape(**config_changes)
-        parts = build_parts(config, ROWS, SEED, world, torch.float64, None)
+        parts = build_parts(config, VOCAB_SIZE, SEED, world, torch.float64, None)
         for part in parts.values():
             part.z_loss = z_loss
         share = my_share(world, batch(documents))

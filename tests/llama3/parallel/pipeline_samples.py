@@ -24,7 +24,7 @@ from herd.llama3.parallel.pipeline_schedule import split_layers
 from herd.llama3.recipe.sections import Model
 from tests.llama3.parallel.layout_samples import build_parts
 
-ROWS, SEED = 48, 3
+VOCAB_SIZE, SEED = 48, 3
 backward = _Stage.backward_one_chunk
 Result = tuple[np.ndarray | None, dict[str, np.ndarray]]
 
@@ -154,7 +154,7 @@ def my_parts(world: ParallelContext) -> dict[int, Transformer]:
 def part(layers: range, first: bool, last: bool, dtype: torch.dtype = torch.float64) -> Transformer:
     """Return a part of the model with its initial weights."""
     config = shape()
-    model = Transformer(config, ROWS, layers, first, last).to(dtype)
+    model = Transformer(config, VOCAB_SIZE, layers, first, last).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_value(config, SEED, name, parameter.shape))
@@ -165,7 +165,7 @@ def batch(step: Step) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return tokens, documents and targets, some of them absent."""
     generator = torch.Generator().manual_seed(11)
     size = step.sequences, step.seq_len
-    tokens, targets = (torch.randint(0, ROWS, size, generator=generator) for _ in range(2))
+    tokens, targets = (torch.randint(0, VOCAB_SIZE, size, generator=generator) for _ in range(2))
     targets[torch.rand(size, generator=generator) < 0.2] = -100
     starts = torch.rand(size, generator=generator) < 0.2
     return tokens, starts.cumsum(1) if step.documents else None, targets
@@ -188,7 +188,7 @@ def sharded(layouts: list[dict[str, Any]], step: Step, compute: str | None = Non
 
 def _sharded(world: ParallelContext, step: Step, compute: str | None) -> dict[str, Any]:
     master = torch.float32 if compute else torch.float64
-    parts = build_parts(shape(), ROWS, SEED, world, master, getattr(torch, compute) if compute else None)
+    parts = build_parts(shape(), VOCAB_SIZE, SEED, world, master, getattr(torch, compute) if compute else None)
     pipeline, dp = Pipeline(parts, world), world.axis("dp")
     mine_BS = [None if x is None else x[dp.rank :: dp.size] for x in batch(step)]
     before = pipeline.evaluate(*mine_BS, step.micro_batch)

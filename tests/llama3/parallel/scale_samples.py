@@ -22,7 +22,7 @@ from herd.llama3.parallel.parallelize import empty_model_parts, last_micro_batch
 from herd.llama3.parallel.pipeline import give_up_data
 from herd.llama3.recipe.sections import Model
 
-ROWS = 512
+VOCAB_SIZE = 512
 
 
 def shape(**changes: Any) -> Model:
@@ -31,13 +31,13 @@ def shape(**changes: Any) -> Model:
     return Model.model_validate({**numbers, **changes})
 
 
-def local_parameters(config: Model, rows: int, layout: Layout, world: int, rank: int) -> int:
+def local_parameters(config: Model, vocab_size: int, layout: Layout, world: int, rank: int) -> int:
     """Return the number of parameters on `rank`; what tensor parallelism does not cut counts on each of its ranks."""
     place, pieces = RankCoords.from_rank(rank, layout), shards(layout, world)
     within = place.dp % (layout.dp(world) // layout.dp_replicate)
     mine = within * layout.cp + place.cp
     parts = stages(config, layout, place.pp)
-    shapes = [param.local_shape(layout.tp) for stage in parts for param in stage.params(config, rows)]
+    shapes = [param.local_shape(layout.tp) for stage in parts for param in stage.params(config, vocab_size)]
     total = 0
     for first, *rest in shapes:  # FSDP shards the first axis; the last shards may be short or empty
         size = -(-first // pieces)
@@ -57,7 +57,9 @@ def held(layout: dict[str, Any], world: int, rank: int, load: Load) -> dict[str,
     master = torch.promote_types(compute, torch.float32)
     amx = patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True, create=True)  # else attention is in fp32
     with amx, fake_process_group(Layout(**layout), world, rank) as place:
-        parts = empty_model_parts(shape(), ROWS, place, master, None if compute == master else compute, load.exact)
+        parts = empty_model_parts(
+            shape(), VOCAB_SIZE, place, master, None if compute == master else compute, load.exact
+        )
         part = next(iter(parts.values()))
         with FakeTensorMode(allow_non_fake_inputs=True):
             part.to_empty(device="cpu")
@@ -127,17 +129,21 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     return to_local(tensor).untyped_storage()
 
 
-def traced(config: Model, rows: int, requests: Sequence[tuple[dict[str, Any], int, int, Load]]) -> list[str]:
+def traced(config: Model, vocab_size: int, requests: Sequence[tuple[dict[str, Any], int, int, Load]]) -> list[str]:
     """Return the trace of each request (layout, world, rank, load) as JSON."""
     return [
-        trace(config, rows, Layout(**layout), world, rank, load).as_json() for layout, world, rank, load in requests
+        trace(config, vocab_size, Layout(**layout), world, rank, load).as_json()
+        for layout, world, rank, load in requests
     ]
 
 
-def checked(config: Model, rows: int, requests: Sequence[tuple[dict[str, Any], int, Load, Sequence[int]]]) -> list[Any]:
+def checked(
+    config: Model, vocab_size: int, requests: Sequence[tuple[dict[str, Any], int, Load, Sequence[int]]]
+) -> list[Any]:
     """Return the check of each request (layout, world, load, ranks); the process may join a real group afterwards."""
     found = [
-        check_layout(config, rows, Layout(**layout), world, load, ranks) for layout, world, load, ranks in requests
+        check_layout(config, vocab_size, Layout(**layout), world, load, ranks)
+        for layout, world, load, ranks in requests
     ]
     assert not torch.distributed.is_initialized()
     return found
@@ -148,7 +154,7 @@ def names_and_shapes(layout: dict[str, Any], world: int) -> list[dict[str, tuple
     found = []
     for rank in range(world):
         with fake_process_group(Layout(**layout), world, rank) as place:
-            parts = empty_model_parts(shape(), ROWS, place, torch.float32, None)
+            parts = empty_model_parts(shape(), VOCAB_SIZE, place, torch.float32, None)
             named = [pair for part in parts.values() for pair in part.named_parameters()]
             found.append({name: (tuple(each.shape), tuple(to_local(each).shape)) for name, each in named})
     return found

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from herd.llama3.parallel.check_layout import LayoutCheck, measure_layout
-from herd.llama3.parallel.layout import ROWS, TABLE_4, Layout
+from herd.llama3.parallel.layout import LLAMA3_VOCAB_SIZE, TABLE_4, Layout
 from herd.llama3.parallel.memory import Load, RankCoords, memory, memory_line
 from herd.llama3.recipe.sections import Model
 from tests.dist import run
@@ -23,7 +23,7 @@ def checks() -> list[LayoutCheck]:
         (row.layout.model_dump(), row.world, Load(row.seq_len, 1, row.sequences), (5_000, row.world - 1))
         for row in TABLE_4
     ]
-    found: list[LayoutCheck] = run(1, checked, PAPER, ROWS, requests)[0]
+    found: list[LayoutCheck] = run(1, checked, PAPER, LLAMA3_VOCAB_SIZE, requests)[0]
     return found
 
 
@@ -70,7 +70,7 @@ def test_rank_5000_sits_where_the_order_puts_it() -> None:
 def test_ranks_hold_the_parameters_that_arithmetic_gives_them(row: int) -> None:
     layout, world = TABLE_4[row].layout, TABLE_4[row].world
     for found in checks()[row].ranks:
-        assert found.parameters == local_parameters(PAPER, ROWS, layout, world, found.rank)
+        assert found.parameters == local_parameters(PAPER, LLAMA3_VOCAB_SIZE, layout, world, found.rank)
         assert len(found.layers) == (7 if found.pp in (0, 15) else 8)
 
 
@@ -94,4 +94,4 @@ def test_a_fresh_process_checks_table_4_in_little_memory() -> None:
 
 def test_a_layout_that_does_not_fit_is_refused() -> None:
     with pytest.raises(RuntimeError, match="tp 8 x cp 1 x pp 16 = 128 does not divide 100"):
-        run(1, checked, PAPER, ROWS, [(TABLE_4[0].layout.model_dump(), 100, Load(8192), (0,))])
+        run(1, checked, PAPER, LLAMA3_VOCAB_SIZE, [(TABLE_4[0].layout.model_dump(), 100, Load(8192), (0,))])

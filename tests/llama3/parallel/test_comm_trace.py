@@ -16,7 +16,7 @@ from herd.llama3.parallel.memory import Load, shard_elements, stages
 from herd.llama3.parallel.pipeline_schedule import actions
 from herd.llama3.recipe.sections import Model
 from tests.dist import run
-from tests.llama3.parallel.scale_samples import ROWS, shape, traced
+from tests.llama3.parallel.scale_samples import VOCAB_SIZE, shape, traced
 
 LARGE = Model.model_validate({"preset": "405b", "layers": 2})
 LOAD = Load(seq_len=128, micro_batch=2, micro_batches=3)
@@ -47,7 +47,7 @@ MORE = [SELECTIVE, FULL, CONTEXT, FP32, EXACT, ONLY_TP]
 @cache
 def traced_together(cases: tuple[Case, ...]) -> dict[Case, RankTrace]:
     """Trace cases in one process: most of the time of a case is what the first one imports."""
-    return dict(zip(cases, several(CONFIG, ROWS, list(cases)), strict=True))
+    return dict(zip(cases, several(CONFIG, VOCAB_SIZE, list(cases)), strict=True))
 
 
 def tiny_trace(case: Case) -> RankTrace:
@@ -60,9 +60,9 @@ def paper() -> StageTrace:
     return found.stages[0]
 
 
-def several(config: Model, rows: int, cases: list[Case]) -> list[RankTrace]:
+def several(config: Model, vocab_size: int, cases: list[Case]) -> list[RankTrace]:
     requests = [(dict(layout), world, rank, load) for world, rank, load, layout in cases]
-    (texts,) = run(1, traced, config, rows, requests)
+    (texts,) = run(1, traced, config, vocab_size, requests)
     return [RankTrace.from_json(text) for text in texts]
 
 
@@ -202,7 +202,7 @@ def test_only_an_axis_of_several_processes_sends() -> None:
 
 def test_a_layout_that_does_not_fit_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"tp: 3 does not divide"):
-        several(CONFIG, ROWS, [case(3, tp=3)])
+        several(CONFIG, VOCAB_SIZE, [case(3, tp=3)])
 
 
 def test_traces_are_json_both_ways() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.recipe.sections import Model
 
-ROWS = 128_256
+VOCAB_SIZE = 128_256
 
 
 def published(preset: str = "405b") -> Model:
@@ -23,7 +23,7 @@ def published(preset: str = "405b") -> Model:
 @pytest.mark.parametrize(("world", "cp", "dp"), [(8_192, 1, 64), (16_384, 1, 128), (16_384, 16, 8)])
 def test_the_published_rows_are_accepted(world: int, cp: int, dp: int) -> None:
     layout = Layout(tp=8, cp=cp, pp=16)
-    layout.check(published(), ROWS, world)
+    layout.check(published(), VOCAB_SIZE, world)
     layout.check_sequence(8_192 if cp == 1 else 131_072)
     assert layout.dp(world) == dp
 
@@ -44,12 +44,12 @@ def test_the_published_rows_are_accepted(world: int, cp: int, dp: int) -> None:
 )
 def test_refusals_name_field_numbers_and_remedy(fields: dict[str, Any], world: int, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        Layout(**fields).check(published(), ROWS, world)
+        Layout(**fields).check(published(), VOCAB_SIZE, world)
 
 
 def test_a_tied_embedding_cannot_be_piped() -> None:
     with pytest.raises(ValueError, match=r"model\.tied_embeddings: false"):
-        Layout(pp=2).check(published("1b"), ROWS, 2)
+        Layout(pp=2).check(published("1b"), VOCAB_SIZE, 2)
 
 
 @given(tp=st.integers(1, 8), cp=st.integers(1, 4), seq_len=st.integers(1, 4096))

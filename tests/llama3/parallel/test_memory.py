@@ -27,7 +27,7 @@ from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.sections import Model
 from herd.llama3.train.state import Precision, TrainState
 from tests.dist import run
-from tests.llama3.parallel.scale_samples import ROWS, all_held, local_parameters, names_and_shapes, shape
+from tests.llama3.parallel.scale_samples import VOCAB_SIZE, all_held, local_parameters, names_and_shapes, shape
 from tests.llama3.train import train_samples
 from tests.llama3.train.checkpoint_samples import ALONE
 
@@ -66,8 +66,8 @@ def expected(case: Case) -> tuple[int, RankMemory]:
     layout, world, rank, work = case
     place = RankCoords.from_rank(rank, Layout(**layout))
     (stage,) = stages(shape(), Layout(**layout), place.pp)
-    kept = stage_activations(shape(), ROWS, Layout(**layout), work, stage)
-    return kept, memory(shape(), ROWS, Layout(**layout), world, work)[place.pp]
+    kept = stage_activations(shape(), VOCAB_SIZE, Layout(**layout), work, stage)
+    return kept, memory(shape(), VOCAB_SIZE, Layout(**layout), world, work)[place.pp]
 
 
 @pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])
@@ -100,9 +100,11 @@ def test_every_rank_holds_the_parameters_that_arithmetic_gives_it(layout: dict[s
     for rank, found in enumerate(ranks):
         parts = stages(shape(), cut, RankCoords.from_rank(rank, cut).pp)
         assert {name: whole for name, (whole, _) in found.items()} == {
-            param.name: param.shape for part in parts for param in part.params(shape(), ROWS)
+            param.name: param.shape for part in parts for param in part.params(shape(), VOCAB_SIZE)
         }
-        assert sum(prod(shard) for _, shard in found.values()) == local_parameters(shape(), ROWS, cut, world, rank)
+        assert sum(prod(shard) for _, shard in found.values()) == local_parameters(
+            shape(), VOCAB_SIZE, cut, world, rank
+        )
 
 
 @st.composite
@@ -120,9 +122,9 @@ def layouts(draw: st.DrawFn) -> tuple[Model, Layout, int]:
 @given(layouts())
 def test_all_ranks_together_hold_every_parameter(case: tuple[Model, Layout, int]) -> None:
     config, layout, world = case
-    held = sum(local_parameters(config, ROWS, layout, world, rank) for rank in range(world))
+    held = sum(local_parameters(config, VOCAB_SIZE, layout, world, rank) for rank in range(world))
     norms = config.dim * (2 * config.layers + 1)
-    assert held == layout.dp_replicate * (parameter_count(config, ROWS) + (layout.tp - 1) * norms)
+    assert held == layout.dp_replicate * (parameter_count(config, VOCAB_SIZE) + (layout.tp - 1) * norms)
 
 
 @given(layouts(), st.sampled_from(["none", "selective", "full"]), st.integers(1, 4))
@@ -136,7 +138,7 @@ def test_more_processes_never_need_more_memory_each(
     base, wider = layout.model_parallel, layout.model_copy(update={"tp": 2 * layout.tp})
 
     def fullest(layout: Layout, world: int) -> int:
-        return max(need.total for need in memory(config, ROWS, layout, world, work))
+        return max(need.total for need in memory(config, VOCAB_SIZE, layout, world, work))
 
     assert fullest(layout, 2 * base) <= fullest(layout, base) or base == 1  # a process alone gathers nothing
     assert fullest(layout, 4 * base) <= fullest(layout, 2 * base)
@@ -215,20 +217,20 @@ def test_the_405b_fits_80_gb_without_recomputation_as_published(row: Published, 
 def test_ranks_that_are_asked_for_are_those_of_all(case: tuple[Model, Layout, int], micro_batches: int) -> None:
     config, layout, world = case
     work = load(micro_batches=micro_batches)
-    every = memory(config, ROWS, layout, world, work)
-    assert memory(config, ROWS, layout, world, work, [layout.pp - 1, 0]) == [every[-1], every[0]]
+    every = memory(config, VOCAB_SIZE, layout, world, work)
+    assert memory(config, VOCAB_SIZE, layout, world, work, [layout.pp - 1, 0]) == [every[-1], every[0]]
     lists = actions(layout.schedule, layout.pp, layout.vpp, micro_batches, layout.microbatch_group_size)
     assert [need.in_flight for need in every] == in_flight(lists)
 
 
 def test_a_process_alone_needs_weights_moments_and_gradients_in_fp32() -> None:
-    (need,) = memory(shape(), ROWS, Layout(), 1, load(precision="fp32", micro_batches=1))
-    count = 4 * parameter_count(shape(), ROWS)
+    (need,) = memory(shape(), VOCAB_SIZE, Layout(), 1, load(precision="fp32", micro_batches=1))
+    count = 4 * parameter_count(shape(), VOCAB_SIZE)
     assert (need.master, need.moments, need.sharded_gradients, need.gathered) == (count, 2 * count, count, 0)
     assert need.total == 3 * count + max(need.activations + need.passing, count + need.temporaries)
-    (need,) = memory(shape(), ROWS, Layout(), 1, load(precision="fp32", micro_batches=2))
+    (need,) = memory(shape(), VOCAB_SIZE, Layout(), 1, load(precision="fp32", micro_batches=2))
     assert need.total == 4 * count + need.activations + need.passing
-    (few,) = memory(shape(), ROWS, Layout(), 1, Load(8, precision="fp32"))
+    (few,) = memory(shape(), VOCAB_SIZE, Layout(), 1, Load(8, precision="fp32"))
     assert few.activations + few.passing < count
     assert few.total == 4 * count + few.temporaries + few.reduction
 
@@ -248,16 +250,18 @@ def test_an_average_and_a_save_are_those_of_the_trainer(rule: str, steps: int, t
     stage = {**train_samples.stages(steps)[0], "weight_averaging": rule}
     recipe = train_samples.recipe(precision="fp32", stages=[stage])
     (segment,) = Schedule(recipe).segments
-    state = TrainState(recipe, ROWS, Precision(torch.float32), ALONE, 0)
+    state = TrainState(recipe, VOCAB_SIZE, Precision(torch.float32), ALONE, 0)
     state.make_average(terms)
     work = Load(segment.seq_len, precision="fp32", average=average_bytes(recipe, segment))
-    (need,), (plain,) = (memory(recipe.model, ROWS, Layout(), 1, one) for one in (work, Load(16, precision="fp32")))
+    (need,), (plain,) = (
+        memory(recipe.model, VOCAB_SIZE, Layout(), 1, one) for one in (work, Load(16, precision="fp32"))
+    )
     assert need.average == need.total - plain.total == sum(total.nbytes for total in state.sum.values())
     assert need.saved == sum(tensor.nbytes for name, tensor in state.tensors().items() if not name.endswith(".step"))
 
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="tp: 3 does not divide"):
-        memory(shape(), ROWS, Layout(tp=3), 3, load())
+        memory(shape(), VOCAB_SIZE, Layout(tp=3), 3, load())
     with pytest.raises(ValueError, match="sequence 100 does not split"):
-        memory(shape(), ROWS, Layout(cp=4), 4, load(seq_len=100))
+        memory(shape(), VOCAB_SIZE, Layout(cp=4), 4, load(seq_len=100))

@@ -106,5 +106,5 @@ def test_z_loss(world: int, layout: dict[str, Any]) -> None:
 
 
 def test_sizes_that_do_not_divide_evenly() -> None:
-    """Three processes share 8 sequences, 96 rows and vectors of 32: shares and shards are uneven."""
+    """Three processes share 8 sequences, 96 token ids and vectors of 32: shares and shards are uneven."""
     check(3, {})

@@ -18,7 +18,7 @@ from herd.llama3.recipe.load import load_recipe
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.sections import Model
 
-ROWS = 128_256
+VOCAB_SIZE = 128_256
 SMALL = {
     "layers": 6,
     "dim": 2048,
@@ -77,16 +77,23 @@ def config(**changes: Any) -> Model:
 
 def step_model(**changes: Any) -> StepModel:
     """Return the model of steps of the small model on the small cluster."""
-    return StepModel(config(**changes), ROWS, Network(fabric()), curves())
+    return StepModel(config(**changes), VOCAB_SIZE, Network(fabric()), curves())
 
 
 def layout_query(**changes: Any) -> LayoutQuery:
     """Return 256 sequences of 4,096 tokens on 32 of the cluster's GPUs."""
-    asked = {"config": config(), "rows": ROWS, "seq_len": 4096, "batch": 2**20, "world": 32, "memory_bytes": 80e9}
+    asked = {
+        "config": config(),
+        "vocab_size": VOCAB_SIZE,
+        "seq_len": 4096,
+        "batch": 2**20,
+        "world": 32,
+        "memory_bytes": 80e9,
+    }
     return LayoutQuery(**{**asked, **changes})
 
 
 @cache
 def projection() -> Projection:
     """Return the small recipe on the small cluster: its first stage on 64 GPUs, the second on 32."""
-    return project(recipe(), ROWS, fabric(), curves(), {"long": StagePlacement(32)})
+    return project(recipe(), VOCAB_SIZE, fabric(), curves(), {"long": StagePlacement(32)})

@@ -12,7 +12,7 @@ from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.memory import Load, RankCoords, stages
 from herd.llama3.planner.comm_volume import stage_volumes
 from tests.dist import run
-from tests.llama3.parallel.scale_samples import ROWS, shape, traced
+from tests.llama3.parallel.scale_samples import VOCAB_SIZE, shape, traced
 
 SPEC = shape(layers=4)
 LOAD = Load(seq_len=128, micro_batch=2, micro_batches=3)
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.slow
 def traces(names: tuple[str, ...]) -> dict[str, RankTrace]:
     cases = [CASES[name] for name in names]
     requests = [(layout.model_dump(exclude_defaults=True), world, rank, load) for world, rank, layout, load in cases]
-    (texts,) = run(1, traced, SPEC, ROWS, requests)
+    (texts,) = run(1, traced, SPEC, VOCAB_SIZE, requests)
     return dict(zip(names, map(RankTrace.from_json, texts), strict=True))
 
 
@@ -66,7 +66,9 @@ def test_messages_are_those_of_the_engine(names: tuple[str, ...]) -> None:
         world, rank, layout, load = CASES[name]
         parts = stages(SPEC, layout, RankCoords.from_rank(rank, layout).pp)
         for traced_stage, part in zip(trace.stages, parts, strict=True):
-            assert sent(stage_volumes(part, SPEC, ROWS, layout, world, load)) == sent(traced_stage.collectives), name
+            assert sent(stage_volumes(part, SPEC, VOCAB_SIZE, layout, world, load)) == sent(traced_stage.collectives), (
+                name
+            )
 
 
 @pytest.mark.parametrize("names", GROUPS, ids=",".join)
@@ -75,7 +77,7 @@ def test_bytes_of_a_step_are_the_traces(names: tuple[str, ...]) -> None:
         world, rank, layout, load = CASES[name]
         total, seen = Counter[str](), Counter[str]()
         for part in stages(SPEC, layout, RankCoords.from_rank(rank, layout).pp):
-            for one in stage_volumes(part, SPEC, ROWS, layout, world, load):
+            for one in stage_volumes(part, SPEC, VOCAB_SIZE, layout, world, load):
                 total[one.axis] += int(one.bytes * one.count) * (load.micro_batches if one.when == "each" else 1)
         for sent_by in trace.stages:
             for one in sent_by.collectives:

@@ -22,12 +22,12 @@ from herd.llama3.planner.layout_search import (
     split_micro_batches,
 )
 from herd.llama3.train.train_step import largest_divisor
-from tests.llama3.planner.plan_samples import ROWS, config, layout_query, step_model
+from tests.llama3.planner.plan_samples import VOCAB_SIZE, config, layout_query, step_model
 
 
 def needs(asked: LayoutQuery, layout: Layout, load: Any) -> RankMemory:
     """Return the memory of the fullest process of all pipeline ranks."""
-    return max(memory(asked.config, asked.rows, layout, asked.world, load), key=lambda need: need.total)
+    return max(memory(asked.config, asked.vocab_size, layout, asked.world, load), key=lambda need: need.total)
 
 
 def tight(**changes: Any) -> tuple[LayoutQuery, SearchResult]:
@@ -41,7 +41,7 @@ def test_what_is_found_can_be_trained_and_fits(memory_bytes: float, world: int, 
     asked = layout_query(memory_bytes=memory_bytes, world=world, seq_len=seq_len)
     found = search_layouts(asked, step_model())
     for one in found.fitting:
-        one.layout.check(asked.config, asked.rows, asked.world)
+        one.layout.check(asked.config, asked.vocab_size, asked.world)
         one.layout.check_sequence(asked.seq_len)
         assert one.dp * one.load.micro_batch * one.load.micro_batches * asked.seq_len == asked.batch
         assert one.memory.total <= asked.limit
@@ -126,7 +126,7 @@ def test_a_tied_model_is_not_cut_by_a_pipeline_and_heads_bound_tensor_parallelis
 def test_speed_counts_causal_work_over_time() -> None:
     asked, found = tight(memory_bytes=80e9)
     best = found.fitting[0]
-    work = flops_per_token(config(), ROWS, asked.seq_len).causal * asked.batch
+    work = flops_per_token(config(), VOCAB_SIZE, asked.seq_len).causal * asked.batch
     assert best.tflops * 1e12 * asked.world * best.time.total == pytest.approx(work)
     assert evaluate_layout(asked, best.layout, best.load.micro_batch, step_model()) == best
 

@@ -13,14 +13,14 @@ from herd.llama3.planner.layout_search import SearchResult
 from herd.llama3.planner.projection import Projection, StagePlacement, max_gpus, nearest_gpus, project
 from herd.llama3.recipe.load import load_recipe
 from herd.llama3.recipe.schedule import Schedule
-from tests.llama3.planner.plan_samples import ROWS, SMALL, curves, fabric, layout_query, projection, recipe
+from tests.llama3.planner.plan_samples import SMALL, VOCAB_SIZE, curves, fabric, layout_query, projection, recipe
 
 TINY = {"name": "h8", "dense_tflops": 989, "reached_tflops": 795, "memory_gb": 8, "memory_tb_s": 3, "watts": 700}
 """An H100 with 8 GB."""
 
 
 def made(places: dict[str, StagePlacement] | None = None, gpus: int = 0, *overrides: str, **changes: Any) -> Projection:
-    return project(recipe(*overrides), ROWS, fabric(**changes), curves(), places or {}, gpus)
+    return project(recipe(*overrides), VOCAB_SIZE, fabric(**changes), curves(), places or {}, gpus)
 
 
 def test_every_stage_has_the_fastest_layout_of_its_gpus() -> None:
@@ -30,7 +30,7 @@ def test_every_stage_has_the_fastest_layout_of_its_gpus() -> None:
         assert part.search is not None
         assert part.best == part.search.fitting[0]
         assert part.seconds == pytest.approx(part.segment.steps * part.best.time.total)
-        work = flops_per_token(found.recipe.model, ROWS, part.segment.seq_len).causal * part.segment.batch
+        work = flops_per_token(found.recipe.model, VOCAB_SIZE, part.segment.seq_len).causal * part.segment.batch
         assert part.mfu == pytest.approx(work / part.best.world / part.best.time.total / 989e12)
 
 
@@ -81,7 +81,7 @@ def test_a_layout_is_found_that_needs_more_recomputation_for_the_longest_sequenc
     """With the first entry of the ladder that fits 16Ki, 128Ki does not fit."""
     stage = "{name: long, until: 64Gi, seq_len: [16384, 131072], batch: 8Mi, mix: base}"
     eight = load_recipe(Path("recipes/llama3-8b.yaml"), [f"stages=[{stage}]", "evaluate.after=[]"])
-    lengths = project(eight, ROWS, load_fabric("roce-24k"), curves(), {}, gpus).segments
+    lengths = project(eight, VOCAB_SIZE, load_fabric("roce-24k"), curves(), {}, gpus).segments
     assert [part.segment.seq_len for part in lengths] == [16384, 131072]
     assert lengths[0].best.layout == lengths[1].best.layout
     assert all(part.best.memory.total <= 0.9 * 80e9 for part in lengths)

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.plan_anchors.network import MOST, fabric_anchors
 from benchmarks.plan_anchors.published import meta_layout, table4_query
 from herd.llama3.hardware.topology import Fabric, load_fabric
-from herd.llama3.parallel.layout import ROWS, Layout
+from herd.llama3.parallel.layout import LLAMA3_VOCAB_SIZE, Layout
 from herd.llama3.planner.device_curves import prior_curves
 from herd.llama3.planner.layout_search import LayoutQuery
 from herd.llama3.planner.projection import fabric_step_model, project_on_fabric
@@ -18,7 +18,7 @@ from herd.llama3.planner.routing import bandwidth_share
 from herd.llama3.recipe.sections import Model
 
 CURVES = prior_curves(load_fabric("roce-24k").accelerator)
-SMALL = LayoutQuery(Model.model_validate({"preset": "8b"}), ROWS, 8_192, 2**22, 256, 80e9)
+SMALL = LayoutQuery(Model.model_validate({"preset": "8b"}), LLAMA3_VOCAB_SIZE, 8_192, 2**22, 256, 80e9)
 
 
 @cache

@@ -12,7 +12,7 @@ from herd.llama3.parallel.memory import Load
 from herd.llama3.parallel.pipeline_schedule import Times, action_end_times, actions, bubble
 from herd.llama3.planner import step_time
 from herd.llama3.planner.step_time import LayerSeconds, PipelineTiming, StepTime, compute_seconds, pipeline_idle
-from tests.llama3.planner.plan_samples import ROWS, config, step_model
+from tests.llama3.planner.plan_samples import VOCAB_SIZE, config, step_model
 
 seconds = st.floats(0.001, 1.0)
 EACH = LayerSeconds(1.0, 2.0, 0.5, 0.25, 0.125, 0.0625)
@@ -151,7 +151,7 @@ def test_one_process_sends_nothing() -> None:
 def test_without_a_pipeline_one_rank_updates_and_sends_both_ends() -> None:
     """AdamW moves 28 bytes for each parameter of a process's shard."""
     model, load = step_model(), Load(4096, 1, 8)
-    whole = 6 * (2 * 2048**2 + 2 * 2048 * 1024 + 3 * 2048 * 8192) + 2 * ROWS * 2048
+    whole = 6 * (2 * 2048**2 + 2 * 2048 * 1024 + 3 * 2048 * 8192) + 2 * VOCAB_SIZE * 2048
     found = model.predict(Layout(), 64, load).optimizer
     assert found == pytest.approx(whole / 64 * 28 / model.curves.memory.bytes_per_s, rel=1e-3)
     halved = model.predict(Layout(pp=2), 64, load).optimizer  # half of the layers and one end, in half as many shards
@@ -176,7 +176,7 @@ def test_faster_products_shorten_exactly_their_seconds() -> None:
     model, layout, load = step_model(), Layout(tp=2, pp=2), Load(4096, 1, 8)
     before = model.predict(layout, 8, load)
     gemm = replace(model.curves.gemm, ceiling=model.curves.gemm.ceiling * 1.25)
-    faster = step_time.StepModel(config(), ROWS, model.network, replace(model.curves, gemm=gemm))
+    faster = step_time.StepModel(config(), VOCAB_SIZE, model.network, replace(model.curves, gemm=gemm))
     saved = before.total - faster.predict(layout, 8, load).total
     assert saved == pytest.approx(before.gemm_bound * (1 - 1 / 1.25), rel=0.03)
 

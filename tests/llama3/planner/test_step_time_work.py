@@ -18,7 +18,7 @@ from herd.llama3.planner.step_time import (
     head_work,
     layer_work,
 )
-from tests.llama3.planner.plan_samples import ROWS, config, curves
+from tests.llama3.planner.plan_samples import VOCAB_SIZE, config, curves
 
 layouts = st.builds(lambda tp, cp: Layout(tp=tp, cp=cp), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]))
 loads = st.builds(lambda seq_len, size: Load(seq_len, size), st.sampled_from([2048, 8192]), st.integers(1, 4))
@@ -32,9 +32,9 @@ def products(work: LayerWork) -> float:
 def test_all_gpus_together_do_the_models_work_and_no_more(layout: Layout, load: Load) -> None:
     """Three times the forward products and attention are 6N and 6 L S D, which another module counts."""
     shape = config()
-    layer, head = layer_work(shape, layout, load), head_work(shape, ROWS, layout, load)
+    layer, head = layer_work(shape, layout, load), head_work(shape, VOCAB_SIZE, layout, load)
     gpus, tokens = layout.tp * layout.cp, load.seq_len * load.micro_batch
-    flops = flops_per_token(shape, ROWS, load.seq_len)
+    flops = flops_per_token(shape, VOCAB_SIZE, load.seq_len)
     assert 3 * gpus * (shape.layers * products(layer) + products(head)) == pytest.approx(flops.six_n * tokens)
     attended = 3 * gpus * shape.layers * layer.attention
     assert attended == pytest.approx((flops.causal - flops.six_n) * tokens)
@@ -46,7 +46,7 @@ def test_twice_the_tokens_are_twice_the_work(layout: Layout, load: Load) -> None
     twice = replace(load, micro_batch=2 * load.micro_batch)
     pairs = [
         (layer_work(config(), layout, load), layer_work(config(), layout, twice)),
-        (head_work(config(), ROWS, layout, load), head_work(config(), ROWS, layout, twice)),
+        (head_work(config(), VOCAB_SIZE, layout, load), head_work(config(), VOCAB_SIZE, layout, twice)),
         (embedding_work(config(), layout, load), embedding_work(config(), layout, twice)),
     ]
     for one, two in pairs:

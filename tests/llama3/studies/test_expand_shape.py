@@ -12,7 +12,7 @@ from herd.llama3.model.flops import parameter_count
 from herd.llama3.recipe.sections import PRESETS, Model
 from herd.llama3.studies.expand import nearest_shape, scale_shape, shape_changes
 
-ROWS = 512
+VOCAB_SIZE = 512
 SIZES = [
     Model(layers=layers, dim=dim, ffn=28 * dim // 8, heads=dim // 8, kv_heads=dim // 32, max_seq_len=1024)
     for layers, dim in ((2, 32), (4, 64), (6, 96))
@@ -22,9 +22,9 @@ SIZES = [
 @given(st.floats(math.log(3e4), math.log(1e10)))
 def test_parameters_are_met_in_proportion(size: float) -> None:
     wanted = math.exp(size)
-    like = nearest_shape(wanted, SIZES, ROWS)
-    found = scale_shape(wanted, like, ROWS)
-    assert parameter_count(found, ROWS) == pytest.approx(wanted, rel=0.25)
+    like = nearest_shape(wanted, SIZES, VOCAB_SIZE)
+    found = scale_shape(wanted, like, VOCAB_SIZE)
+    assert parameter_count(found, VOCAB_SIZE) == pytest.approx(wanted, rel=0.25)
     assert found.dim // found.heads == like.dim // like.heads
     assert found.kv_heads == like.kv_heads
     assert found.ffn / found.dim == pytest.approx(like.ffn / like.dim, rel=0.15)
@@ -33,7 +33,7 @@ def test_parameters_are_met_in_proportion(size: float) -> None:
 
 def test_the_same_number_is_the_same_shape() -> None:
     for like in SIZES:
-        assert scale_shape(parameter_count(like, ROWS), like, ROWS) == like
+        assert scale_shape(parameter_count(like, VOCAB_SIZE), like, VOCAB_SIZE) == like
         assert shape_changes(like, like) == []
 
 

@@ -44,8 +44,8 @@ def test_a_ladder_spends_its_budgets() -> None:
     ladder = study.study.ladder
     assert ladder is not None
     for run in study.runs:
-        rows = run.recipe.tokenizer.train.vocab + 256 if run.recipe.tokenizer.train else 0
-        spent = run.tokens * flops_per_ladder_token(ladder, run.recipe.model, rows)
+        vocab_size = run.recipe.tokenizer.train.vocab + 256 if run.recipe.tokenizer.train else 0
+        spent = run.tokens * flops_per_ladder_token(ladder, run.recipe.model, vocab_size)
         assert 0.9 * run.variant.budget < spent <= run.variant.budget
     assert {run.variant.budget for run in study.runs} == set(ladder.budgets)
 

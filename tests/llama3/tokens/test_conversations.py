@@ -95,7 +95,7 @@ def test_attention_stays_inside_a_conversation(tmp_path: Path) -> None:
     """The loss on packed conversations is that on each conversation alone."""
     stream, _ = prepared(tmp_path, sft(tmp_path, curate={"validation_fraction": "0%"}, stage={"replay": "0%"}))
     config = Model(layers=2, dim=32, ffn=64, heads=4, kv_heads=2, max_seq_len=SEQ)
-    model = build_model(config, CODER.rows, 0, torch.float64, torch.device("cpu"))
+    model = build_model(config, CODER.vocab_size, 0, torch.float64, torch.device("cpu"))
     batch = Batches(stream).sequences(stream.span.start, SEQ, 0, stream.sequences_per_epoch)
     with torch.no_grad():
         packed = model(batch.tokens_BS, batch.documents_BS, batch.targets_BS)

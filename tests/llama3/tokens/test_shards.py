@@ -116,7 +116,7 @@ def test_facts_and_index_count_what_is_there(parts: Path, tokenizer: Path, tmp_p
             languages[row["language"]] += row["length"]
         assert facts["sources"][domain] == by_source
     assert facts["languages"] == languages
-    assert (index["dtype"], index["rows"], index["begin"], index["end"]) == ("uint16", 556, 300, 301)
+    assert (index["dtype"], index["vocab_size"], index["begin"], index["end"]) == ("uint16", 556, 300, 301)
 
 
 def test_weighted_sources_are_leaves_of_their_own(parts: Path, tokenizer: Path, tmp_path: Path) -> None:
@@ -195,14 +195,14 @@ def test_shards_follow_the_number_of_their_file(parts: Path, tokenizer: Path, tm
 
 
 def test_dtype_goes_by_the_vocabulary() -> None:
-    def dtype(asked: str, rows: int) -> str:
-        return token_dtype(recipe([stage("a", 80)], tokens={"dtype": asked}), rows).name
+    def dtype(asked: str, vocab_size: int) -> str:
+        return token_dtype(recipe([stage("a", 80)], tokens={"dtype": asked}), vocab_size).name
 
     assert dtype("auto", 65_499) == "uint16"
     assert dtype("auto", 65_500) == "int32"
     assert dtype("uint16", 65_536) == "uint16"
     assert dtype("uint32", 300) == "int32"
-    with pytest.raises(ValueError, match=r"tokens\.dtype: uint16 holds 65,536 ids, the tokenizer has 65,537 rows"):
+    with pytest.raises(ValueError, match=r"tokens\.dtype: uint16 holds 65,536 ids, the tokenizer has 65,537;"):
         dtype("uint16", 65_537)
 
 

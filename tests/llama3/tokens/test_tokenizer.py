@@ -82,7 +82,7 @@ def test_published_ids_equal_tiktoken_and_hugging_face(published: Tokenizer, sha
         assert ids == reference.encode_ordinary(text)
         assert ids == hugging_face.encode(text, add_special_tokens=False).ids
         assert published.decode(ids) == text
-    assert (published.rows, published.begin, published.end) == (128_256, 128_000, 128_001)
+    assert (published.vocab_size, published.begin, published.end) == (128_256, 128_000, 128_001)
     assert len(json.loads((tmp_path / "tokenizer.json").read_text())["model"]["merges"]) == 280_147
     assert hugging_face.encode("hello").ids == [128_000, *published.encode("hello")]
     assert hugging_face.token_to_id("<|eot_id|>") == 128_009
@@ -136,8 +136,8 @@ def test_decode_leaves_specials_out_or_names_them(small: Tokenizer) -> None:
     ids = [small.begin, *small.encode("x"), small.end]
     assert small.decode(ids) == "x"
     assert small.decode(ids, special=True) == "<|begin_of_text|>x<|end_of_text|>"
-    with pytest.raises(ValueError, match=f"token id {small.rows} is outside"):
-        small.decode([small.rows])
+    with pytest.raises(ValueError, match=f"token id {small.vocab_size} is not below"):
+        small.decode([small.vocab_size])
 
 
 @pytest.mark.parametrize("text", [" " * 1_200_000, "x" + "\n \t" * 400_000 + "y", "a" * 300_000])
@@ -234,7 +234,7 @@ def test_sample_follows_the_first_mix_and_leaves_held_out_text_alone(tmp_path: P
         assert 0 <= facts["sample_bytes"][domain] - share * 20_000 <= longest
         assert facts["bytes_per_token"][domain] > 1
     tokenizer = Tokenizer.load(tmp_path / "tokenizer")
-    assert (facts["vocab"], facts["rows"], facts["digest"]) == (320, 576, tokenizer.digest)
+    assert (facts["vocab"], facts["vocab_size"], facts["digest"]) == (320, 576, tokenizer.digest)
     assert b"alpha" in b"".join(tokenizer.base)
     assert not any(b"qq" in token for token in tokenizer.base)
 

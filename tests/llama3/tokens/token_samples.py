@@ -87,7 +87,7 @@ def write_shards(
 
 def index(folder: Path, asked: Recipe, dtype: str = "int32") -> Path:
     """Write the index of the shards in `folder` and return it."""
-    vocabulary = {"rows": END + 1, "begin": BEGIN, "end": END, "tokenizer": "none"}
+    vocabulary = {"vocab_size": END + 1, "begin": BEGIN, "end": END, "tokenizer": "none"}
     write_index(folder, {dataset.name: dataset.domain for dataset in mix_datasets(asked)}, dtype, vocabulary)
     return folder
 

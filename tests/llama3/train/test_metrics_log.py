@@ -29,7 +29,7 @@ from herd.llama3.train.journal import (
     to_parquet,
 )
 from herd.llama3.train.metrics_log import DataShares, Recorder
-from tests.llama3.train.train_samples import ROWS, STEP, recipe, stages, write_tokens
+from tests.llama3.train.train_samples import STEP, VOCAB_SIZE, recipe, stages, write_tokens
 
 CPU = torch.device("cpu")
 ASKED = recipe(stages=stages(12), precision="bf16")
@@ -52,7 +52,7 @@ def stream(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
 def recorder(
     work: Path, stream: TokenStream, position: int = 0, skips: SkippedRanges | None = None, size: int = 1
 ) -> Recorder:
-    return Recorder(work, SPAN, stream, ROWS, ParallelContext(0, size, CPU), position, skips or SkippedRanges())
+    return Recorder(work, SPAN, stream, VOCAB_SIZE, ParallelContext(0, size, CPU), position, skips or SkippedRanges())
 
 
 def train(to: Recorder, first: int, last: int, shares: DataShares | None = None, **timing: Any) -> None:
@@ -83,7 +83,7 @@ def test_speed_counts_all_devices_and_utilization_names_its_peak(
     )
     train(to, 1, 2, checkpoint=0.2)
     unknown, known = metrics_of(tmp_path)
-    rate, flops = STEP / 0.5 / 8, flops_per_token(ASKED.model, ROWS, 16)
+    rate, flops = STEP / 0.5 / 8, flops_per_token(ASKED.model, VOCAB_SIZE, 16)
     assert known["throughput/tokens_per_s"] == STEP / 0.5
     assert known["throughput/tokens_per_s_per_device"] == rate
     assert known["throughput/tflops_per_device"] == pytest.approx(rate * flops.causal / 1e12)

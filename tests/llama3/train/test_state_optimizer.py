@@ -17,7 +17,7 @@ from herd.llama3.train.train_step import scale, squared_norm
 from tests.dist import run
 from tests.llama3.parallel.layout_samples import norm_of_replicated_and_sharded
 from tests.llama3.train.checkpoint_samples import ALONE
-from tests.llama3.train.train_samples import ROWS, recipe
+from tests.llama3.train.train_samples import VOCAB_SIZE, recipe
 
 
 def named(tied: bool = False) -> dict[str, torch.nn.Parameter]:
@@ -66,7 +66,7 @@ def updated(weights: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
     """Return the weights and both moments [3, D] of a norm after deterministic steps."""
     model = {"layers": 1, "dim": len(weights), "ffn": 8, "heads": 1, "kv_heads": 1, "max_seq_len": 32}
     settings = recipe(precision="fp32", model=model)
-    state = TrainState(settings, ROWS, Precision(torch.float32), ALONE, 0, exact=True)
+    state = TrainState(settings, VOCAB_SIZE, Precision(torch.float32), ALONE, 0, exact=True)
     norm = state.parameters["norm.weight"]
     with torch.no_grad():
         norm.copy_(weights)

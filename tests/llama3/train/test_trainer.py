@@ -20,8 +20,8 @@ from herd.llama3.train.data_loader import Batches, Step
 from herd.storage.artifact import ArtifactSpec, Store
 from tests.dist import run
 from tests.llama3.train.train_samples import (
-    ROWS,
     STEP,
+    VOCAB_SIZE,
     initial_digest,
     job,
     losses,
@@ -64,7 +64,7 @@ def test_it_learns_and_the_journal_has_every_step(chain: tuple[Path, Path]) -> N
     assert environment["processors"].isdigit()
     found = losses(chain[0]) | losses(chain[1])
     assert list(found) == [STEP * step for step in range(1, 21)]
-    assert found[STEP][0] == pytest.approx(torch.log(torch.tensor(ROWS)).item(), rel=0.01)  # uniform at the start
+    assert found[STEP][0] == pytest.approx(torch.log(torch.tensor(VOCAB_SIZE)).item(), rel=0.01)  # uniform at the start
     assert found[20 * STEP][0] < 0.8 * found[STEP][0]
 
 

@@ -21,7 +21,7 @@ from herd.llama3.train.job import TrainJob
 from herd.llama3.train.journal import Record, read_journal
 from tests.llama3.tokens.token_samples import documents
 
-ROWS, BEGIN, END = 512, 256, 257
+VOCAB_SIZE, BEGIN, END = 512, 256, 257
 STEP = 256
 """Tokens of a step."""
 
@@ -34,7 +34,7 @@ def recipe(**changes: Any) -> Recipe:
         "seed": 3,
         "precision": "fp64",
         "sources": {domain: [{"uri": "x"}] for domain in DOMAINS},
-        "tokenizer": {"train": {"vocab": ROWS - 256}},
+        "tokenizer": {"train": {"vocab": VOCAB_SIZE - 256}},
         "tokens": {"max_epochs": 1e6},
         "mix": {"base": shares},
         "model": {
@@ -73,7 +73,7 @@ def write_tokens(folder: Path, asked: Recipe) -> Path:
             texts.append(np.array([BEGIN, *text, END], np.uint16))
         lengths = np.array([len(text) for text in texts])
         write_shard(folder / dataset.name, 0, texts, lengths, documents(dataset, range(40)))
-    vocabulary = {"rows": ROWS, "begin": BEGIN, "end": END, "tokenizer": "none"}
+    vocabulary = {"vocab_size": VOCAB_SIZE, "begin": BEGIN, "end": END, "tokenizer": "none"}
     write_index(folder, {dataset.name: dataset.domain for dataset in mix_datasets(asked)}, "uint16", vocabulary)
     return folder
 
@@ -111,7 +111,7 @@ def initial_digest(path: Path) -> str:
 
     asked = load_recipe(TrainJob.model_validate_json(path.read_text()).recipe)
     with init_distributed("cpu", 30) as world:
-        state = TrainState(asked, ROWS, Precision(torch.float32), world, 0)
+        state = TrainState(asked, VOCAB_SIZE, Precision(torch.float32), world, 0)
         state.reset(asked, 0, world)
         weights = {name: full_tensor(parameter.detach()) for name, parameter in state.parameters.items()}
     return hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()

@@ -403,7 +403,7 @@ def test_the_tutorial_s_program_and_requests_are_answered_as_printed(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    save_model(path, SPEC, TOKENIZER.rows, made(SPEC).state_dict())
+    save_model(path, SPEC, TOKENIZER.vocab_size, made(SPEC).state_dict())
     TOKENIZER.save(path)
     return path
 

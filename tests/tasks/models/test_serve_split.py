@@ -31,7 +31,7 @@ WAIT_S = 60
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    save_model(path, SPEC, TOKENIZER.rows, made(SPEC).state_dict())
+    save_model(path, SPEC, TOKENIZER.vocab_size, made(SPEC).state_dict())
     TOKENIZER.save(path)
     return path
 
@@ -104,7 +104,7 @@ def test_no_rank_outlives_the_server(folder: Path, tmp_path: Path, number: int) 
 @pytest.mark.slow
 def test_a_split_model_generates_the_text_of_one_process(tmp_path: Path) -> None:
     model = made(SPEC.model_copy(update={"max_seq_len": 24}))
-    save_model(tmp_path, model.config, TOKENIZER.rows, model.state_dict())
+    save_model(tmp_path, model.config, TOKENIZER.vocab_size, model.state_dict())
     TOKENIZER.save(tmp_path)
     words = ["generate", str(tmp_path), "--tokens", "40", "--tp", "2", "--pp", "2", "--dtype", "fp32"]
     result = CliRunner().invoke(cli, words)
@@ -118,7 +118,7 @@ def test_a_split_model_generates_the_text_of_one_process(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tp", "3"], "error --tp: 3 does not divide heads 4, kv_heads 2, embedding rows 512; use one of 1, 2"),
+        (["--tp", "3"], "error --tp: 3 does not divide heads 4, kv_heads 2, vocab_size 512; use one of 1, 2"),
         (["--pp", "5"], "error --pp: 5 x vpp 1 stages are too many for 2 layers"),
         (["--tp", "0"], "--tp"),
         (["--dtype", "fp16"], "--dtype"),
@@ -134,10 +134,10 @@ def test_a_layout_that_does_not_fit_the_model_is_refused(
 
 
 def test_more_processes_than_gpus_are_refused() -> None:
-    check_layout(SPEC, TOKENIZER.rows, Layout(tp=2), 2)
-    check_layout(SPEC, TOKENIZER.rows, Layout(tp=2), 0)
+    check_layout(SPEC, TOKENIZER.vocab_size, Layout(tp=2), 2)
+    check_layout(SPEC, TOKENIZER.vocab_size, Layout(tp=2), 0)
     with pytest.raises(ValueError, match=r"--tp 2 x --pp 2: needs 4 GPUs, and this machine has 2; write less"):
-        check_layout(SPEC, TOKENIZER.rows, Layout(tp=2, pp=2), 2)
+        check_layout(SPEC, TOKENIZER.vocab_size, Layout(tp=2, pp=2), 2)
 
 
 def test_a_model_takes_as_few_gpus_as_it_fits() -> None:

@@ -150,7 +150,7 @@ def test_cost_against_days_goes_through_the_plan_itself() -> None:
 def test_memory_in_the_picture_is_all_of_it() -> None:
     found = planned("64")
     best, config = found.main.best, found.projection.recipe.model
-    for need in memory(config, found.projection.rows, best.layout, best.world, best.load):
+    for need in memory(config, found.projection.vocab_size, best.layout, best.world, best.load):
         parts = memory_components(need)
         assert sum(parts.values()) == need.total
         assert set(parts) == set(MEMORY)

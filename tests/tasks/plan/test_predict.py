@@ -30,7 +30,7 @@ from herd.tasks.plan.predict import (
 )
 from herd.tasks.plan.recipe import make_plan, memory_lines
 from herd.tasks.plan.tables import format_memory
-from tests.llama3.planner.plan_samples import MAIN, ROWS, cluster_file, fabric, recipe
+from tests.llama3.planner.plan_samples import MAIN, VOCAB_SIZE, cluster_file, fabric, recipe
 from tests.llama3.planner.test_device_curves_calibration import calibration, points
 
 H8 = {"name": "h8", "dense_tflops": 989, "reached_tflops": 795, "memory_gb": 8, "memory_tb_s": 3, "watts": 700}
@@ -142,7 +142,7 @@ def test_micro_batches_are_those_of_the_engine() -> None:
 def test_the_prediction_is_that_of_the_plan(tmp_path: Path) -> None:
     """What `herd plan` says of a run's file is what the run says of itself."""
     place = on(tmp_path, processes=32, micro_batch=2, layout={"tp": 2, "pp": 2, "vpp": 2})
-    made = project(recipe(), ROWS, fabric(), device_curves(fabric()), stage_placements(recipe(), place))
+    made = project(recipe(), VOCAB_SIZE, fabric(), device_curves(fabric()), stage_placements(recipe(), place))
     for part, span in zip(made.segments, Schedule(recipe()).trained, strict=True):
         found = predict_step_times(Root.parse(tmp_path), recipe(), place, span)
         assert found is not None
@@ -157,7 +157,7 @@ def test_the_average_of_a_stage_is_counted_by_run_and_plan(tmp_path: Path) -> No
     place = on(tmp_path, processes=16, micro_batch=2)
     totals, averaged = [], recipe(f"stages=[{MAIN[:-1]}, weight_averaging: last 8}}]")
     for asked in (recipe(f"stages=[{MAIN}]"), averaged):
-        best = project(asked, ROWS, fabric(), device_curves(fabric()), stage_placements(asked, place)).main.best
+        best = project(asked, VOCAB_SIZE, fabric(), device_curves(fabric()), stage_placements(asked, place)).main.best
         found = predict_step_times(Root.parse(tmp_path), asked, place, Schedule(asked).trained[0])
         assert found is not None
         assert found.by_seq[4096][metrics.PLANNED_GIB] == best.memory.total / 2**30
@@ -171,7 +171,7 @@ def test_the_average_of_a_stage_is_counted_by_run_and_plan(tmp_path: Path) -> No
 def test_nodes_smaller_than_a_server_are_predicted_as_planned(tmp_path: Path, gpus: bool) -> None:
     nodes = {"processes_per_node": 4, "gpus": gpus}
     place = on(tmp_path, processes=16, micro_batch=1, layout={"tp": 2}, launcher="slurm", slurm=nodes)
-    made = project(recipe(), ROWS, run_fabric(place), device_curves(fabric()), stage_placements(recipe(), place))
+    made = project(recipe(), VOCAB_SIZE, run_fabric(place), device_curves(fabric()), stage_placements(recipe(), place))
     found = predict_step_times(Root.parse(tmp_path), recipe(), place, Schedule(recipe()).trained[0])
     assert found is not None
     assert found.by_seq[4096][metrics.PLANNED_STEP_S] == pytest.approx(made.segments[0].best.time.total)

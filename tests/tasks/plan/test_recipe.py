@@ -189,7 +189,7 @@ def test_a_layout_is_checked_against_the_tokenizer_that_conversations_need(tmp_p
     chat = "{name: chat, kind: sft, for: 80K, seq_len: 128, batch: 512 tokens, mix: base}"
     overrides = [f"stages=[{chat}]", "conversations=[{uri: problems, limit: 9}]", "evaluate.after=[]"]
     recipe = load_recipe(QUICKSTART, [*overrides, f"tokenizer={{use: {tmp_path}/tokenizer.model}}"])
-    with pytest.raises(RecipeError, match=r"cluster.layout.tp: 2 does not divide embedding rows 513; use one of 1"):
+    with pytest.raises(RecipeError, match=r"cluster.layout.tp: 2 does not divide vocab_size 513; use one of 1"):
         check_run(recipe, Cluster(processes=2, layout=Layout(tp=2)), Root.parse(tmp_path))
 
 

@@ -24,7 +24,7 @@ from herd.storage.root import Root
 from herd.tasks.html import render
 from herd.tasks.report.run import FILTERS, FURTHER, evaluated_checkpoints, forecast_section
 from herd.tasks.runs.records import Runs, StepRecord
-from tests.llama3.train.train_samples import ROWS, recipe
+from tests.llama3.train.train_samples import VOCAB_SIZE, recipe
 
 KEY = "eval/animals"
 CHANCE, QUESTIONS = 0.25, 2000
@@ -59,7 +59,7 @@ class Study:
         own = scatter * self.dice.standard_normal()
         for span, late in zip(Schedule(asked).spans, (0.03, 0.0), strict=True):
             position = span.end
-            nll = nll_at(trained_flops(asked, asked.model, ROWS, position)) + late + own
+            nll = nll_at(trained_flops(asked, asked.model, VOCAB_SIZE, position)) + late + own
             checkpoint = self.checkpoint(record.name, asked, span.name, position)
             evaluation = self.evaluation(record.name, checkpoint, self.scores(nll, requests))
             record.steps[span.name] = StepRecord(artifact=checkpoint.label, outcome="created")
@@ -79,7 +79,7 @@ class Study:
     def checkpoint(self, run: str, asked: Recipe, stage: str, position: int) -> Artifact:
         with self.store.staging() as folder:
             (folder / "model").mkdir()
-            config = {"model": asked.model.model_dump(mode="json"), "rows": ROWS}
+            config = {"model": asked.model.model_dump(mode="json"), "vocab_size": VOCAB_SIZE}
             (folder / "model" / CONFIG).write_text(json.dumps(config))
             design = ArtifactSpec("checkpoint", f"tiny-{stage}", 1, {"run": run}, {})
             return self.store.commit(design, folder, {"end": position}, run, "c0de", 1.0)
@@ -98,12 +98,12 @@ def study(tmp_path: Path) -> Study:
 
 def test_operations_are_those_of_the_segments_up_to_the_position() -> None:
     asked = sized(32)
-    short, long = (flops_per_token(asked.model, ROWS, seq_len).causal for seq_len in (16, 32))
+    short, long = (flops_per_token(asked.model, VOCAB_SIZE, seq_len).causal for seq_len in (16, 32))
     first, second, third = Schedule(asked).segments
     assert [part.seq_len for part in (first, second, third)] == [16, 16, 32]
-    assert trained_flops(asked, asked.model, ROWS, 0) == 0
-    assert trained_flops(asked, asked.model, ROWS, first.end // 2) == first.end // 2 * short
-    assert trained_flops(asked, asked.model, ROWS, third.end) == second.end * short + third.tokens * long
+    assert trained_flops(asked, asked.model, VOCAB_SIZE, 0) == 0
+    assert trained_flops(asked, asked.model, VOCAB_SIZE, first.end // 2) == first.end // 2 * short
+    assert trained_flops(asked, asked.model, VOCAB_SIZE, third.end) == second.end * short + third.tokens * long
 
 
 def test_the_section_forecasts_a_larger_run_and_checks_itself_on_this_one(study: Study) -> None:

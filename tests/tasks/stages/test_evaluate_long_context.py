@@ -63,10 +63,10 @@ class Room:
 
     def write_model(self, folder: Path, uniform: bool) -> None:
         config = asked("[needle]").model
-        model = build_model(config, self.tokenizer.rows, 5, torch.float32, torch.device("cpu"))
+        model = build_model(config, self.tokenizer.vocab_size, 5, torch.float32, torch.device("cpu"))
         if uniform:
             torch.nn.init.zeros_(model.get_parameter("embedding.weight"))
-        save_model(folder, config, self.tokenizer.rows, model.state_dict())
+        save_model(folder, config, self.tokenizer.vocab_size, model.state_dict())
         self.tokenizer.save(folder)
 
     def context(self, recipe: Recipe) -> Context:

@@ -169,7 +169,7 @@ def test_a_damaged_file_is_refused(room: PromotionRoom) -> None:
 
 def test_another_tokenizer_is_refused(room: PromotionRoom) -> None:
     other = train_tokenizer([text.upper() for text in TEXTS], 290)
-    assert other.rows == room.coder.rows
+    assert other.vocab_size == room.coder.vocab_size
     record = judge_of(room, room.checkpoint(change=other.save))([])
     assert (record.kind, failed(record)) == (REJECTED, ["integrity/tokenizer"])
 

@@ -27,7 +27,7 @@ from herd.tasks.stages.train import init_weights, train_stage
 from herd.tasks.step import Context
 from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.agents import shared_agents
-from tests.llama3.train.train_samples import ROWS, STEP, recipe, write_tokens
+from tests.llama3.train.train_samples import STEP, VOCAB_SIZE, recipe, write_tokens
 
 CODER = Tokenizer([bytes([byte]) for byte in range(256)])
 MAIN = 12 * STEP
@@ -224,4 +224,4 @@ def test_a_start_that_says_too_little_is_refused(start: dict[str, str], fault: s
 
 
 def test_rows_are_those_of_the_shards() -> None:
-    assert CODER.rows == ROWS
+    assert CODER.vocab_size == VOCAB_SIZE

@@ -21,14 +21,14 @@ from herd.tasks.study.records import Studies, StudyRecord
 from herd.tasks.study.report import rewrite
 
 STUDY = load_study(Path("recipes/experiments/judge-cpu.yaml"))
-ROWS, SECONDS = 640, 90.0
+VOCAB_SIZE, SECONDS = 640, 90.0
 
 
 def stage(root: Root, run: VariantRun, name: str, made_by: str, **parameters: str) -> StepRecord:
     store = open_store(root)
     with store.staging() as folder:
         (folder / "model").mkdir()
-        save_model(folder / "model", run.recipe.model, ROWS, {})
+        save_model(folder / "model", run.recipe.model, VOCAB_SIZE, {})
         design = ArtifactSpec("checkpoint", name, 1, dict(parameters), {})
         artifact = store.commit(design, folder, {}, made_by, "abc", SECONDS)
     return StepRecord(artifact=artifact.label, outcome="created")
@@ -53,9 +53,11 @@ def test_a_shared_stage_is_paid_for_once(tmp_path: Path) -> None:
         [2 * 2 * SECONDS / 3600, *[2 * SECONDS / 3600] * len(others)]
     )
     run = STUDY.runs[0]
-    assert first.flops == pytest.approx(trained_flops(run.recipe, run.recipe.model, ROWS, run.tokens))
+    assert first.flops == pytest.approx(trained_flops(run.recipe, run.recipe.model, VOCAB_SIZE, run.tokens))
     half = Schedule(run.recipe).trained[0]
-    assert others[0].flops == pytest.approx(first.flops - trained_flops(run.recipe, run.recipe.model, ROWS, half.end))
+    assert others[0].flops == pytest.approx(
+        first.flops - trained_flops(run.recipe, run.recipe.model, VOCAB_SIZE, half.end)
+    )
 
 
 @pytest.mark.parametrize(("maker", "payer"), [("judge-cpu-3", 2), ("judge-cpu-99", 0)])
@@ -68,13 +70,13 @@ def test_the_run_that_made_it_pays_else_the_first_that_stands_on_it(tmp_path: Pa
 
 
 def test_the_sum_is_what_was_planned(tmp_path: Path) -> None:
-    """The plan counts the embedding rows of the recipe, the cost those of the trained model."""
+    """The plan counts the vocabulary of the recipe, the cost those of the trained model."""
     root = Root.parse(tmp_path)
     found = spent(STUDY, open_store(root), answers(root, "judge-cpu-1"), lambda name: 1)
     planned = sum(work.flops for work in distinct_stages(STUDY.runs).values())
     whole = sum(run.flops for run in STUDY.runs)
     assert sum(one.flops for one in found.values()) / planned == pytest.approx(
-        sum(trained_flops(run.recipe, run.recipe.model, ROWS, run.tokens) for run in STUDY.runs) / whole, rel=1e-6
+        sum(trained_flops(run.recipe, run.recipe.model, VOCAB_SIZE, run.tokens) for run in STUDY.runs) / whole, rel=1e-6
     )
 
 
