@@ -58,7 +58,7 @@ SCALE = 64
 CONSTANTS = {
     "herd.llama3.data.write_shards": {"SHARD_BYTES": SCALE},
     "herd.llama3.data.collect": {"ITEM_BYTES": SCALE, "MOST_TEXT": SCALE},
-    "herd.llama3.data.curate": {"PART_DOCUMENTS": SCALE},
+    "herd.llama3.data.curate": {"PARTITION_DOCUMENTS": SCALE},
 }
 """Module -> its constants that say how much text or how many documents one work item has -> how often smaller they are
 here."""

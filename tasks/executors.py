@@ -74,7 +74,7 @@ def _threads(count: int) -> Runner:
 
 
 def _part(step: str) -> str:
-    """Return the name of a part for people: `near/bands` of `shuffle/near/bands/4-1/0`."""
+    """Return the name of a part for people: `minhash/bands` of `shuffle/minhash/bands/4-1/0`."""
     return "/".join(step.removeprefix("shuffle/").split("/")[:2])
 
 

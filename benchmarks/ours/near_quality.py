@@ -24,11 +24,11 @@ def work(source: Path, folder: Path) -> dict[str, Any]:
     write_attributes(job, documents, bands=bands, rank=np.zeros(len(documents)))
     Exact().run(run_serial, job)
     MinHash().passes(run_serial, job)  # `run` would remove the verdicts
-    clusters = read_table(job.file(job.by_parts(CLUSTERS), 0))
+    clusters = read_table(job.file(job.by_partition(CLUSTERS), 0))
     pairs = set()
-    for number in range(len(list(Path(job.folder, "near").glob("*/open")))):
-        alike = round_shuffles(job, number).verdicts.read(job, 0).filter(pc.field("alike"))
-        ends = zip(alike["center"].to_pylist(), alike["row"].to_pylist(), strict=True)
+    for number in range(len(list(Path(job.folder, "minhash").glob("*/open")))):
+        similar = round_shuffles(job, number).verdicts.read(job, 0).filter(pc.field("similar"))
+        ends = zip(similar["center"].to_pylist(), similar["row"].to_pylist(), strict=True)
         pairs |= {(min(pair), max(pair)) for pair in ends}
     clustered = dict(zip(clusters["id"].to_pylist(), clusters["cluster"].to_pylist(), strict=True))
     return {

@@ -28,7 +28,7 @@ from herd.llama3.data.write_shards import STEP as WRITTEN
 
 STEP = "ledger"
 KEPT = ("kept", "held_out")
-LARGEST = "near/largest"
+LARGEST = "minhash/largest"
 """Step with the largest groups of near duplicates: cluster, documents, rows of the kept document and of the least
 similar copy, and the Jaccard of the copy."""
 _ATTRIBUTES = (
@@ -138,7 +138,7 @@ def write_ledger(runner: Runner, job: CurationJob, skipped: str, path: Path) -> 
 
 
 def summarize_ledger(runner: Runner, job: CurationJob, ledger: pa.Table) -> dict[str, Any]:
-    """Return the facts of the artifact, mostly by domain: documents and bytes to train on, held out, read, removed."""
+    """Return the metadata of the artifact, mostly by domain: documents and bytes to train on, held out, read, cut."""
     ledger_rows = ledger.to_pylist()
     lengths = aggregate(runner, job, LENGTHS, len(job.shards), _LENGTHS).to_pylist()
     domains = list(job.recipe.sources)
@@ -166,10 +166,10 @@ def summarize_ledger(runner: Runner, job: CurationJob, ledger: pa.Table) -> dict
     }
 
 
-def check_not_empty(facts: dict[str, Any], ledger: pa.Table) -> None:
+def check_not_empty(metadata: dict[str, Any], ledger: pa.Table) -> None:
     """Raise ValueError if a domain has documents but none to train on; the message lists their outcomes."""
-    for domain, kept in facts["documents"].items():
-        if facts["read"][domain] and not kept:
+    for domain, kept in metadata["documents"].items():
+        if metadata["read"][domain] and not kept:
             outcomes = [row for row in ledger.to_pylist() if row["domain"] == domain]
             reasons = ", ".join(f"{row['outcome']} {row['documents']:,}" for row in outcomes)
             decided = [row for row in outcomes if row["step"] != "read"] or outcomes
@@ -179,12 +179,12 @@ def check_not_empty(facts: dict[str, Any], ledger: pa.Table) -> None:
             raise ValueError(f"sources.{domain}: nothing is left to train on ({reasons}); {remedy}")
 
 
-def unscored_domains(facts: dict[str, Any]) -> list[str]:
+def unscored_domains(metadata: dict[str, Any]) -> list[str]:
     """Return a line for each domain with documents to train on and none held out."""
     return [
         f"{domain}: no held-out document of {kept:,}; it is not scored: raise curate.validation_fraction or add text"
-        for domain, kept in facts["documents"].items()
-        if kept and not facts["held_out"][domain]
+        for domain, kept in metadata["documents"].items()
+        if kept and not metadata["held_out"][domain]
     ]
 
 

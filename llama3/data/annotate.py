@@ -181,29 +181,29 @@ def annotate(
 ) -> dict[str, Any]:
     """Write the attributes of all shards of `collected` to `scratch`/attributes, and the score models beside them.
 
-    Both are paths or URIs. `settings` go to the job (memory, threads, parts). Returns facts: shards, and the accuracy
-    of each classifier on seeds that it was not trained on. Raises ValueError if a file named in the recipe cannot be
-    read.
+    Both are paths or URIs. `settings` go to the job (memory, threads, partitions). Returns metadata: shards, and the
+    accuracy of each classifier on seeds that it was not trained on. Raises ValueError if a file named in the recipe
+    cannot be read.
     """
     job = CurationJob(recipe, list_shards(collected, scratch), str(scratch), **settings)
     text_files: dict[Domain, list[str]] = {domain: [] for domain in recipe.sources}
     for shard in job.shards:
         text_files[shard.domain].append(shard.text)
-    facts = _prepare_models(recipe.curate, text_files, f"{scratch}/{MODELS}")
+    metadata = _prepare_models(recipe.curate, text_files, f"{scratch}/{MODELS}")
     if recipe.curate.needs_divergence:
         count_words(runner, job)
     run_step(runner, job, STEP, annotate_shard, range(len(job.shards)))
-    return {"shards": len(job.shards), "classifiers": facts}
+    return {"shards": len(job.shards), "classifiers": metadata}
 
 
 def _prepare_models(curate: Curate, text_files: dict[Domain, list[str]], uri: str) -> dict[str, Any]:
-    """Train the score models into the folder `uri` unless they exist, and return their facts."""
+    """Train the score models into the folder `uri` unless they exist, and return their metadata."""
     if is_local(uri):
         return prepare_scores(curate, text_files, local_path(uri))
     folder = local_folder(uri)  # of an earlier attempt, or empty
-    facts = prepare_scores(curate, text_files, folder)
+    metadata = prepare_scores(curate, text_files, folder)
     put_folder(folder, uri)
-    return facts
+    return metadata
 
 
 def list_shards(collected: str | Path, annotated: str | Path) -> tuple[Shard, ...]:

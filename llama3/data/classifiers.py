@@ -48,7 +48,7 @@ from herd.storage.filesystem import glob, write_atomic
 # text, 300 characters each: accuracy 94.2 to 94.9 %, ours 94.7 %. Not HashingVectorizer and SGDClassifier of
 # scikit-learn: 12 MB/s and 95.4 % where ours reaches 236 MB/s and 96.0 %. Ours has no subwords.
 
-Facts = dict[str, Any]
+Metadata = dict[str, Any]
 MODEL = "model.safetensors"
 BUCKETS = 2**18
 MOST = 100_000
@@ -77,7 +77,7 @@ class Classifier:
 
     names: tuple[str, ...]
     weights: Weights
-    facts: Facts = field(default_factory=dict)
+    metadata: Metadata = field(default_factory=dict)
     """Metrics on held-out examples."""
 
     @classmethod
@@ -90,11 +90,11 @@ class Classifier:
                 weights = file.get_tensor("weights")
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a classifier ({error}); delete it and train it again") from error
-        return cls(tuple(about["labels"]), weights, about["facts"])
+        return cls(tuple(about["labels"]), weights, about["metadata"])
 
     def save(self, folder: Path) -> None:
         """Write the model as one file, atomically. Equal models give equal bytes."""
-        about = json.dumps({"labels": self.names, "facts": self.facts}, sort_keys=True)
+        about = json.dumps({"labels": self.names, "metadata": self.metadata}, sort_keys=True)
         # One metadata key: safetensors writes several in an order that differs between processes.
         write_atomic(folder / MODEL, save({"weights": self.weights}, metadata={"classifier": about}))
 
@@ -119,12 +119,12 @@ class Classifier:
         return [self.names[index] for index in best], probabilities[np.arange(len(best)), best]
 
 
-def train_classifier(examples: Mapping[str, Iterable[str]], folder: Path, seed: int = 0) -> Facts:
+def train_classifier(examples: Mapping[str, Iterable[str]], folder: Path, seed: int = 0) -> Metadata:
     """Train on texts by label, write the model into `folder` and return its metrics on the held-out tenth.
 
     Labels have equal weight for any number of examples, so probabilities assume equally frequent labels. The order of
-    examples does not matter. Facts: examples and held_out by label; accuracy, recall by label and, for two labels, auc,
-    if enough was held out. Raises TooFewExamples if a label has fewer than 10 examples.
+    examples does not matter. Metadata: examples and held_out by label; accuracy, recall by label and, for two labels,
+    auc, if enough was held out. Raises TooFewExamples if a label has fewer than 10 examples.
     """
     names = tuple(sorted(examples))
     chosen = {name: select_examples(examples[name]) for name in names}
@@ -133,22 +133,22 @@ def train_classifier(examples: Mapping[str, Iterable[str]], folder: Path, seed: 
             raise TooFewExamples(
                 f"{name}: {len(texts)} different examples are too few to learn from; give {LEAST} or more"
             )
-    rows = sorted((digest, label, text) for label, name in enumerate(names) for digest, text in chosen[name])
-    weights = _train(len(names), [row for row in rows if row[0] % HELD_OUT] or rows, seed)
-    facts = {"examples": {name: len(texts) for name, texts in chosen.items()}}
-    facts |= _evaluate(Classifier(names, weights), [row for row in rows if not row[0] % HELD_OUT])
-    Classifier(names, weights, facts).save(folder)
-    return facts
+    labeled = sorted((digest, label, text) for label, name in enumerate(names) for digest, text in chosen[name])
+    weights = _train(len(names), [example for example in labeled if example[0] % HELD_OUT] or labeled, seed)
+    metadata = {"examples": {name: len(texts) for name, texts in chosen.items()}}
+    metadata |= _evaluate(Classifier(names, weights), [example for example in labeled if not example[0] % HELD_OUT])
+    Classifier(names, weights, metadata).save(folder)
+    return metadata
 
 
-def _train(label_count: int, rows: list[tuple[int, int, str]], seed: int) -> Weights:
-    """Return float32[buckets, labels] trained by SGD on rows (hash, label, text), reshuffled in each epoch."""
-    digests, label_numbers, texts = zip(*rows, strict=True)
+def _train(label_count: int, examples: list[tuple[int, int, str]], seed: int) -> Weights:
+    """Return float32[buckets, labels] trained by SGD on examples (hash, label, text), reshuffled in each epoch."""
+    digests, label_numbers, texts = zip(*examples, strict=True)
     hashes, labels = np.array(digests, np.uint64), np.array(label_numbers, np.int64)
     data, offsets = text_buffers(pa.array(texts, pa.large_string()))
-    share = len(rows) / label_count / np.maximum(np.bincount(labels, minlength=label_count), 1)
+    share = len(examples) / label_count / np.maximum(np.bincount(labels, minlength=label_count), 1)
     repeats = np.ceil(share / _STRONGEST).astype(np.int64)
-    turns = np.repeat(np.arange(len(rows)), repeats[labels])
+    turns = np.repeat(np.arange(len(examples)), repeats[labels])
     numbers = np.arange(len(turns), dtype=np.uint64)
     weights = np.zeros((BUCKETS, label_count), np.float32)
     epochs = max(_EPOCHS, -(-_STEPS // len(turns)))
@@ -162,19 +162,19 @@ def _train(label_count: int, rows: list[tuple[int, int, str]], seed: int) -> Wei
     return weights
 
 
-def _evaluate(model: Classifier, rows: list[tuple[int, int, str]]) -> Facts:
-    """Return the metrics of `model` on held-out rows (hash, label, text)."""
-    truth = np.array([row[1] for row in rows], np.int64)
+def _evaluate(model: Classifier, examples: list[tuple[int, int, str]]) -> Metadata:
+    """Return the metrics of `model` on held-out examples (hash, label, text)."""
+    truth = np.array([label for _, label, _ in examples], np.int64)
     held_out = {name: int((truth == label).sum()) for label, name in enumerate(model.names)}
-    facts: Facts = {"held_out": held_out}
-    if rows:
-        probabilities = model.probabilities(pa.array([row[2] for row in rows], pa.large_string()))
+    metrics: Metadata = {"held_out": held_out}
+    if examples:
+        probabilities = model.probabilities(pa.array([text for *_, text in examples], pa.large_string()))
         right = probabilities.argmax(axis=1) == truth
         recall = {name: float(right[truth == label].mean()) for label, name in enumerate(model.names) if held_out[name]}
-        facts |= {"accuracy": float(right.mean()), "recall": recall}
+        metrics |= {"accuracy": float(right.mean()), "recall": recall}
         if len(model.names) == 2 and all(held_out.values()):
-            facts["auc"] = area_under_curve(probabilities[:, 1], truth == 1)
-    return facts
+            metrics["auc"] = area_under_curve(probabilities[:, 1], truth == 1)
+    return metrics
 
 
 def select_examples(texts: Iterable[str]) -> list[tuple[int, str]]:
@@ -240,23 +240,23 @@ def read_seeds(patterns: Sequence[str], where: str) -> Iterator[str]:
             yield normalize(text)
 
 
-def prepare_scores(curate: Curate, text_files: Mapping[Domain, Sequence[str]], folder: Path) -> dict[str, Facts]:
-    """Train the models of `curate` into `folder` unless they exist; return facts by score, and "topics" for topics.
+def prepare_scores(curate: Curate, text_files: Mapping[Domain, Sequence[str]], folder: Path) -> dict[str, Metadata]:
+    """Train the models of `curate` into `folder` unless they exist; return metadata by score, and "topics" for topics.
 
     `text_files`: Parquet files with `text` and `draw` by domain. A score without bad examples takes documents of the
     corpus instead, those with the smallest `draw`, as many as there are good ones. Raises ValueError naming the field.
     """
     if faults := check_seeds(curate):
         raise ValueError("\n".join(faults))
-    facts: dict[str, Facts] = {}
+    metadata: dict[str, Metadata] = {}
     for index, score in enumerate(curate.scores):
         where, target = f"curate.scores.{index}.", folder / "scores" / score.name
         if score.model:
-            from herd.llama3.data.hf_classifier import transformer_facts  # imports torch
+            from herd.llama3.data.hf_classifier import transformer_metadata  # imports torch
 
-            facts[score.name] = transformer_facts(Path(score.model))
+            metadata[score.name] = transformer_metadata(Path(score.model))
         elif (target / MODEL).exists():
-            facts[score.name] = Classifier.load(target).facts
+            metadata[score.name] = Classifier.load(target).metadata
         else:
             good = [text for _, text in select_examples(read_seeds(score.good, where + "good"))]
             domains = score.domains or text_files
@@ -264,17 +264,17 @@ def prepare_scores(curate: Curate, text_files: Mapping[Domain, Sequence[str]], f
             # Right while good documents are rare in the corpus. Where half of it is good, the classifier learns half of
             # them as bad, and scores move toward the middle.
             bad = read_seeds(score.bad, where + "bad") if score.bad else sample_texts(scored, len(good))
-            facts[score.name] = _train_once({"good": good, "bad": bad}, target, where)
+            metadata[score.name] = _train_once({"good": good, "bad": bad}, target, where)
     if curate.topics:
         where = "curate.topics.seeds."
         seeds = {topic: read_seeds(files, where + topic) for topic, files in curate.topics.seeds.items()}
-        facts["topics"] = _train_once(seeds, folder / "topics", where)
-    return facts
+        metadata["topics"] = _train_once(seeds, folder / "topics", where)
+    return metadata
 
 
-def _train_once(examples: Mapping[str, Iterable[str]], folder: Path, where: str) -> Facts:
+def _train_once(examples: Mapping[str, Iterable[str]], folder: Path, where: str) -> Metadata:
     if (folder / MODEL).exists():
-        return Classifier.load(folder).facts
+        return Classifier.load(folder).metadata
     try:
         return train_classifier(examples, folder)
     except TooFewExamples as error:

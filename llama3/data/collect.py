@@ -106,7 +106,7 @@ class TextShard(NamedTuple):
 def collect(recipe: Recipe, folder: str | Path, runner: Runner = run_serial) -> dict[str, Any]:
     """Read every source of `recipe` into `folder`: shards in `text`, and `skipped.parquet` with what was left out.
 
-    Resumes an earlier call in this folder unless the files of the sources have changed. Returns facts: documents and
+    Resumes an earlier call in this folder unless the files of the sources have changed. Returns metadata: documents and
     bytes by domain; skipped by domain, source and reason; unreadable dates by domain. Raises SourceError for bad input
     if `curate.on_error` is fail, if a store does not answer, and if a domain lost more than `curate.max_lost` or has no
     document; then only `folder/items` and `folder/text` have been written.
@@ -276,10 +276,10 @@ def skipped_table(rows: Sequence[tuple[Any, ...]]) -> pa.Table:
 
 
 def _skipped(job: CollectJob) -> pa.Table:
-    """Return what all items skipped, one row per place and reason."""
+    """Return what all items skipped, one row per location and reason."""
     tables = read_each(read_table, [job.file(STEP, item) for item in range(len(job.items))])
     table = pa.concat_tables([*tables, skipped_table(job.passed_over)])
-    keys = ["domain", "source", "place", "reason"]
+    keys = ["domain", "source", "location", "reason"]
     summed = table.filter(pc.field("reason") != "").group_by(keys).aggregate([("documents", "sum"), ("bytes", "sum")])
     return summed.rename_columns(SKIPPED.names).sort_by([(key, "ascending") for key in keys])
 
@@ -294,17 +294,17 @@ def _check_losses(job: CollectJob, skipped: pa.Table, documents: dict[Domain, in
             raise SourceError(f"sources.{domain}: holds no document with text ({reasons}); name other files")
         files = {file.uri: file.size for item in job.items if item.domain == domain for file in item.files}
         lost = [row for row in in_domain.to_pylist() if row["reason"] not in NO_LOSS]
-        lost_files = [row for row in lost if row["place"] in files and row["bytes"] >= files[row["place"]]]
+        lost_files = [row for row in lost if row["location"] in files and row["bytes"] >= files[row["location"]]]
         lost_bytes = sum(row["bytes"] for row in lost)
         for unit, count, total in (
-            ("files", len({row["place"] for row in lost_files}), len(files)),
+            ("files", len({row["location"] for row in lost_files}), len(files)),
             ("bytes", lost_bytes, max(sum(files.values()), sizes[domain] + lost_bytes)),
         ):
             if count > total * max_lost:
                 raise SourceError(
                     f"sources.{domain}: {count:,} of {total:,} {unit} could not be read ({reasons}), more than "
                     f"curate.max_lost, which is {max_lost}; repair them or allow more; "
-                    f"the first is {(lost_files or lost)[0]['place']!r}"
+                    f"the first is {(lost_files or lost)[0]['location']!r}"
                 )
 
 

@@ -58,8 +58,8 @@ CURATION: tuple[CurationStage, ...] = (
 """The stages in order. For a new one: a `DocumentRule` or `CurationStage` in a file, a line here, a recipe section."""
 SAMPLED_AT_ONCE, SAMPLED_FILES = 8, 1000
 """Files of a source that a sample is read from in turns, and in total."""
-PART_DOCUMENTS = 125_000
-"""Documents per part: their bands take 60 MB, and a few times as much while they are sorted."""
+PARTITION_DOCUMENTS = 125_000
+"""Documents per partition: their bands take 60 MB, and a few times as much while they are sorted."""
 
 
 def curate(
@@ -72,19 +72,19 @@ def curate(
     *,
     memory: str = "1GiB",
     threads: int = 1,
-    parts: int | None = None,
+    partitions: int | None = None,
     fan: int | None = None,
 ) -> dict[str, Any]:
     """Write `documents/<domain>-<file>.parquet`, `ledger.parquet` and the report tables into `folder`.
 
     `collected`, `annotated` and `scratch` are paths or URIs; with a scratch folder in a store the documents stay there.
     They are ordered by id (see `write_shards.CURATED_SCHEMA`). `memory` and `threads` limit DuckDB in each work item,
-    and `fan` the files that it reads of a step; the result depends on none of them. Returns the facts of the artifact.
+    and `fan` the files that it reads of a step; the result depends on none of them. Returns the artifact's metadata.
     Raises ValueError if a file named in the recipe cannot be read or a domain keeps no document.
     """
     shards = list_shards(collected, annotated)
-    parts = parts or max(1, -(-sum(shard.documents for shard in shards) // PART_DOCUMENTS))
-    job = CurationJob(recipe, shards, str(scratch), parts, memory, threads, CURATION, fan or FAN)
+    partitions = partitions or max(1, -(-sum(shard.documents for shard in shards) // PARTITION_DOCUMENTS))
+    job = CurationJob(recipe, shards, str(scratch), partitions, memory, threads, CURATION, fan or FAN)
     for stage in job.stages:
         stage.run(runner, job)
     names = write_documents(runner, job)
@@ -95,10 +95,10 @@ def curate(
             (folder / "documents" / name).unlink(missing_ok=True)
             os.link(f"{scratch}/documents/{name}", folder / "documents" / name)
     ledger = write_ledger(runner, job, f"{collected}/skipped.parquet", folder / "ledger.parquet")
-    facts = summarize_ledger(runner, job, ledger)
+    metadata = summarize_ledger(runner, job, ledger)
     write_findings(runner, job, folder / FINDINGS)
-    check_not_empty(facts, ledger)
-    return facts
+    check_not_empty(metadata, ledger)
+    return metadata
 
 
 def curate_sample(recipe: Recipe, count: int, folder: Path) -> None:

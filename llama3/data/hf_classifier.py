@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-Facts = dict[str, Any]
+Metadata = dict[str, Any]
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 WINDOW = 512
 """Maximum tokens read of a text."""
@@ -43,7 +43,7 @@ class TransformerScorer:
     device: str
     window: int
     pad: int
-    rows: int
+    batch_size: int
     """Texts per batch; with 1, texts are not padded."""
 
     @classmethod
@@ -72,30 +72,30 @@ class TransformerScorer:
         window = min(WINDOW, model.config.max_position_embeddings - 2)
         tokenizer.no_padding()
         tokenizer.enable_truncation(window)
-        rows = 1 if device == "cpu" else _ROWS
-        return cls(model.to(device).eval(), tokenizer, device, window, model.config.pad_token_id or 0, rows)
+        batch_size = 1 if device == "cpu" else _ROWS
+        return cls(model.to(device).eval(), tokenizer, device, window, model.config.pad_token_id or 0, batch_size)
 
     def scores(self, texts: Any) -> NDArray[np.float64]:
         """Return the score of each text of an Arrow string column: float64[texts], from 0 to 1."""
         encodings = self.tokenizer.encode_batch([text[:CHARACTERS] for text in texts.to_pylist()])
         tokens = [encoding.ids for encoding in encodings]
         scores = np.empty(len(tokens), np.float64)
-        if self.rows == 1:
+        if self.batch_size == 1:
             padded = [max(len(ids), 1) for ids in tokens]
         else:
             padded = [min(next(size for size in LENGTHS if size >= len(ids)), self.window) for ids in tokens]
         lengths = np.array(padded, np.int64)
         for length in np.unique(lengths):
             indices = np.flatnonzero(lengths == length)
-            for start in range(0, len(indices), self.rows):
-                batch = indices[start : start + self.rows]
+            for start in range(0, len(indices), self.batch_size):
+                batch = indices[start : start + self.batch_size]
                 scores[batch] = self._batch([tokens[index] for index in batch], int(length))[: len(batch)]
         return scores
 
     @torch.inference_mode()
     def _batch(self, tokens: list[list[int]], length: int) -> NDArray[np.float64]:
-        ids = torch.full((self.rows, length), self.pad, dtype=torch.long)
-        mask = torch.zeros((self.rows, length), dtype=torch.long)
+        ids = torch.full((self.batch_size, length), self.pad, dtype=torch.long)
+        mask = torch.zeros((self.batch_size, length), dtype=torch.long)
         mask[:, 0] = 1  # attention over a row without tokens would divide by zero
         for row, text_ids in enumerate(tokens):
             ids[row, : len(text_ids)] = torch.tensor(text_ids, dtype=torch.long)
@@ -114,7 +114,7 @@ def check_transformer(folder: Path) -> None:
         raise ValueError("a transformer needs the package transformers; pip install transformers")
 
 
-def transformer_facts(folder: Path) -> Facts:
+def transformer_metadata(folder: Path) -> Metadata:
     """Return what identifies the model: its folder and the SHA-256 of its weights."""
     with (folder / "model.safetensors").open("rb") as file:
         digest = sha256()

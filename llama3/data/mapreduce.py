@@ -131,7 +131,7 @@ class CurationJob:
     shards: tuple[Shard, ...]
     folder: str
     """Scratch folder of the steps, a path or a URI."""
-    parts: int = 1
+    partitions: int = 1
     """Hash ranges that are reduced separately. No result depends on it; it may change while no stage is half done, else
     that stage begins again."""
     memory: str = "1GiB"
@@ -149,17 +149,17 @@ class CurationJob:
         """Return the files that `step` has written, in order of their items."""
         return [f"{self.folder}/{step}/{name}" for name in file_names(f"{self.folder}/{step}")]
 
-    def by_parts(self, step: str) -> str:
-        """Return the name of a step whose items are the parts."""
-        return f"{step}/{self.parts}"
+    def by_partition(self, step: str) -> str:
+        """Return the name of a step whose items are the partitions."""
+        return f"{step}/{self.partitions}"
 
     def by_key(self, name: str, items: int | None = None) -> Shuffle:
-        """Return the shuffle from `items` (default: the shards) to the parts."""
-        return Shuffle(name, len(self.shards) if items is None else items, self.parts, self.fan)
+        """Return the shuffle from `items` (default: the shards) to the partitions."""
+        return Shuffle(name, len(self.shards) if items is None else items, self.partitions, self.fan)
 
     def by_shard(self, name: str, items: int | None = None) -> Shuffle:
-        """Return the shuffle from `items` (default: the parts) to the shards."""
-        return Shuffle(name, self.parts if items is None else items, len(self.shards), self.fan)
+        """Return the shuffle from `items` (default: the partitions) to the shards."""
+        return Shuffle(name, self.partitions if items is None else items, len(self.shards), self.fan)
 
     def shard_of(self, rows: Any) -> Ints:
         """Return the index of the shard of each row."""
@@ -186,7 +186,7 @@ class CurationJob:
     def fates(self, index: int, before: str) -> pa.Table:
         """Return the documents of a shard that stages before `before` dropped (FATE_SCHEMA).
 
-        `index` is the place of the shard in `shards`, `before` the name of a stage, or "end".
+        `index` is that of the shard in `shards`, `before` the name of a stage, or "end".
         """
         stage = self.last_before(before)
         return read_table(self.file(f"{stage}/fates", index)) if stage else FATE_SCHEMA.empty_table()
@@ -280,24 +280,25 @@ def sql_literal(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-# The shuffle: rows go from the items of one step to the parts of the next
+# The shuffle: rows go from the items of one step to the partitions of the next
 #
-# A file is cut into ranges of parts, with an index in front, and a reader fetches its range of each file. Files times
-# readers would be quadratic in the corpus. So a file has at most `fan` ranges and a reader at most `fan` files, and
-# where there are more items or parts, merging items between them read one range of `fan` files and cut it again, as in
-# a radix sort. 32 items and parts need no merging, 1,024 are merged once, 32,768 twice, a million (60 TB) three times.
+# A file is cut into ranges of partitions, with an index in front, and a reader fetches its range of each file. Files
+# times readers would be quadratic in the corpus. So a file has at most `fan` ranges and a reader at most `fan` files,
+# and where there are more items or partitions, merging items between them read one range of `fan` files and cut it
+# again, as in a radix sort. 32 items and partitions need no merging, 1,024 are merged once, 32,768 twice, a million
+# (60 TB) three times.
 
-_PART = "part"
+_PARTITION = "partition"
 
 
 @dataclass(frozen=True)
 class Shuffle:
-    """Rows on their way from `items` (writers) to `parts` (readers)."""
+    """Rows on their way from `items` (writers) to `partitions` (readers)."""
 
     name: str
     """The name of the stage, a slash, what the rows are."""
     items: int
-    parts: int
+    partitions: int
     fan: int = FAN
     compression: str = "lz4"
     """Of Arrow's buffers. Hashes do not compress, so the fastest; texts take zstd."""
@@ -306,41 +307,41 @@ class Shuffle:
     def levels(self) -> int:
         """Files between writer and reader: 1 without merging."""
         levels = 1
-        while self.fan**levels < max(self.items, self.parts):
+        while self.fan**levels < max(self.items, self.partitions):
             levels += 1
         return levels
 
     def step(self, level: int = 0) -> str:
         """Return the step that writes the files of `level`; level 0 is written by the items, the others by `merge`."""
-        return f"shuffle/{self.name}/{self.items}-{self.parts}/{level}"
+        return f"shuffle/{self.name}/{self.items}-{self.partitions}/{level}"
 
-    def write(self, job: Any, item: int, rows: pa.Table, parts: Ints) -> None:
-        """Write the file of `item`: `rows`, of which row i goes to part `parts[i]`."""
-        self._write(job, 0, item, rows.append_column(_PART, pa.array(parts, pa.int32())))
+    def write(self, job: Any, item: int, rows: pa.Table, partitions: Ints) -> None:
+        """Write the file of `item`: `rows`, of which row i goes to partition `partitions[i]`."""
+        self._write(job, 0, item, rows.append_column(_PARTITION, pa.array(partitions, pa.int32())))
 
     def merge(self, runner: Runner, job: Any) -> None:
-        """Merge until every part is in at most `fan` files; called once all items have written."""
+        """Merge until every partition is in at most `fan` files; called once all items have written."""
         for level in range(1, self.levels):
             items = range(self._ranges(level - 1) * self._files(level))
             run_step(runner, job, self.step(level), partial(_merge_files, self, level), items)
 
-    def read(self, job: Any, part: int) -> pa.Table:
-        """Return the rows of `part`. Their order depends on the items: sort what must not."""
+    def read(self, job: Any, partition: int) -> pa.Table:
+        """Return the rows of `partition`. Their order depends on the items: sort what must not."""
         last = self.levels - 1
-        return self._read(job, last, part, range(self._files(last)))
+        return self._read(job, last, partition, range(self._files(last)))
 
     def merge_item(self, job: Any, level: int, item: int) -> None:
         """Do item `item` of `level`: one range of at most `fan` files of the level below, cut into ranges again."""
         group, batch = divmod(item, self._files(level))
         files = range(batch * self.fan, min((batch + 1) * self.fan, self._files(level - 1)))
         rows = self._read(job, level - 1, group, files)
-        if self._ranges(level - 1) == self.parts:  # the range is one part
-            rows = rows.append_column(_PART, pa.array(np.full(len(rows), group), pa.int32()))
+        if self._ranges(level - 1) == self.partitions:  # the range is one partition
+            rows = rows.append_column(_PARTITION, pa.array(np.full(len(rows), group), pa.int32()))
         self._write(job, level, item, rows)
 
     def _ranges(self, level: int) -> int:
-        """Return the number of ranges at `level`, over all groups; range i is parts i P / n to (i + 1) P / n."""
-        return min(self.parts, int(self.fan ** (level + 1)))
+        """Return the number of ranges at `level`, over all groups; range i is partitions i P / n to (i + 1) P / n."""
+        return min(self.partitions, int(self.fan ** (level + 1)))
 
     def _files(self, level: int) -> int:
         """Return the number of files of each group of `level`; a group is a range of the level below."""
@@ -353,9 +354,11 @@ class Shuffle:
     def _write(self, job: Any, level: int, item: int, rows: pa.Table) -> None:
         group = item // self._files(level)
         first, stop = self._first(level, group), self._first(level, group + 1)
-        ranges = ((rows[_PART].to_numpy().astype(np.int64) + 1) * self._ranges(level) - 1) // self.parts - first
-        if self._ranges(level) == self.parts:
-            rows = rows.drop_columns([_PART])
+        ranges = (
+            (rows[_PARTITION].to_numpy().astype(np.int64) + 1) * self._ranges(level) - 1
+        ) // self.partitions - first
+        if self._ranges(level) == self.partitions:
+            rows = rows.drop_columns([_PARTITION])
         if stop - first > 1:
             order = np.argsort(ranges, kind="stable")
             ranges, rows = ranges[order], rows.take(pa.array(order)).combine_chunks()
@@ -366,21 +369,21 @@ class Shuffle:
             _encoded(rows.slice(start, end - start), options) if end > start else b""
             for start, end in zip([0, *ends], ends, strict=False)
         ]
-        head = 16 * len(chunks)
+        index_bytes = 16 * len(chunks)
         index = np.array(
-            [np.cumsum([len(chunk) for chunk in chunks]) + head, [zlib.crc32(chunk) for chunk in chunks]]
+            [np.cumsum([len(chunk) for chunk in chunks]) + index_bytes, [zlib.crc32(chunk) for chunk in chunks]]
         ).T
         with atomic_file(job.file(self.step(level), item)) as temporary, temporary.open("wb") as file:
             file.write(index.astype(np.int64).tobytes())
             file.writelines(chunks)
 
-    def _read(self, job: Any, level: int, place: int, files: range) -> pa.Table:
-        """Return range `place` of `level`, from the files of its group with the numbers `files`."""
-        group = ((place + 1) * self._ranges(level - 1) - 1) // self._ranges(level)
+    def _read(self, job: Any, level: int, number: int, files: range) -> pa.Table:
+        """Return range `number` of `level`, from the files of its group with the numbers `files`."""
+        group = ((number + 1) * self._ranges(level - 1) - 1) // self._ranges(level)
         first, stop = self._first(level, group), self._first(level, group + 1)
-        names = [job.file(self.step(level), group * self._files(level) + number) for number in files]
-        found = read_each(partial(_read_range, stop - first, place - first), names)
-        tables = [table for table in found if table is not None]
+        names = [job.file(self.step(level), group * self._files(level) + file) for file in files]
+        read = partial(_read_range, stop - first, number - first)
+        tables = [table for table in read_each(read, names) if table is not None]
         return pa.concat_tables(tables or [_read_chunk(names[0], stop - first, 0)])
 
 
@@ -403,9 +406,9 @@ def _read_range(ranges: int, number: int, uri: str) -> pa.Table | None:
 def _read_chunk(uri: str, ranges: int, number: int) -> pa.Table | None:
     """Return a chunk of a shuffle file: the schema is chunk 0, range i is chunk i + 1. Raises StoreError."""
     # The index has a row for each chunk: offset of its end, CRC-32.
-    head = 16 * (ranges + 1)
-    index = np.frombuffer(read_range(uri, 0, head), np.int64).reshape(-1, 2)
-    start, (end, checksum) = int(index[number - 1, 0]) if number else head, index[number].tolist()
+    index_bytes = 16 * (ranges + 1)
+    index = np.frombuffer(read_range(uri, 0, index_bytes), np.int64).reshape(-1, 2)
+    start, (end, checksum) = int(index[number - 1, 0]) if number else index_bytes, index[number].tolist()
     if start == end:
         return None
     for _ in range(2):
@@ -415,10 +418,10 @@ def _read_chunk(uri: str, ranges: int, number: int) -> pa.Table | None:
     raise StoreError(f"{uri}: the bytes from {start:,} to {end:,} are not those that were written; delete the file")
 
 
-def key_parts(keys: Any, parts: int) -> Ints:
-    """Return the part of each key (uint64, equally distributed): the same for any order, ascending with the key."""
+def key_partitions(keys: Any, partitions: int) -> Ints:
+    """Return the partition of each key (uint64, equally distributed); it ascends with the key."""
     high = np.asarray(keys, np.uint64) >> np.uint64(32)
-    return ((high * np.uint64(parts)) >> np.uint64(32)).astype(np.int64)
+    return ((high * np.uint64(partitions)) >> np.uint64(32)).astype(np.int64)
 
 
 def write_drops(job: CurationJob, shuffle: Shuffle, item: int, drops: pa.Table) -> None:

@@ -79,10 +79,10 @@ def drop_topics(job: CurationJob, item: int) -> None:
     """Drop documents of the domain with index `item`. DuckDB sorts its capped documents and spills to disk."""
     topics, domain = job.recipe.curate.topics, DOMAINS[item]
     assert topics is not None
-    rows = _topics(job).read(job, item)
-    uncapped = int(_sizes(job, "FROM rows WHERE topic IS NULL", rows).sum())
+    documents = _topics(job).read(job, item)
+    uncapped = int(_sizes(job, "FROM documents WHERE topic IS NULL", documents).sum())
     sizes = {
-        topic: _sizes(job, f"FROM rows WHERE topic = {sql_literal(topic)} ORDER BY {_KEEP}", rows)
+        topic: _sizes(job, f"FROM documents WHERE topic = {sql_literal(topic)} ORDER BY {_KEEP}", documents)
         for topic in sorted(topics.caps)
     }
     kept = kept_documents(sizes, topics.caps, uncapped)
@@ -100,9 +100,9 @@ def drop_topics(job: CurationJob, item: int) -> None:
     limits = ", ".join(f"({sql_literal(topic)}, {count})" for topic, count in kept.items())
     query = f"""SELECT "row", 'topic_cap' AS outcome, NULL::VARCHAR AS kept FROM (
             SELECT topic, "row", row_number() OVER (PARTITION BY topic ORDER BY {_KEEP}) AS position
-            FROM rows WHERE topic IS NOT NULL
+            FROM documents WHERE topic IS NOT NULL
         ) JOIN (VALUES {limits}) AS limits(topic, most) USING (topic) WHERE position > most"""
-    write_drops(job, job.by_shard("topic/drops", len(DOMAINS)), item, job.query(query, rows=rows))
+    write_drops(job, job.by_shard("topic/drops", len(DOMAINS)), item, job.query(query, documents=documents))
 
 
 def kept_documents(
@@ -139,6 +139,6 @@ def max_total(sizes: Mapping[str, int], caps: Mapping[str, Fraction], uncapped: 
         reached |= above
 
 
-def _sizes(job: CurationJob, query: str, rows: pa.Table) -> NDArray[np.int64]:
-    sizes: NDArray[np.int64] = job.query(f"SELECT bytes {query}", rows=rows)["bytes"].to_numpy()
+def _sizes(job: CurationJob, query: str, documents: pa.Table) -> NDArray[np.int64]:
+    sizes: NDArray[np.int64] = job.query(f"SELECT bytes {query}", documents=documents)["bytes"].to_numpy()
     return sizes

@@ -145,8 +145,8 @@ def write_documents(runner: Runner, job: CurationJob) -> list[str]:
     documents = _documents(job, files)
     run_step(runner, job, documents.step(), map_documents, range(len(job.shards)))
     documents.merge(runner, job)
-    run_step(runner, job, "output/files", write_file, range(documents.parts))
-    return [_output_file(files, item).name for item in range(documents.parts)]
+    run_step(runner, job, "output/files", write_file, range(documents.partitions))
+    return [_output_file(files, item).name for item in range(documents.partitions)]
 
 
 def files_for(size: int) -> int:

@@ -68,11 +68,11 @@ def test_silent_work_says_that_it_lasts_and_what_is_done(monkeypatch: pytest.Mon
     with working(console, "collect"):
         await_lines(1)
         with data_runner(Cluster(threads=2)) as runner:
-            runner(None, "shuffle/near/bands/4-1/0", lambda job, item: None, range(7))
+            runner(None, "shuffle/minhash/bands/4-1/0", lambda job, item: None, range(7))
         await_lines(file.getvalue().count("\n") + 1)
     ended = file.getvalue()
     assert ended.splitlines()[0].split() == ["collect", "after", "0", "s"]
-    assert "collect           near/bands 7 of 7 after 0 s" in ended
+    assert "collect           minhash/bands 7 of 7 after 0 s" in ended
     time.sleep(0.2)
     assert file.getvalue() == ended
     count_items("web", 5)(1)  # nothing is shown: no error

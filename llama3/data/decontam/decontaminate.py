@@ -35,13 +35,13 @@ from herd.llama3.data.mapreduce import (
 from herd.llama3.data.text.words import WORD, split_words
 from herd.llama3.recipe.data_schema import Curate
 
-FOUND, FLAGGED, VERIFIED = "contaminated/found", "contaminated/flagged", "contaminated/verified"
+MATCHED, FLAGGED, VERIFIED = "contaminated/matched", "contaminated/flagged", "contaminated/verified"
 REPORT, RATIOS, EXAMPLES = "contaminated/report", "contaminated/ratios", "contaminated/examples"
 RUN = 13
 """Words in a row that example and document must share to confirm a flag."""
 _EXCERPT = 300
 _LOWER = {upper: upper + 32 for upper in range(0x41, 0x5B)}
-_FOUND = schema_of("key uint64, kind string, item int64, words int64, row int64, id string")
+_MATCHED = schema_of("key uint64, kind string, item int64, words int64, row int64, id string")
 """Rows by kind. `gram`: the gram with hash `key` occurs. `best`: the document that covers most own words
 (`split_words`) of example `item`. `document`: number of documents that contain an example of benchmark `item`."""
 _MERGE = """SELECT DISTINCT * FROM rows WHERE kind = 'gram'
@@ -88,14 +88,14 @@ class Decontaminate(CurationStage):
     def passes(self, runner: Runner, job: CurationJob) -> None:
         run_step(runner, job, STEP, write_benchmarks, [0])
         run_step(runner, job, "contaminated/fates", scan_shard, range(len(job.shards)))
-        found = aggregate(runner, job, FOUND, len(job.shards), _MERGE)
+        matched = aggregate(runner, job, MATCHED, len(job.shards), _MERGE)
         examples = EvalExamples.read(job)
-        best = _best_documents(found, examples)
+        best = _best_documents(matched, examples)
         chosen = np.flatnonzero(best.words >= examples.least(thresholds(job)))
         write_table(pa.table({"item": chosen, "row": best.rows[chosen]}), job.file(FLAGGED, 0))
         run_step(runner, job, VERIFIED, verify_shard, np.unique(job.shard_of(best.rows[chosen])).tolist())
         verified = [row for file in job.files(VERIFIED) for row in read_table(file).to_pylist()]
-        write_reports(job, found, verified)
+        write_reports(job, matched, verified)
 
 
 def scan_shard(job: CurationJob, index: int) -> None:
@@ -130,7 +130,7 @@ def scan_shard(job: CurationJob, index: int) -> None:
         _matches("best", len(items), item=items, words=matches.best[items], row=best_rows, id=best_ids),
         _matches("document", len(benchmarks), item=np.arange(len(benchmarks)), words=contains.sum(axis=0)),
     ]
-    write_table(pa.concat_tables(tables), job.file(FOUND, index))
+    write_table(pa.concat_tables(tables), job.file(MATCHED, index))
     dropping = np.array([benchmark.action == "drop" for benchmark in benchmarks], bool)
     dropped = rows[contains[:, dropping].any(axis=1)]
     columns = [dropped, pa.array(["contaminated"] * len(dropped), pa.string()), pa.nulls(len(dropped), pa.string())]
@@ -138,12 +138,12 @@ def scan_shard(job: CurationJob, index: int) -> None:
 
 
 def _matches(kind: str, count: int, **columns: Any) -> pa.Table:
-    """Return a table of schema _FOUND; columns that the kind does not have are 0, -1 or ""."""
+    """Return a table of schema _MATCHED; columns that the kind does not have are 0, -1 or ""."""
     missing = np.full(count, -1, np.int64)
     given = {"key": np.zeros(count, np.uint64), "item": missing, "words": missing, "row": missing, **columns}
     ids = given.pop("id", pa.array([""] * count, pa.string()))
     arrays = [given["key"], pa.array([kind] * count, pa.string()), given["item"], given["words"], given["row"], ids]
-    return pa.table([pa.array(array) for array in arrays], names=_FOUND.names).cast(_FOUND)
+    return pa.table([pa.array(array) for array in arrays], names=_MATCHED.names).cast(_MATCHED)
 
 
 # Verification: read the best document of every flagged example again
@@ -211,8 +211,8 @@ class _BestDocuments(NamedTuple):
     ids: list[str]
 
 
-def _best_documents(found: pa.Table, examples: EvalExamples) -> _BestDocuments:
-    table = found.filter(pc.field("kind") == "best")
+def _best_documents(matched: pa.Table, examples: EvalExamples) -> _BestDocuments:
+    table = matched.filter(pc.field("kind") == "best")
     count, item = len(examples.words), table["item"].to_numpy()
     covered, rows, ids = np.zeros(count, np.int64), np.full(count, -1, np.int64), [""] * count
     covered[item], rows[item] = table["words"].to_numpy(), table["row"].to_numpy()
@@ -221,11 +221,11 @@ def _best_documents(found: pa.Table, examples: EvalExamples) -> _BestDocuments:
     return _BestDocuments(covered, rows, ids)
 
 
-def write_reports(job: CurationJob, found: pa.Table, verifications: list[dict[str, Any]]) -> None:
+def write_reports(job: CurationJob, matched: pa.Table, verifications: list[dict[str, Any]]) -> None:
     """Write the three tables of the report."""
     examples, benchmarks = EvalExamples.read(job), job.recipe.curate.benchmarks
-    best, whole = _best_documents(found, examples), examples.whole
-    seen = found.filter(pc.field("kind") == "gram")["key"].to_numpy()
+    best, whole = _best_documents(matched, examples), examples.whole
+    seen = matched.filter(pc.field("kind") == "gram")["key"].to_numpy()
     corpus = examples.covered(np.isin(examples.grams, seen))  # words in grams that occur in the corpus
     shares = [benchmarks[number].threshold for number in examples.benchmark.tolist()]
     pairs = zip(corpus.tolist(), examples.words.tolist(), shares, strict=True)
@@ -260,7 +260,7 @@ def write_reports(job: CurationJob, found: pa.Table, verifications: list[dict[st
         """Return how many of the examples `members` have a text for which `flags` is true."""
         return int(np.logical_or.reduceat(flags, whole)[members].sum())
 
-    counted = found.filter(pc.field("kind") == "document")
+    counted = matched.filter(pc.field("kind") == "document")
     documents = dict(zip(counted["item"].to_pylist(), counted["words"].to_pylist(), strict=True))
     words, reports, ratios = examples.words[whole], [], []
     for index, benchmark in enumerate(benchmarks):
@@ -275,7 +275,8 @@ def write_reports(job: CurationJob, found: pa.Table, verifications: list[dict[st
         flags, true_flags = count_examples(flagged, members), count_examples(confirmed, members)
         precision = true_flags / flags if flags else None
         hits = documents.get(index, 0)
-        head = (benchmark.name, benchmark.action, str(benchmark.threshold), total, short, only_template)
-        reports.append((*head, flags, true_flags, precision, hits, hits if benchmark.action == "drop" else 0))
+        dropped = hits if benchmark.action == "drop" else 0
+        counts = (total, short, only_template, flags, true_flags, precision, hits, dropped)
+        reports.append((benchmark.name, benchmark.action, str(benchmark.threshold), *counts))
     write_table(pa.table(list(zip(*ratios, strict=True)), schema=_RATIOS), job.file(RATIOS, 0))
     write_table(pa.table(list(zip(*reports, strict=True)), schema=_REPORT), job.file(REPORT, 0))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from herd.llama3.data.mapreduce import CurationJob, CurationStage, Runner, key_parts, run_step, write_drops
+from herd.llama3.data.mapreduce import CurationJob, CurationStage, Runner, key_partitions, run_step, write_drops
 from herd.llama3.recipe.data_schema import Curate
 
 KEEP = '"rank" DESC, date DESC, id, url, source_index, license, language, "row"'
@@ -32,26 +32,26 @@ class _Copies(CurationStage):
         run_step(runner, job, copies.step(), self.map_shard, range(len(job.shards)))
         copies.merge(runner, job)
         drops = job.by_shard(f"{self.name}/drops")
-        run_step(runner, job, drops.step(), self.drop_copies, range(job.parts))
+        run_step(runner, job, drops.step(), self.drop_copies, range(job.partitions))
         self.apply_drops(runner, job, drops)
 
     def map_shard(self, job: CurationJob, index: int) -> None:
-        """Send the documents of shard `index` to the parts of their keys."""
+        """Send the documents of shard `index` to the partitions of their keys."""
         documents = job.survivors(index, self.name, (*KEEP_COLUMNS, "domain"))
         keyed = job.query(f"SELECT {self.key} AS key, * FROM documents WHERE {self.where}", documents=documents)
-        parts = key_parts(keyed["key"], job.parts)
-        job.by_key(f"{self.name}/copies").write(job, index, keyed.drop_columns(["key"]), parts)
+        partitions = key_partitions(keyed["key"], job.partitions)
+        job.by_key(f"{self.name}/copies").write(job, index, keyed.drop_columns(["key"]), partitions)
 
-    def drop_copies(self, job: CurationJob, part: int) -> None:
-        """Drop documents among those whose keys are in `part`."""
+    def drop_copies(self, job: CurationJob, partition: int) -> None:
+        """Drop documents among those whose keys are in `partition`."""
         (outcome,) = self.reasons
         query = f"""SELECT "row", '{outcome}' AS outcome, kept FROM (
             SELECT "row", date, row_number() OVER copies AS position, first_value(id) OVER copies AS kept,
                 first_value(date) OVER copies AS newest
             FROM documents WINDOW copies AS (PARTITION BY {self.group} ORDER BY {self.order}))
         WHERE {self.drop}"""
-        drops = job.query(query, documents=job.by_key(f"{self.name}/copies").read(job, part))
-        write_drops(job, job.by_shard(f"{self.name}/drops"), part, drops)
+        drops = job.query(query, documents=job.by_key(f"{self.name}/copies").read(job, partition))
+        write_drops(job, job.by_shard(f"{self.name}/drops"), partition, drops)
 
 
 class NewestVersion(_Copies):

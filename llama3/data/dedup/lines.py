@@ -36,7 +36,7 @@ from herd.llama3.data.mapreduce import (
     aggregate,
     count_survivors,
     documents_of,
-    key_parts,
+    key_partitions,
     read_table,
     run_step,
     schema_of,
@@ -88,15 +88,15 @@ class LineDedup(CurationStage):
         return curate.lines.max_copies is not None
 
     def passes(self, runner: Runner, job: CurationJob) -> None:
-        shards, parts = range(len(job.shards)), range(job.parts)
+        shards, partitions = range(len(job.shards)), range(job.partitions)
         counts, bad = _counts(job), _bad(job)
         write_table(count_buckets(job, count_survivors(runner, job, "lines")), job.file(BUCKETS, 0))
         run_step(runner, job, counts.step(), map_lines, shards)
         counts.merge(runner, job)
-        run_step(runner, job, bad.step(), reduce_lines, parts)
+        run_step(runner, job, bad.step(), reduce_lines, partitions)
         bad.merge(runner, job)
         run_step(runner, job, BAD, write_bad, shards)
-        top = aggregate(runner, job, job.by_parts("lines/top"), job.parts, _MOST)
+        top = aggregate(runner, job, job.by_partition("lines/top"), job.partitions, _MOST)
         write_table(common_lines(job, top), job.file(COMMON, 0))
 
 
@@ -128,17 +128,17 @@ def map_lines(job: CurationJob, index: int) -> None:
     copies = np.diff(firsts, append=len(keys))
     first_rows = np.minimum.reduceat(rows, firsts) if len(firsts) else rows
     table = pa.table([keys[firsts], copies, first_rows], schema=_COUNTS)
-    _counts(job).write(job, index, table, key_parts(keys[firsts], job.parts))
+    _counts(job).write(job, index, table, key_partitions(keys[firsts], job.partitions))
 
 
-def reduce_lines(job: CurationJob, part: int) -> None:
-    """Send the lines of a part that have too many copies to the shards that have them, and write the most frequent."""
+def reduce_lines(job: CurationJob, partition: int) -> None:
+    """Send the lines of a partition with too many copies to the shards that have them; write the most frequent ones."""
     query = f"""SELECT * FROM (SELECT key, "row", sum(copies) OVER (PARTITION BY key)::BIGINT AS copies FROM counts)
         WHERE copies > {job.recipe.curate.lines.max_copies}"""
-    bad = job.query(query, counts=_counts(job).read(job, part))
+    bad = job.query(query, counts=_counts(job).read(job, partition))
     query = f"""SELECT key, copies, min("row") AS "row" FROM bad GROUP BY ALL ORDER BY copies DESC, key LIMIT {SHOWN}"""
-    write_table(job.query(query, bad=bad), job.file(job.by_parts("lines/top"), part))
-    _bad(job).write(job, part, bad.select(["key"]), job.shard_of(bad["row"]))
+    write_table(job.query(query, bad=bad), job.file(job.by_partition("lines/top"), partition))
+    _bad(job).write(job, partition, bad.select(["key"]), job.shard_of(bad["row"]))
 
 
 def write_bad(job: CurationJob, index: int) -> None:

@@ -1,8 +1,8 @@
 """Near-duplicate removal: MinHash LSH, verification by true Jaccard, connected components, one document kept of each.
 
 LSH alone joins many unlike pairs (a fifth of the edges, on technical text) and components chain them, so every edge is
-verified. The shuffles, all under `near/`: `bands` by bucket; in rounds `pairs`, `wanted` and `centers` by shard and
-`verdicts` by bucket; `edges` and the rounds of `stars` by document; `labels` by shard; `members` by cluster.
+verified. The shuffles, all under `minhash/`: `bands` by bucket; in rounds `pairs`, `center_requests` and `centers` by
+shard and `verdicts` by bucket; `edges` and the rounds of `stars` by document; `labels` by shard; `members` by cluster.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from herd.llama3.data.mapreduce import (
     Runner,
     Shuffle,
     aggregate,
-    key_parts,
+    key_partitions,
     open_parquet,
     read_table,
     run_step,
@@ -40,11 +40,11 @@ from herd.storage.files import atomic_file
 
 ROUNDS = 8
 """Maximum number of centers that a bucket is compared with."""
-SETS = "near/sets"
+SETS = "minhash/sets"
 """Step with the shingle sets of the documents that share a bucket: row, shingles; 8 bytes a word."""
-CLUSTERS = "near/clusters"
-"""Step of the parts with the clusters: cluster (id of the kept document), id, row, jaccard (largest verified one with
-another document of the cluster), size (documents of the cluster)."""
+CLUSTERS = "minhash/clusters"
+"""Step of the partitions with the clusters: cluster (id of the kept document), id, row, jaccard (largest verified one
+with another document of the cluster), size (documents of the cluster)."""
 SETS_PER_GROUP = 64
 """A row group of sets takes half a megabyte for usual documents, so late rounds read little that they do not need."""
 LISTS = pa.large_list(pa.uint64())
@@ -58,48 +58,48 @@ Columns = dict[str, NDArray[Any]]
 class MinHash(CurationStage):
     """Keep one document of each cluster of near duplicates."""
 
-    name, title, section = "near", "near copies", ("dedup",)
+    name, title, section = "minhash", "near duplicates", ("dedup",)
     reasons: ClassVar = {"near_duplicate": "Nearly the same text exists elsewhere in its domain and language."}
 
     def enabled(self, curate: Curate) -> bool:
         return curate.dedup.jaccard < 1
 
     def passes(self, runner: Runner, job: CurationJob) -> None:
-        shards, parts = range(len(job.shards)), range(job.parts)
+        shards, partitions = range(len(job.shards)), range(job.partitions)
         run_step(runner, job, _bands(job).step(), map_bands, shards)
         _bands(job).merge(runner, job)
         rounds = verify_candidates(runner, job)
-        run_step(runner, job, job.by_parts("near/jaccard"), partial(largest_jaccard, rounds), parts)
+        run_step(runner, job, job.by_partition("minhash/jaccard"), partial(largest_jaccard, rounds), partitions)
         last = join_components(runner, job, rounds)
-        run_step(runner, job, _labels(job).step(), partial(send_labels, last, rounds), parts)
+        run_step(runner, job, _labels(job).step(), partial(send_labels, last, rounds), partitions)
         _labels(job).merge(runner, job)
         run_step(runner, job, _members(job).step(), map_members, shards)
         _members(job).merge(runner, job)
-        run_step(runner, job, _drops(job).step(), reduce_clusters, parts)
-        largest = aggregate(runner, job, job.by_parts(LARGEST), job.parts, _MOST)
+        run_step(runner, job, _drops(job).step(), reduce_clusters, partitions)
+        largest = aggregate(runner, job, job.by_partition(LARGEST), job.partitions, _MOST)
         write_table(largest, job.file(LARGEST, 0))
         self.apply_drops(runner, job, _drops(job))
 
 
 def _bands(job: CurationJob) -> Shuffle:
-    return job.by_key("near/bands")
+    return job.by_key("minhash/bands")
 
 
 def _labels(job: CurationJob) -> Shuffle:
-    return job.by_shard("near/labels")
+    return job.by_shard("minhash/labels")
 
 
 def _members(job: CurationJob) -> Shuffle:
-    return job.by_key("near/members")
+    return job.by_key("minhash/members")
 
 
 def _drops(job: CurationJob) -> Shuffle:
-    return job.by_shard("near/drops")
+    return job.by_shard("minhash/drops")
 
 
 def map_bands(job: CurationJob, index: int) -> None:
-    """Send the bands of the documents of a shard to their buckets: key (of the bucket), head (of the id), row."""
-    documents = job.survivors(index, "near", ("row", "id", "language", "bands"))
+    """Send the bands of the documents of a shard to their buckets: key (of the bucket), id_prefix, row."""
+    documents = job.survivors(index, "minhash", ("row", "id", "language", "bands"))
     bands, offsets = list_buffers(documents["bands"])
     document = np.repeat(np.arange(documents.num_rows), np.diff(offsets))
     # A document is compared only within its domain and language, so their hash goes into the key.
@@ -107,10 +107,10 @@ def map_bands(job: CurationJob, index: int) -> None:
     domain = job.shards[index].domain
     digests = [blake2b(f"{domain}\0{name}".encode(), digest_size=8).digest() for name in names]
     groups = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)[language]
-    head = np.array([int(document_id[:16], 16) for document_id in documents["id"].to_pylist()], np.uint64)
+    id_prefix = np.array([int(document_id[:16], 16) for document_id in documents["id"].to_pylist()], np.uint64)
     key = mix_hashes(bands[offsets[0] : offsets[-1]] ^ groups[document])
-    table = pa.table({"key": key, "head": head[document], "row": documents["row"].to_numpy()[document]})
-    _bands(job).write(job, index, table, key_parts(key, job.parts))
+    table = pa.table({"key": key, "id_prefix": id_prefix[document], "row": documents["row"].to_numpy()[document]})
+    _bands(job).write(job, index, table, key_partitions(key, job.partitions))
 
 
 # Verification rounds. In each round the first open member of a bucket is its center, and all other members of the
@@ -126,16 +126,16 @@ def map_bands(job: CurationJob, index: int) -> None:
 def verify_candidates(runner: Runner, job: CurationJob) -> int:
     """Run rounds until no bucket has a pair left to compare; return their number.
 
-    Verdicts: key (bucket), head, row (member), center, jaccard, alike, open (unlike every center so far).
+    Verdicts: key (bucket), id_prefix, row (member), center, jaccard, similar, open (unlike every center so far).
     """
-    shards, parts = range(len(job.shards)), range(job.parts)
+    shards, partitions = range(len(job.shards)), range(job.partitions)
     for number in range(ROUNDS):
         shuffles = round_shuffles(job, number)
-        run_step(runner, job, shuffles.pairs.step(), partial(choose_pairs, number), parts)
-        if not job.files(job.by_parts(_open(number))):
+        run_step(runner, job, shuffles.pairs.step(), partial(choose_pairs, number), partitions)
+        if not job.files(job.by_partition(_open(number))):
             return number
         shuffles.pairs.merge(runner, job)
-        shuffles.wanted.merge(runner, job)
+        shuffles.center_requests.merge(runner, job)
         run_step(runner, job, shuffles.centers.step(), partial(copy_centers, number), shards)
         shuffles.centers.merge(runner, job)
         run_step(runner, job, shuffles.verdicts.step(), partial(verify_pairs, number), shards)
@@ -148,7 +148,7 @@ class RoundShuffles(NamedTuple):
     """The shuffles of a round of verification."""
 
     pairs: Shuffle
-    wanted: Shuffle
+    center_requests: Shuffle
     centers: Shuffle
     verdicts: Shuffle
     edges: Shuffle
@@ -156,10 +156,10 @@ class RoundShuffles(NamedTuple):
 
 def round_shuffles(job: CurationJob, number: int) -> RoundShuffles:
     """Return the shuffles of round `number`."""
-    name = f"near/{number:02}"
+    name = f"minhash/{number:02}"
     return RoundShuffles(
         job.by_shard(f"{name}/pairs"),
-        job.by_shard(f"{name}/wanted"),
+        job.by_shard(f"{name}/center_requests"),
         job.by_shard(f"{name}/centers", len(job.shards)),
         job.by_key(f"{name}/verdicts"),
         job.by_key(f"{name}/edges"),
@@ -167,49 +167,57 @@ def round_shuffles(job: CurationJob, number: int) -> RoundShuffles:
 
 
 def _open(number: int) -> str:
-    return f"near/{number:02}/open"
+    return f"minhash/{number:02}/open"
 
 
-def choose_pairs(number: int, job: CurationJob, part: int) -> None:
-    """Send the pairs of the buckets of `part` to the shards of their members, and to those of the centers wanted.
+def choose_pairs(number: int, job: CurationJob, partition: int) -> None:
+    """Send the pairs of the buckets of `partition` to the shards of their members, and request their centers' sets.
 
-    Pairs: bucket, head, member, center, open. Wanted: center, home (shard that needs it).
+    Pairs: bucket, id_prefix, member, center, open. Requests: center, shard (of a member, which needs the set).
     """
-    pairs, wanted, *_ = round_shuffles(job, number)
-    rows = _columns((_bands(job) if number == 0 else round_shuffles(job, number - 1).verdicts).read(job, part))
+    pairs, center_requests, *_ = round_shuffles(job, number)
+    members = _columns((_bands(job) if number == 0 else round_shuffles(job, number - 1).verdicts).read(job, partition))
     if number == 0:
-        rows["open"] = np.ones(len(rows["key"]), bool)
+        members["open"] = np.ones(len(members["key"]), bool)
     # Keep buckets with two members or more, one of them open.
-    _, bucket, size = np.unique(rows["key"], return_inverse=True, return_counts=True)
+    _, bucket, size = np.unique(members["key"], return_inverse=True, return_counts=True)
     has_open = np.zeros(len(size), bool)
-    has_open[bucket[rows["open"]]] = True
+    has_open[bucket[members["open"]]] = True
     comparable = (has_open & (size > 1))[bucket]
-    rows = _sorted({name: values[comparable] for name, values in rows.items()}, "key", "head", "row")
-    _, bucket = np.unique(rows["key"], return_inverse=True)
-    opened = np.flatnonzero(rows["open"])
-    _, first = np.unique(bucket[opened], return_index=True)
-    center = opened[first][bucket]
+    members = _sorted({name: values[comparable] for name, values in members.items()}, "key", "id_prefix", "row")
+    _, bucket = np.unique(members["key"], return_inverse=True)
+    open_members = np.flatnonzero(members["open"])
+    _, first = np.unique(bucket[open_members], return_index=True)
+    center = open_members[first][bucket]
     chosen = np.flatnonzero(center != np.arange(len(center)))
-    member, center = rows["row"][chosen], rows["row"][center[chosen]]
-    home = job.shard_of(member)
-    needed, needed_by = _distinct(center, home)
-    wanted.write(job, part, pa.table({"center": needed, "home": needed_by}), job.shard_of(needed))
-    columns = {"bucket": rows["key"][chosen], "head": rows["head"][chosen], "member": member, "center": center}
+    member, center = members["row"][chosen], members["row"][center[chosen]]
+    shard = job.shard_of(member)
+    needed, needed_by = _distinct(center, shard)
+    center_requests.write(job, partition, pa.table({"center": needed, "shard": needed_by}), job.shard_of(needed))
+    columns = {
+        "bucket": members["key"][chosen],
+        "id_prefix": members["id_prefix"][chosen],
+        "member": member,
+        "center": center,
+    }
     if len(chosen):
-        write_table(pa.table({}), job.file(job.by_parts(_open(number)), part))
-    pairs.write(job, part, pa.table(columns | {"open": rows["open"][chosen]}), home)
+        write_table(pa.table({}), job.file(job.by_partition(_open(number)), partition))
+    pairs.write(job, partition, pa.table(columns | {"open": members["open"][chosen]}), shard)
 
 
 def copy_centers(number: int, job: CurationJob, index: int) -> None:
-    """Send the sets of the centers in a shard to their homes: row, shingles. The first round computes all sets."""
-    pairs, wanted, centers, *_ = round_shuffles(job, number)
-    needed = _columns(wanted.read(job, index))
-    center, home = _distinct(needed["center"], needed["home"])  # several parts may want a center for one home
+    """Send the sets of the centers in a shard to the shards that requested them: row, shingles.
+
+    The first round computes all sets.
+    """
+    pairs, center_requests, centers, *_ = round_shuffles(job, number)
+    requests = _columns(center_requests.read(job, index))
+    center, shard = _distinct(requests["center"], requests["shard"])  # several partitions may request the same
     if number == 0:
         write_sets(job, index, np.union1d(pairs.read(job, index)["member"].to_numpy(), center))
     rows, sets = read_sets(job.file(SETS, index), center)
     table = pa.table({"row": center, "shingles": sets.take(pa.array(np.searchsorted(rows, center)))})
-    centers.write(job, index, table, home)
+    centers.write(job, index, table, shard)
 
 
 def write_sets(job: CurationJob, index: int, rows: Offsets) -> None:
@@ -242,29 +250,32 @@ def read_sets(uri: str, rows: Offsets) -> tuple[Offsets, pa.LargeListArray]:
 
 
 def verify_pairs(number: int, job: CurationJob, index: int) -> None:
-    """Send the verdict on every pair whose member is in a shard to its bucket, and those alike to both documents."""
-    pairs, _, centers, verdicts, edges = round_shuffles(job, number)
-    rows = _sorted(_columns(pairs.read(job, index)), "center", "member", "bucket")
-    center, member = rows["center"], rows["member"]
+    """Send the verdict on every pair whose member is in a shard to its bucket, and similar pairs to both documents."""
+    shuffles = round_shuffles(job, number)
+    pairs = _sorted(_columns(shuffles.pairs.read(job, index)), "center", "member", "bucket")
+    center, member = pairs["center"], pairs["member"]
     # A pair may occur in several buckets; equal pairs are adjacent, and the first of them is computed.
     first = np.ones(len(center), bool)
     first[1:] = (center[1:] != center[:-1]) | (member[1:] != member[:-1])
     member_rows, members = read_sets(job.file(SETS, index), member[first])
-    copies = centers.read(job, index)
+    copies = shuffles.centers.read(job, index)
     copied = copies["row"].to_numpy()
     order = np.argsort(copied)
     center_sets = pa.concat_arrays([pa.array([], LISTS), *copies["shingles"].chunks])
-    places = np.searchsorted(member_rows, member[first]), order[np.searchsorted(copied, center[first], sorter=order)]
-    jaccard = jaccard_pairs(list_buffers(members), list_buffers(center_sets), places)
-    alike = jaccard >= job.recipe.curate.dedup.jaccard
-    left, right, likeness = center[first][alike], member[first][alike], jaccard[alike]
+    set_indices = (
+        np.searchsorted(member_rows, member[first]),
+        order[np.searchsorted(copied, center[first], sorter=order)],
+    )
+    jaccard = jaccard_pairs(list_buffers(members), list_buffers(center_sets), set_indices)
+    similar = jaccard >= job.recipe.curate.dedup.jaccard
+    left, right, similarity = center[first][similar], member[first][similar], jaccard[similar]
     ends = np.concatenate((left, right))
-    table = {"node": ends, "other": np.concatenate((right, left)), "jaccard": np.tile(likeness, 2)}
-    edges.write(job, index, pa.table(table), _node_parts(job, ends))
+    table = {"node": ends, "other": np.concatenate((right, left)), "jaccard": np.tile(similarity, 2)}
+    shuffles.edges.write(job, index, pa.table(table), _node_partitions(job, ends))
     pair = np.cumsum(first) - 1
-    columns = {"key": rows["bucket"], "head": rows["head"], "row": member, "center": center}
-    columns |= {"jaccard": jaccard[pair], "alike": alike[pair], "open": rows["open"] & ~alike[pair]}
-    verdicts.write(job, index, pa.table(columns), key_parts(rows["bucket"], job.parts))
+    columns = {"key": pairs["bucket"], "id_prefix": pairs["id_prefix"], "row": member, "center": center}
+    columns |= {"jaccard": jaccard[pair], "similar": similar[pair], "open": pairs["open"] & ~similar[pair]}
+    shuffles.verdicts.write(job, index, pa.table(columns), key_partitions(pairs["bucket"], job.partitions))
 
 
 def _columns(table: pa.Table) -> Columns:
@@ -280,73 +291,75 @@ def _distinct(left: Offsets, right: Offsets) -> tuple[Offsets, Offsets]:
     return left[first], right[first]
 
 
-def _sorted(rows: Columns, *names: str) -> Columns:
-    order = np.lexsort([rows[name] for name in reversed(names)])
-    return {name: values[order] for name, values in rows.items()}
+def _sorted(columns: Columns, *names: str) -> Columns:
+    order = np.lexsort([columns[name] for name in reversed(names)])
+    return {name: values[order] for name, values in columns.items()}
 
 
 # Clusters: connected components of the verified pairs, by alternating stars (Kiveris et al., SoCC 2014)
 #
-# An edge is known to the parts of both its ends. A large star moves the larger neighbors of a node to its smallest
+# An edge is known to the partitions of both its ends. A large star moves the larger neighbors of a node to its smallest
 # neighbor, a small star the smaller ones. Both keep the components; once neither changes an edge, each component is a
 # star around its smallest node. The number of rounds grows with the logarithm of the longest path.
 
 
 def join_components(runner: Runner, job: CurationJob, rounds: int) -> int:
     """Replace the edges of all rounds by stars; return the number of the last round of stars."""
-    number, parts = 0, range(job.parts)
+    number, partitions = 0, range(job.partitions)
     while True:
         large, small = _stars(job, number)
-        run_step(runner, job, large.step(), partial(join_larger, number, rounds), parts)
+        run_step(runner, job, large.step(), partial(join_larger, number, rounds), partitions)
         large.merge(runner, job)
-        run_step(runner, job, small.step(), partial(join_smaller, number), parts)
+        run_step(runner, job, small.step(), partial(join_smaller, number), partitions)
         small.merge(runner, job)
-        if not job.files(job.by_parts(_changed(number))):
+        if not job.files(job.by_partition(_changed(number))):
             return number
         number += 1
 
 
 def _stars(job: CurationJob, number: int) -> tuple[Shuffle, Shuffle]:
-    name = f"near/stars-{number:02}"
-    return job.by_key(f"{name}/large", job.parts), job.by_key(f"{name}/small", job.parts)
+    name = f"minhash/stars-{number:02}"
+    return job.by_key(f"{name}/large", job.partitions), job.by_key(f"{name}/small", job.partitions)
 
 
 def _changed(number: int) -> str:
-    return f"near/stars-{number:02}/changed"
+    return f"minhash/stars-{number:02}/changed"
 
 
-def join_larger(number: int, rounds: int, job: CurationJob, part: int) -> None:
-    """Do the large stars of the nodes of a part."""
-    edges = _edges(job, rounds, part) if number == 0 else _stars(job, number - 1)[1].read(job, part)
+def join_larger(number: int, rounds: int, job: CurationJob, partition: int) -> None:
+    """Do the large stars of the nodes of a partition."""
+    edges = _edges(job, rounds, partition) if number == 0 else _stars(job, number - 1)[1].read(job, partition)
     left, right, changed = large_star(edges["node"].to_numpy(), edges["other"].to_numpy())
-    _write_stars(job, number, part, _stars(job, number)[0], left, right, changed)
+    _write_stars(job, number, partition, _stars(job, number)[0], left, right, changed)
 
 
-def join_smaller(number: int, job: CurationJob, part: int) -> None:
-    """Do the small stars of the nodes of a part; each edge goes to both its ends."""
+def join_smaller(number: int, job: CurationJob, partition: int) -> None:
+    """Do the small stars of the nodes of a partition; each edge goes to both its ends."""
     large, small = _stars(job, number)
-    edges = large.read(job, part)
+    edges = large.read(job, partition)
     left, right, changed = small_star(edges["node"].to_numpy(), edges["other"].to_numpy())
     ends = np.concatenate((left, right)), np.concatenate((right, left))
-    _write_stars(job, number, part, small, *ends, changed)
+    _write_stars(job, number, partition, small, *ends, changed)
 
 
 def _write_stars(
-    job: CurationJob, number: int, part: int, shuffle: Shuffle, node: Offsets, other: Offsets, changed: bool
+    job: CurationJob, number: int, partition: int, shuffle: Shuffle, node: Offsets, other: Offsets, changed: bool
 ) -> None:
     if changed:
-        write_table(pa.table({}), job.file(job.by_parts(_changed(number)), part))
-    shuffle.write(job, part, pa.table({"node": node, "other": other}), _node_parts(job, node))
+        write_table(pa.table({}), job.file(job.by_partition(_changed(number)), partition))
+    shuffle.write(job, partition, pa.table({"node": node, "other": other}), _node_partitions(job, node))
 
 
-def _edges(job: CurationJob, rounds: int, part: int) -> pa.Table:
-    """Return the edges of all rounds of the nodes of a part: node, other, jaccard; an edge may occur several times."""
+def _edges(job: CurationJob, rounds: int, partition: int) -> pa.Table:
+    """Return the edges of all rounds of the nodes of a partition (node, other, jaccard); edges may repeat."""
     empty = schema_of("node int64, other int64, jaccard float64").empty_table()
-    return pa.concat_tables([empty, *(round_shuffles(job, number).edges.read(job, part) for number in range(rounds))])
+    return pa.concat_tables(
+        [empty, *(round_shuffles(job, number).edges.read(job, partition) for number in range(rounds))]
+    )
 
 
-def _node_parts(job: CurationJob, rows: Offsets) -> Offsets:
-    return key_parts(mix_hashes(rows.astype(np.uint64)), job.parts)
+def _node_partitions(job: CurationJob, rows: Offsets) -> Offsets:
+    return key_partitions(mix_hashes(rows.astype(np.uint64)), job.partitions)
 
 
 def large_star(node: Offsets, other: Offsets) -> tuple[Offsets, Offsets, bool]:
@@ -376,43 +389,43 @@ def _neighbors(node: Offsets, other: Offsets) -> tuple[Offsets, Offsets, NDArray
     return node, other, np.diff(node, prepend=node[:1] - 1) != 0
 
 
-def largest_jaccard(rounds: int, job: CurationJob, part: int) -> None:
-    """Write node and jaccard, the largest of its edges, for the nodes of a part, ordered by node."""
-    edges = _columns(_edges(job, rounds, part))
-    nodes, place = np.unique(edges["node"], return_inverse=True)
+def largest_jaccard(rounds: int, job: CurationJob, partition: int) -> None:
+    """Write node and jaccard, the largest of its edges, for the nodes of a partition, ordered by node."""
+    edges = _columns(_edges(job, rounds, partition))
+    nodes, node_indices = np.unique(edges["node"], return_inverse=True)
     largest = np.zeros(len(nodes))
-    np.maximum.at(largest, place, edges["jaccard"])
-    write_table(pa.table({"node": nodes, "jaccard": largest}), job.file(job.by_parts("near/jaccard"), part))
+    np.maximum.at(largest, node_indices, edges["jaccard"])
+    write_table(pa.table({"node": nodes, "jaccard": largest}), job.file(job.by_partition("minhash/jaccard"), partition))
 
 
-def send_labels(last: int, rounds: int, job: CurationJob, part: int) -> None:
-    """Send row, label (smallest row of its component) and jaccard of the nodes of a part to their shards."""
-    stars = _columns(_stars(job, last)[1].read(job, part))
-    known = _columns(read_table(job.file(job.by_parts("near/jaccard"), part)))
+def send_labels(last: int, rounds: int, job: CurationJob, partition: int) -> None:
+    """Send row, label (smallest row of its component) and jaccard of the nodes of a partition to their shards."""
+    stars = _columns(_stars(job, last)[1].read(job, partition))
+    known = _columns(read_table(job.file(job.by_partition("minhash/jaccard"), partition)))
     label = known["node"].copy()
     np.minimum.at(label, np.searchsorted(known["node"], stars["node"]), stars["other"])
     table = pa.table({"row": known["node"], "label": label, "jaccard": known["jaccard"]})
-    _labels(job).write(job, part, table, job.shard_of(known["node"]))
+    _labels(job).write(job, partition, table, job.shard_of(known["node"]))
 
 
 def map_members(job: CurationJob, index: int) -> None:
-    """Send the documents of a shard that have an edge, with the columns of KEEP, to the part of their component."""
-    tables = {"documents": job.survivors(index, "near", KEEP_COLUMNS), "labels": _labels(job).read(job, index)}
+    """Send the documents of a shard with an edge, with the columns of KEEP, to the partition of their component."""
+    tables = {"documents": job.survivors(index, "minhash", KEEP_COLUMNS), "labels": _labels(job).read(job, index)}
     table = job.query('SELECT * FROM documents JOIN labels USING ("row")', **tables)
-    _members(job).write(job, index, table, _node_parts(job, table["label"].to_numpy()))
+    _members(job).write(job, index, table, _node_partitions(job, table["label"].to_numpy()))
 
 
-def reduce_clusters(job: CurationJob, part: int) -> None:
-    """Write the clusters of a part, each with the document that comes first in KEEP order, and drop all others."""
+def reduce_clusters(job: CurationJob, partition: int) -> None:
+    """Write the clusters of a partition, each with the document that comes first in KEEP order, and drop all others."""
     query = f"""SELECT first_value(id) OVER (PARTITION BY label ORDER BY {KEEP}) AS cluster, id, "row", jaccard,
             count(*) OVER (PARTITION BY label) AS size
         FROM members ORDER BY cluster, id"""
-    clusters = job.query(query, members=_members(job).read(job, part)).cast(_CLUSTERS)
-    write_table(clusters, job.file(job.by_parts(CLUSTERS), part))
+    clusters = job.query(query, members=_members(job).read(job, partition)).cast(_CLUSTERS)
+    write_table(clusters, job.file(job.by_partition(CLUSTERS), partition))
     query = f"""SELECT cluster, any_value(size) AS documents, min("row") FILTER (id = cluster) AS kept_row,
             min_by("row", (jaccard, id)) FILTER (id <> cluster) AS copy_row,
             min(jaccard) FILTER (id <> cluster) AS jaccard
         FROM clusters GROUP BY cluster ORDER BY documents DESC, cluster LIMIT {SHOWN}"""
-    write_table(job.query(query, clusters=clusters), job.file(job.by_parts(LARGEST), part))
+    write_table(job.query(query, clusters=clusters), job.file(job.by_partition(LARGEST), partition))
     query = """SELECT "row", 'near_duplicate' AS outcome, cluster AS kept FROM clusters WHERE id <> cluster"""
-    write_drops(job, _drops(job), part, job.query(query, clusters=clusters))
+    write_drops(job, _drops(job), partition, job.query(query, clusters=clusters))

@@ -391,8 +391,8 @@ def licenses() -> dict[str, str]:
     for file in package_files():
         if file.name.endswith(".dist-info/METADATA"):
             path = Path(file.path)
-            head = path.read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0]
-            license = re.search(r"^License(?:-Expression)?: (\S.{0,59})$", head, re.MULTILINE)
+            header = path.read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0]
+            license = re.search(r"^License(?:-Expression)?: (\S.{0,59})$", header, re.MULTILINE)
             if license:
                 distribution, modules = path.parent.name, path.parent / "top_level.txt"
                 names = {distribution, distribution.split("-")[0].lower()}

@@ -87,18 +87,18 @@ def numeric(kind: str, statement: str, question: str, steps: str, number: int) -
 def addition(draws: Draws) -> MathProblem:
     size = draws.size()
     a, b = draws.between(1, size), draws.between(1, size)
-    asked = draws.pick(("What is {} + {}?", "Add {} and {}.", "Calculate {} + {}.", "What is the sum of {} and {}?"))
+    question = draws.pick(("What is {} + {}?", "Add {} and {}.", "Calculate {} + {}.", "What is the sum of {} and {}?"))
     tens, ones = a // 10 * 10 + b // 10 * 10, a % 10 + b % 10
     parts = f"{a // 10 * 10} + {b // 10 * 10} = {tens}. {a % 10} + {b % 10} = {ones}. {tens} + {ones} = {a + b}."
     steps = parts if a > 9 and b > 9 else f"{a} + {b} = {a + b}."
-    return numeric("addition", f"{min(a, b)}+{max(a, b)}", asked.format(a, b), steps, a + b)
+    return numeric("addition", f"{min(a, b)}+{max(a, b)}", question.format(a, b), steps, a + b)
 
 
 def subtraction(draws: Draws) -> MathProblem:
     size = draws.size()
     b, rest = draws.between(1, size), draws.between(0, size)
     a = b + rest
-    first, second, asked = draws.pick(
+    first, second, question = draws.pick(
         (
             (a, b, "What is {} - {}?"),
             (b, a, "Subtract {} from {}."),
@@ -108,61 +108,61 @@ def subtraction(draws: Draws) -> MathProblem:
     )
     tens = b // 10 * 10
     steps = f"{a} - {tens} = {a - tens}. {a - tens} - {b - tens} = {rest}." if b > 10 else f"{a} - {b} = {rest}."
-    return numeric("subtraction", f"{a}-{b}", asked.format(first, second), steps, rest)
+    return numeric("subtraction", f"{a}-{b}", question.format(first, second), steps, rest)
 
 
 def multiplication(draws: Draws) -> MathProblem:
     a, b = draws.between(2, min(draws.size(), 100)), draws.between(2, 12)
-    asked = draws.pick(
+    question = draws.pick(
         ("What is {} x {}?", "Multiply {} by {}.", "Calculate {} times {}.", "Find the product of {} and {}.")
     )
     tens, ones = a // 10 * 10, a % 10
     long = f"{tens} x {b} = {tens * b}. {ones} x {b} = {ones * b}. {tens * b} + {ones * b} = {a * b}."
     steps = long if a > 12 else f"{a} x {b} = {a * b}."
-    return numeric("multiplication", f"{min(a, b)}*{max(a, b)}", asked.format(a, b), steps, a * b)
+    return numeric("multiplication", f"{min(a, b)}*{max(a, b)}", question.format(a, b), steps, a * b)
 
 
 def division(draws: Draws) -> MathProblem:
     b, quotient = draws.between(2, 12), draws.between(1, min(draws.size(), 100))
     a = b * quotient
-    asked = draws.pick(("What is {} / {}?", "Divide {} by {}.", "How many times does {1} go into {0}?"))
+    question = draws.pick(("What is {} / {}?", "Divide {} by {}.", "How many times does {1} go into {0}?"))
     steps = f"{b} x {quotient} = {a}, so {a} / {b} = {quotient}."
-    return numeric("division", f"{a}/{b}", asked.format(a, b), steps, quotient)
+    return numeric("division", f"{a}/{b}", question.format(a, b), steps, quotient)
 
 
 def remainder(draws: Draws) -> MathProblem:
     b, a = draws.between(2, 12), draws.between(5, max(20, draws.size()))
-    asked = draws.pick(("What is the remainder when {} is divided by {}?", "Find {} modulo {}."))
+    question = draws.pick(("What is the remainder when {} is divided by {}?", "Find {} modulo {}."))
     whole = a // b
     steps = f"{b} x {whole} = {b * whole}. {a} - {b * whole} = {a % b}."
-    return numeric("remainder", f"{a}%{b}", asked.format(a, b), steps, a % b)
+    return numeric("remainder", f"{a}%{b}", question.format(a, b), steps, a % b)
 
 
 def order_of_operations(draws: Draws) -> MathProblem:
     a, b, c = draws.between(1, draws.size()), draws.between(2, 12), draws.between(2, 12)
-    asked = draws.pick(("What is {}?", "Work out {}.", "Evaluate {}."))
+    question = draws.pick(("What is {}?", "Work out {}.", "Evaluate {}."))
     if draws.below(2):
         steps = f"First multiply: {b} x {c} = {b * c}. Then add: {a} + {b * c} = {a + b * c}."
-        return numeric("order_of_operations", f"{a}+{b}*{c}", asked.format(f"{a} + {b} x {c}"), steps, a + b * c)
+        return numeric("order_of_operations", f"{a}+{b}*{c}", question.format(f"{a} + {b} x {c}"), steps, a + b * c)
     steps = f"First the brackets: {a} + {b} = {a + b}. Then multiply: {a + b} x {c} = {(a + b) * c}."
-    return numeric("order_of_operations", f"({a}+{b})*{c}", asked.format(f"({a} + {b}) x {c}"), steps, (a + b) * c)
+    return numeric("order_of_operations", f"({a}+{b})*{c}", question.format(f"({a} + {b}) x {c}"), steps, (a + b) * c)
 
 
 def power(draws: Draws) -> MathProblem:
     exponent = draws.between(2, 4)
     base = draws.between(2, {2: 30, 3: 12, 4: 7}[exponent])
-    asked = draws.pick(("What is {} to the power of {}?", "Compute {}^{}."))
+    question = draws.pick(("What is {} to the power of {}?", "Compute {}^{}."))
     result, steps = base, []
     for _ in range(exponent - 1):
         steps.append(f"{result} x {base} = {result * base}.")
         result *= base
-    return numeric("power", f"{base}^{exponent}", asked.format(base, exponent), " ".join(steps), result)
+    return numeric("power", f"{base}^{exponent}", question.format(base, exponent), " ".join(steps), result)
 
 
 def fraction_sum(draws: Draws) -> MathProblem:
     b, d = draws.between(2, 12), draws.between(2, 12)
     a, c = draws.between(1, b - 1), draws.between(1, d - 1)
-    asked = draws.pick(("What is {}/{} + {}/{}?", "Add the fractions {}/{} and {}/{}."))
+    question = draws.pick(("What is {}/{} + {}/{}?", "Add the fractions {}/{} and {}/{}."))
     common = b * d // gcd(b, d)
     left, right, total = a * common // b, c * common // d, Fraction(a, b) + Fraction(c, d)
     steps = (
@@ -170,30 +170,30 @@ def fraction_sum(draws: Draws) -> MathProblem:
         f"{left}/{common} + {right}/{common} = {left + right}/{common} = {total}."
     )
     statement = "+".join(sorted((f"{a}/{b}", f"{c}/{d}")))
-    return MathProblem("fraction_sum", statement, asked.format(a, b, c, d), steps, str(total))
+    return MathProblem("fraction_sum", statement, question.format(a, b, c, d), steps, str(total))
 
 
 def simplest_form(draws: Draws) -> MathProblem:
     factor, a, b = draws.between(2, 15), draws.between(1, 20), draws.between(2, 30)
     top, bottom = a * factor, b * factor
     common = gcd(top, bottom)
-    asked = draws.pick(("Simplify {}/{}.", "Write {}/{} in its simplest form."))
+    question = draws.pick(("Simplify {}/{}.", "Write {}/{} in its simplest form."))
     left, right = f"{top} / {common} = {top // common}", f"{bottom} / {common} = {bottom // common}"
     steps = f"Both {top} and {bottom} can be divided by {common}: {left} and {right}."
     answer = str(Fraction(top, bottom))
-    return MathProblem("simplest_form", f"simplify {top}/{bottom}", asked.format(top, bottom), steps, answer)
+    return MathProblem("simplest_form", f"simplify {top}/{bottom}", question.format(top, bottom), steps, answer)
 
 
 def percentage(draws: Draws) -> MathProblem:
     share = draws.pick((1, 2, 5, 10, 15, 20, 25, 30, 40, 50, 60, 75, 80, 90))
     hundredths = draws.between(1, draws.size())
     whole = hundredths * 100 // gcd(share, 100)
-    asked = draws.pick(("What is {}% of {}?", "Find {} percent of {}."))
+    question = draws.pick(("What is {}% of {}?", "Find {} percent of {}."))
     product = whole * share
     number = product // 100
     steps = f"{share}% of {whole} is {whole} x {share} / 100. {whole} x {share} = {product}."
     steps += f" {product} / 100 = {number}."
-    return numeric("percentage", f"{share}% of {whole}", asked.format(share, whole), steps, number)
+    return numeric("percentage", f"{share}% of {whole}", question.format(share, whole), steps, number)
 
 
 def linear_equation(draws: Draws) -> MathProblem:
@@ -201,12 +201,12 @@ def linear_equation(draws: Draws) -> MathProblem:
     name = draws.pick(("x", "y", "n"))
     term = name if a == 1 else f"{a}{name}"
     c = a * x + b
-    asked = draws.pick(
+    question = draws.pick(
         ("Solve for {0}: {1} + {2} = {3}.", "If {1} + {2} = {3}, what is {0}?", "Find {0} if {1} + {2} = {3}.")
     )
     steps = f"Subtract {b} from both sides: {term} = {c} - {b} = {c - b}."
     steps += f" Divide both sides by {a}: {name} = {c - b} / {a} = {x}." if a > 1 else ""
-    return numeric("linear_equation", f"{a}x+{b}={c}", asked.format(name, term, b, c), steps, x)
+    return numeric("linear_equation", f"{a}x+{b}={c}", question.format(name, term, b, c), steps, x)
 
 
 def sum_and_difference(draws: Draws) -> MathProblem:
@@ -240,23 +240,23 @@ def next_term(draws: Draws) -> MathProblem:
     if draws.below(4) == 0:
         start, step = start + step * count, -step
     terms = [start + step * i for i in range(count + 1)]
-    asked = draws.pick(
+    question = draws.pick(
         ("What comes next: {}?", "Continue the sequence {}.", "Which number follows in the sequence {}?")
     )
     change = f"goes up by {step}" if step > 0 else f"goes down by {-step}"
     sign = "+" if step > 0 else "-"
     steps = f"Each term {change}. {terms[-2]} {sign} {abs(step)} = {terms[-1]}."
     shown = _listed(terms[:-1])
-    return numeric("next_term", f"next {shown}", asked.format(shown), steps, terms[-1])
+    return numeric("next_term", f"next {shown}", question.format(shown), steps, terms[-1])
 
 
 def next_multiple(draws: Draws) -> MathProblem:
     start, ratio = draws.between(1, draws.pick((3, 10, 30))), draws.between(2, 5)
     terms = [start * ratio**i for i in range(5)]
-    asked = draws.pick(("What is the next term of {}?", "Which number follows in {}?"))
+    question = draws.pick(("What is the next term of {}?", "Which number follows in {}?"))
     steps = f"Each term is {ratio} times the one before. {terms[3]} x {ratio} = {terms[4]}."
     shown = _listed(terms[:4])
-    return numeric("next_multiple", f"next {shown}", asked.format(shown), steps, terms[4])
+    return numeric("next_multiple", f"next {shown}", question.format(shown), steps, terms[4])
 
 
 def nth_term(draws: Draws) -> MathProblem:
@@ -273,10 +273,10 @@ def extreme(draws: Draws) -> MathProblem:
     size = max(12, draws.size())
     numbers = draws.sample(range(1, size + 1), draws.between(3, 5))
     word, answer = draws.pick((("largest", max(numbers)), ("smallest", min(numbers))))
-    asked = draws.pick(("Which is the {} of {}?", "What is the {} number in the list {}?"))
+    question = draws.pick(("Which is the {} of {}?", "What is the {} number in the list {}?"))
     ordered = _listed(sorted(numbers))
     steps = f"In order the numbers are {ordered}. The {word} is {answer}."
-    return numeric("extreme", f"{word} of {ordered}", asked.format(word, _listed(numbers)), steps, answer)
+    return numeric("extreme", f"{word} of {ordered}", question.format(word, _listed(numbers)), steps, answer)
 
 
 def median(draws: Draws) -> MathProblem:
@@ -352,10 +352,10 @@ def ranking(draws: Draws) -> MathProblem:
     more, most, least = draws.pick(
         (("taller", "tallest", "shortest"), ("older", "oldest", "youngest"), ("faster", "fastest", "slowest"))
     )
-    facts = draws.sample([f"{a} is {more} than {b}.", f"{b} is {more} than {c}."], 2)
+    comparisons = draws.sample([f"{a} is {more} than {b}.", f"{b} is {more} than {c}."], 2)
     word, answer = draws.pick(((most, a), (least, c)))
     steps = f"The order from {most} to {least} is {a}, {b}, {c}."
-    return MathProblem("ranking", f"{a}>{b}>{c} {word}", f"{' '.join(facts)} Who is the {word}?", steps, answer)
+    return MathProblem("ranking", f"{a}>{b}>{c} {word}", f"{' '.join(comparisons)} Who is the {word}?", steps, answer)
 
 
 NUMBERS = (

@@ -159,9 +159,9 @@ def _form(row: Any) -> str:
     names = row if isinstance(row, dict) else {}
     if "messages" in names:
         return "messages"
-    found = [name for name in RESPONSES if name in names]
-    if "prompt" in names and found:
-        return found[0]
+    responses = [name for name in RESPONSES if name in names]
+    if "prompt" in names and responses:
+        return responses[0]
     known = ", ".join(map(repr, names)) or "no field"
     raise ValueError(f"has {known}; write {FORMS}")
 

@@ -44,18 +44,18 @@ NO_LOSS = (OVER_LIMIT, EMPTY, PASSED_OVER, NO_PAGE)
 """Reasons that are not errors of the input."""
 REMEDY = "or set curate.on_error: skip"
 MOST_NAMED = 10_000
-"""Skipped places named per file and reason; the rest is one row with the file and a count."""
+"""Skipped lines named per file and reason; the rest is one row with the file and a count."""
 SCHEMA = pa.schema(
     {
         "domain": pa.string(),
         "source": pa.string(),
-        "place": pa.string(),
+        "location": pa.string(),
         "reason": pa.string(),
         "documents": pa.int64(),
         "bytes": pa.int64(),
     }
 )
-"""`place`: file and line or row, or "" for the whole source; `bytes`: size of the raw line or text."""
+"""`location`: file and line or row, or "" for the whole source; `bytes`: size of the raw line or text."""
 
 
 class SourceError(ValueError):
@@ -292,10 +292,10 @@ def split_lines(pieces: Iterator[bytes], longest: int = MAX_LINE) -> Iterator[li
     """
     pending, size = bytearray(), 0
     for piece in pieces:
-        head, *lines = piece.split(b"\n")
-        size += len(head)
+        first, *lines = piece.split(b"\n")
+        size += len(first)
         if size <= longest:
-            pending += head
+            pending += first
         else:
             pending = bytearray()
         if lines:

@@ -205,8 +205,8 @@ def _not_utf8(text: Any) -> NDArray[np.int64]:
 
 def read_files(files: Iterable[File], source: Source, skips: ReadErrors, most: int = BATCH) -> Iterator[DocumentBatch]:
     """Yield the documents of `files` in order, in batches of about `most` characters. Raises SourceError."""
-    rows = BatchBuilder(max(1, most // CONTENT_PER_ID) if source.contents else most)
-    batches = chain(chain.from_iterable(_read(file, source, skips, rows) for file in files), rows.take())
+    builder = BatchBuilder(max(1, most // CONTENT_PER_ID) if source.contents else most)
+    batches = chain(chain.from_iterable(_read(file, source, skips, builder) for file in files), builder.take())
     return (_contents(batch, source.contents, skips) for batch in batches) if source.contents else batches
 
 
@@ -234,16 +234,16 @@ def _contents(batch: DocumentBatch, address: str, skips: ReadErrors) -> Document
         return _decoded(unpacked, "html")  # the kind whose encoding is guessed
 
     texts, good = [""] * len(batch), np.ones(len(batch), np.bool_)
-    for index, found in enumerate(parallel_map(content, batch.text.to_pylist(), CONTENT_REQUESTS)):
-        if isinstance(found, Fault):
-            skips.fault(batch.location[index].rpartition(":")[0], batch.location[index], found)
+    for index, text in enumerate(parallel_map(content, batch.text.to_pylist(), CONTENT_REQUESTS)):
+        if isinstance(text, Fault):
+            skips.fault(batch.location[index].rpartition(":")[0], batch.location[index], text)
             good[index] = False
         else:
-            texts[index] = found
+            texts[index] = text
     return batch.with_text(pa.array(texts, pa.large_string())).keep(good)
 
 
-def _read(file: File, source: Source, skips: ReadErrors, rows: BatchBuilder) -> Iterator[DocumentBatch]:
+def _read(file: File, source: Source, skips: ReadErrors, builder: BatchBuilder) -> Iterator[DocumentBatch]:
     """Read one file and handle errors of the whole file, among them a change since it was listed."""
     if file.kind in UNREAD:
         skips.fault(file.uri, file.uri, UNREAD[file.kind], file.size)
@@ -254,13 +254,13 @@ def _read(file: File, source: Source, skips: ReadErrors, rows: BatchBuilder) -> 
             _gone(file)
         with open_raw(file) as raw:
             if file.kind in COLUMNS:
-                yield from rows.take()
+                yield from builder.take()
                 columns = parquet_batches if file.kind == "parquet" else arrow_batches
-                yield from columns(raw, file, source, skips, rows.most)
+                yield from columns(raw, file, source, skips, builder.most)
             elif file.kind == "jsonl":
-                yield from _json_lines(_unpacked(raw, file), file, source, skips, rows)
+                yield from _json_lines(_unpacked(raw, file), file, source, skips, builder)
             else:
-                yield from _READERS.get(file.kind, _whole)(raw, file, source, skips, rows)
+                yield from _READERS.get(file.kind, _whole)(raw, file, source, skips, builder)
         if not is_unchanged(file):
             _gone(file)
     except DAMAGE as error:
@@ -307,10 +307,10 @@ class _Utf16Error(UnicodeError):
 def _unpacked(raw: Any, file: File) -> Iterator[bytes]:
     """Return the unpacked bytes of a file of records, in pieces. Raises _Utf16Error."""
     pieces = decompress(raw, file.uri)
-    head = next(pieces, b"")
-    if _utf16(head):
+    first = next(pieces, b"")
+    if _utf16(first):
         raise _Utf16Error
-    return chain([head], pieces)
+    return chain([first], pieces)
 
 
 def _utf16(data: bytes | bytearray) -> str:
@@ -325,7 +325,7 @@ def _utf16(data: bytes | bytearray) -> str:
 
 
 def _json_lines(
-    pieces: Iterable[bytes], file: File, source: Source, skips: ReadErrors, rows: BatchBuilder
+    pieces: Iterable[bytes], file: File, source: Source, skips: ReadErrors, builder: BatchBuilder
 ) -> Iterator[DocumentBatch]:
     number = 0
     for lines in split_lines(iter(pieces), MAX_LINE):
@@ -339,30 +339,30 @@ def _json_lines(
                 row = _record(parse_json(line), location, source)
                 if isinstance(row, Fault):
                     skips.fault(file.uri, location, row, len(line))
-                elif rows.add(row):
+                elif builder.add(row):
                     del line, row  # this frame waits while the batch is normalized and written
-                    yield from rows.take()
+                    yield from builder.take()
 
 
-def _json(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchBuilder) -> Iterator[DocumentBatch]:
+def _json(raw: Any, file: File, source: Source, skips: ReadErrors, builder: BatchBuilder) -> Iterator[DocumentBatch]:
     """Read a list of objects, one object, or one object per line (common in .json files)."""
-    pieces, head = _unpacked(raw, file), bytearray()
+    pieces, beginning = _unpacked(raw, file), bytearray()
     for piece in pieces:
-        head += piece
-        if (b"\n" in piece and b"\n" in head.removeprefix(_BOM).lstrip()) or len(head) > MAX_LINE:
+        beginning += piece
+        if (b"\n" in piece and b"\n" in beginning.removeprefix(_BOM).lstrip()) or len(beginning) > MAX_LINE:
             break
-    full = head.removeprefix(_BOM).strip()
+    full = beginning.removeprefix(_BOM).strip()
     first = full.partition(b"\n")[0]
     if first[:1] == b"{" and len(first) < len(full) and isinstance(parse_json(first), dict):
-        yield from _json_lines(chain([bytes(head)], pieces), file, source, skips, rows)
+        yield from _json_lines(chain([bytes(beginning)], pieces), file, source, skips, builder)
         return
-    data = read_all(chain([bytes(head)], pieces), MAX_LINE)
+    data = read_all(chain([bytes(beginning)], pieces), MAX_LINE)
     if isinstance(data, bytes) and not data.strip():
         return
     too_long = Fault("line_too_long", f"{TOO_LONG.message}, one object a line")
     value = parse_json(data) if isinstance(data, bytes) else too_long
     if isinstance(value, Fault) and isinstance(data, bytes) and data.strip().count(b"\n"):
-        yield from _json_lines([data], file, source, skips, rows)  # reports each bad line
+        yield from _json_lines([data], file, source, skips, builder)  # reports each bad line
         return
     size = data if isinstance(data, int) else len(data)
     for number, record in enumerate(value if isinstance(value, list) else [value], 1):
@@ -375,11 +375,11 @@ def _json(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchBu
                 with suppress(TypeError):  # orjson does not write integers beyond 64 bits and deep nesting
                     lost = len(orjson.dumps(record))
             skips.fault(file.uri, location, row, lost)
-        elif rows.add(row):
-            yield from rows.take()
+        elif builder.add(row):
+            yield from builder.take()
 
 
-def _csv(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchBuilder) -> Iterator[DocumentBatch]:
+def _csv(raw: Any, file: File, source: Source, skips: ReadErrors, builder: BatchBuilder) -> Iterator[DocumentBatch]:
     """Read a table with the column names in its first row."""
     csv.field_size_limit(MAX_LINE)
     sizes: list[int] = []
@@ -417,9 +417,9 @@ def _csv(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchBui
                 skips.fault(file.uri, location, BAD_UTF8, sum(sizes))
                 continue
             clean = {name: cell for name, cell in record.items() if not _SURROGATE.search(cell)}
-            if rows.add(_fields(clean, clean[source.text], location, source)):
+            if builder.add(_fields(clean, clean[source.text], location, source)):
                 del cells, record, clean
-                yield from rows.take()
+                yield from builder.take()
 
 
 def _text_lines(raw: Any, file: File, skips: ReadErrors, sizes: list[int]) -> Iterator[str]:
@@ -439,7 +439,7 @@ def _text_lines(raw: Any, file: File, skips: ReadErrors, sizes: list[int]) -> It
             start = b""
 
 
-def _warc(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchBuilder) -> Iterator[DocumentBatch]:
+def _warc(raw: Any, file: File, source: Source, skips: ReadErrors, builder: BatchBuilder) -> Iterator[DocumentBatch]:
     """Read a web archive: HTML or plain text of responses, text of conversions (.wet)."""
     stream = io.BufferedReader(_Pieces(decompress(raw, file.uri)))
     number = 0
@@ -463,9 +463,9 @@ def _warc(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchBu
             continue
         url = headers.get("warc-target-uri", "").strip("<>")
         record = {"url": url, "date": headers.get("warc-date"), "format": form}
-        if rows.add(_fields(record, text, location, source)):
+        if builder.add(_fields(record, text, location, source)):
             del page, body, text
-            yield from rows.take()
+            yield from builder.take()
 
 
 class _Pieces(io.RawIOBase):
@@ -536,15 +536,15 @@ def _page(body: bytes, kind: str | None) -> tuple[str, bytes, str] | None:
     return (media, data, str(answer.headers.get_content_charset() or "")) if media else None
 
 
-def _whole(raw: Any, file: File, source: Source, skips: ReadErrors, rows: BatchBuilder) -> Iterator[DocumentBatch]:
+def _whole(raw: Any, file: File, source: Source, skips: ReadErrors, builder: BatchBuilder) -> Iterator[DocumentBatch]:
     """Read a file that is one document."""
     data = read_all(decompress(raw, file.uri), MAX_LINE)
     text = _decoded(data, file.kind) if isinstance(data, bytes) else TOO_LONG
     if isinstance(text, Fault):
         skips.fault(file.uri, file.uri, text, data if isinstance(data, int) else len(data))
-    elif rows.add(_fields({"format": file.kind}, text, file.uri, source)):
+    elif builder.add(_fields({"format": file.kind}, text, file.uri, source)):
         del data, text
-        yield from rows.take()
+        yield from builder.take()
 
 
 def _decoded(data: bytes, kind: str, charset: str = "") -> str | Fault:

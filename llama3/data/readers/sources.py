@@ -114,11 +114,11 @@ def read_source(
 
 
 def _batches(documents: Iterable[Document], most: int) -> Iterator[DocumentBatch]:
-    rows = BatchBuilder(most)
+    builder = BatchBuilder(most)
     for text, url, language, license, _, form, date in documents:
-        if rows.add((text, url, url, language, license, form, date)):
-            yield from rows.take()
-    yield from rows.take()
+        if builder.add((text, url, url, language, license, form, date)):
+            yield from builder.take()
+    yield from builder.take()
 
 
 def _within(batches: Iterable[DocumentBatch], limit: int, skips: ReadErrors) -> Iterator[DocumentBatch]:

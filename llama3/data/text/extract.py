@@ -294,9 +294,9 @@ def _convert_in_child(text: str, form: str, extractor: str, seconds: int) -> str
         command = [sys.executable, "-c", _CHILD, json.dumps(sys.path)]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         _local.child, _local.owner = child, os.getpid()
-    head, data = json.dumps([form, extractor, seconds]).encode(), text.encode()
+    request, data = json.dumps([form, extractor, seconds]).encode(), text.encode()
     try:
-        child.stdin.write(_HEADER.pack(len(head), len(data)) + head + data)
+        child.stdin.write(_HEADER.pack(len(request), len(data)) + request + data)
         child.stdin.flush()
         size, _ = _HEADER.unpack(child.stdout.read(_HEADER.size))
         return str(child.stdout.read(size), "utf-8")

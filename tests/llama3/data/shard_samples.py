@@ -34,7 +34,7 @@ def make_job(
     folder: Path,
     documents: list[dict[str, Any]],
     shards: int = 1,
-    parts: int = 1,
+    partitions: int = 1,
     recipe: Any = None,
     stages: Sequence[CurationStage] = (),
     **settings: Any,
@@ -53,7 +53,7 @@ def make_job(
         for place in range(shards if rows else 0):
             cut = rows[len(rows) * place // shards : len(rows) * (place + 1) // shards]
             made.append(_write(folder, len(made), domain, cut, schema, recipe.curate))
-    return CurationJob(recipe, tuple(made), str(folder / "steps"), parts, stages=tuple(stages), **settings)
+    return CurationJob(recipe, tuple(made), str(folder / "steps"), partitions, stages=tuple(stages), **settings)
 
 
 class Earlier(CurationStage):

@@ -80,7 +80,7 @@ def test_a_mixture_scores_in_between(folder: Path) -> None:
 
 
 def test_it_reports_how_it_did_on_what_it_had_not_seen(folder: Path) -> None:
-    facts = Classifier.load(folder).facts
+    facts = Classifier.load(folder).metadata
     assert facts["examples"] == {"arithmetic": 300, "cooking": 300}
     assert 30 <= sum(facts["held_out"].values()) <= 100
     assert facts["accuracy"] > 0.95

@@ -41,8 +41,8 @@ def skipped_of(folder: Path) -> list[Row]:
 
 
 def reasons_of(folder: Path) -> dict[str, str]:
-    """Return reason -> place without the folder."""
-    return {row["reason"]: row["place"].split("/")[-1] for row in skipped_of(folder)}
+    """Return reason -> location without the folder."""
+    return {row["reason"]: row["location"].split("/")[-1] for row in skipped_of(folder)}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -175,7 +175,7 @@ def test_a_bad_line_stops_the_run_or_is_counted(
     assert sorted(row["text"] for row in rows_of(tmp_path / "skip")) == ["first", "last"]
     [skipped] = skipped_of(tmp_path / "skip")
     assert skipped == {
-        "domain": "general", "source": "in/a", "place": f"{path}:3", "reason": reason, "documents": 1,
+        "domain": "general", "source": "in/a", "location": f"{path}:3", "reason": reason, "documents": 1,
         "bytes": len(BAD_LINES[reason]),
     }  # fmt: skip
     assert [line["reason"] for line in facts["skipped"]] == [reason]
@@ -280,7 +280,9 @@ def test_shards_may_differ_in_their_columns(tmp_path: Path, make_recipe: Make) -
         "b": ("b.parquet:1", "unknown", "2024-05-06T07:00:00Z"),
         "c": ("c.parquet:1", "MIT", ""),
     }
-    counted = {(row["place"].split("/")[-1], row["reason"]): row["documents"] for row in skipped_of(tmp_path / "out")}
+    counted = {
+        (row["location"].split("/")[-1], row["reason"]): row["documents"] for row in skipped_of(tmp_path / "out")
+    }
     assert counted == {
         ("d.parquet", "no_text_field"): 2, ("e.parquet", "not_text"): 3, ("f.parquet:1", "null_text"): 1,
     }  # fmt: skip
@@ -344,7 +346,7 @@ def test_what_is_over_a_limit_is_counted(tmp_path: Path, make_recipe: Make) -> N
         (0, "a"), (0, "c"), (0, "d"), (1, "c"), (1, "d"), (1, "e"),
     ]  # fmt: skip
     [over] = skipped_of(tmp_path / "out")
-    assert (over["place"], over["reason"], over["documents"], over["bytes"]) == ("", "over_limit", 1, 700)
+    assert (over["location"], over["reason"], over["documents"], over["bytes"]) == ("", "over_limit", 1, 700)
 
 
 def test_a_stopped_job_goes_on_and_a_changed_one_begins_again(
@@ -381,7 +383,7 @@ def test_many_faults_of_a_kind_are_counted_without_all_their_names(
     monkeypatch.setattr("herd.llama3.data.readers.files.MOST_NAMED", 3)
     path = write(tmp_path / "a.jsonl", [*[{"text": None}] * 10, {"text": "good"}])
     collect(make_recipe({"general": [{"uri": str(path)}]}, on_error="skip", max_lost="100%"), tmp_path / "out")
-    counted = {row["place"]: row["documents"] for row in skipped_of(tmp_path / "out")}
+    counted = {row["location"]: row["documents"] for row in skipped_of(tmp_path / "out")}
     assert counted == {str(path): 7, **{f"{path}:{i}": 1 for i in (1, 2, 3)}}
 
 

@@ -83,7 +83,7 @@ def test_curation_and_tokens_need_nothing_but_the_bucket(bucket: Any, make_recip
         out = tmp_path / f"out-{len(made)}"
         collect(recipe, folders[0])
         annotate(recipe, folders[0], folders[1], run_serial)
-        facts = curate(recipe, *folders[:2], out, folders[2], parts=3, fan=2)
+        facts = curate(recipe, *folders[:2], out, folders[2], partitions=3, fan=2)
         names = file_names(f"{folders[2]}/documents")
         made.append((facts, folders[2], {name: read_file(f"{folders[2]}/documents/{name}") for name in names}))
     assert made[0][0] == made[1][0]
@@ -175,7 +175,7 @@ def test_texts_are_downloaded_by_the_ids_of_a_table_and_checked(
     facts = collect(recipe("bad.jsonl", "skip"), tmp_path / "bad")
     assert facts["documents"] == {"code": 3}
     skipped = pq.read_table(tmp_path / "bad" / "skipped.parquet").to_pylist()
-    assert [(row["place"].rpartition(":")[2], row["reason"]) for row in skipped] == [
+    assert [(row["location"].rpartition(":")[2], row["reason"]) for row in skipped] == [
         ("4", "missing_content"), ("5", "wrong_content"), ("6", "damaged_content"), ("7", "bad_id"),
     ]  # fmt: skip
     with pytest.raises(SourceError, match=r"bad.jsonl:4 names 's3://corpus/content/f{40}', which does not exist"):

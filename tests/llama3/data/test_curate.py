@@ -169,7 +169,7 @@ def test_bytes_do_not_depend_on_files_order_threads_or_parts(
         for number, text in enumerate([*texts, *near, *shared, *texts[120:150]])
     ]
     outs = []
-    for number, (files, threads, parts, fan) in enumerate(((1, 1, 1, 256), (8, 2, 3, 2))):
+    for number, (files, threads, partitions, fan) in enumerate(((1, 1, 1, 256), (8, 2, 3, 2))):
         monkeypatch.setattr("herd.llama3.data.collect.ITEM_BYTES", 1 if files > 1 else 1 << 30)
         random.Random(number).shuffle(every)
         source = tmp_path / f"in{number}" / "a" / "web"
@@ -181,7 +181,7 @@ def test_bytes_do_not_depend_on_files_order_threads_or_parts(
             {"general": [{"uri": str(source / "*.jsonl"), "language": "en"}]}, lines={"bucket_documents": 100}
         )
         folder = tmp_path / f"run{number}"
-        facts = chain(recipe, folder, backwards_on_threads(threads), threads=threads, parts=parts, fan=fan)
+        facts = chain(recipe, folder, backwards_on_threads(threads), threads=threads, partitions=partitions, fan=fan)
         assert len(list((folder / "collected" / "text").iterdir())) == files
         assert facts["lines_removed"]["general"] >= 20
         outs.append(contents(folder))

@@ -15,7 +15,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from herd.llama3.data.hf_classifier import WINDOW, TransformerScorer, check_transformer, load_scorer, transformer_facts
+from herd.llama3.data.hf_classifier import (
+    WINDOW,
+    TransformerScorer,
+    check_transformer,
+    load_scorer,
+    transformer_metadata,
+)
 
 WORDS = re.findall(r"\w+", "the a cat dog sat ran on under mat tree and then saw one two")
 
@@ -87,7 +93,7 @@ def test_a_score_does_not_depend_on_the_texts_beside_it(folder: Path) -> None:
 def test_padding_and_empty_rows_change_nothing_but_the_last_bits(folder: Path) -> None:
     """The batches of a GPU, here on the CPU."""
     alone, given = TransformerScorer.load(folder, "cpu"), ["", *texts(10), *texts(3, 900)]
-    scores = replace(alone, rows=4).scores(pa.array(given))
+    scores = replace(alone, batch_size=4).scores(pa.array(given))
     np.testing.assert_allclose(scores, alone.scores(pa.array(given)), atol=1e-6)
 
 
@@ -101,7 +107,7 @@ def test_a_model_with_few_positions_reads_as_much_as_it_can(transformers: Any, t
 
 def test_a_model_is_loaded_once(folder: Path) -> None:
     assert load_scorer(folder) is load_scorer(folder)
-    assert len(transformer_facts(folder)["sha256"]) == 64
+    assert len(transformer_metadata(folder)["sha256"]) == 64
 
 
 def test_the_package_may_be_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

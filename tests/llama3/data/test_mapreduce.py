@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from herd.llama3.data.mapreduce import CurationJob, Shuffle, aggregate, key_parts, run_serial, write_table
+from herd.llama3.data.mapreduce import CurationJob, Shuffle, aggregate, key_partitions, run_serial, write_table
 from herd.storage.filesystem import StoreError
 
 
@@ -20,37 +20,37 @@ def job_in(folder: Path, fan: int = 256) -> CurationJob:
 
 
 def shuffled(job: CurationJob, shuffle: Shuffle, seed: int) -> dict[int, list[int]]:
-    """Send numbered rows to random parts; return the numbers by part."""
+    """Send numbered rows to random partitions; return the numbers by partition."""
     rng, sent = random.Random(seed), dict[int, list[int]]()
     for item in range(shuffle.items):
-        parts = [rng.randrange(shuffle.parts) for _ in range(rng.randrange(6))]
-        numbers = [item * 10 + place for place in range(len(parts))]
+        partitions = [rng.randrange(shuffle.partitions) for _ in range(rng.randrange(6))]
+        numbers = [item * 10 + place for place in range(len(partitions))]
         texts = [f"row {number}" for number in numbers]
         table = pa.table({"number": pa.array(numbers, pa.int64()), "text": pa.array(texts, pa.string())})
-        shuffle.write(job, item, table, np.array(parts, np.int64))
-        for number, part in zip(numbers, parts, strict=True):
-            sent.setdefault(part, []).append(number)
+        shuffle.write(job, item, table, np.array(partitions, np.int64))
+        for number, partition in zip(numbers, partitions, strict=True):
+            sent.setdefault(partition, []).append(number)
     shuffle.merge(run_serial, job)
     return sent
 
 
 @settings(max_examples=25)
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(2, 7), st.integers(0, 99))
-def test_every_row_arrives_once_and_in_its_part(
-    tmp_path_factory: pytest.TempPathFactory, items: int, parts: int, fan: int, seed: int
+def test_every_row_arrives_once_and_in_its_partition(
+    tmp_path_factory: pytest.TempPathFactory, items: int, partitions: int, fan: int, seed: int
 ) -> None:
-    shuffle = Shuffle("test/rows", items, parts, fan)
+    shuffle = Shuffle("test/rows", items, partitions, fan)
     job = job_in(tmp_path_factory.mktemp("shuffle"), fan)
     sent = shuffled(job, shuffle, seed)
-    for part in range(parts):
-        table = shuffle.read(job, part)
+    for partition in range(partitions):
+        table = shuffle.read(job, partition)
         assert table.column_names == ["number", "text"]
-        assert sorted(table["number"].to_pylist()) == sorted(sent.get(part, []))
+        assert sorted(table["number"].to_pylist()) == sorted(sent.get(partition, []))
         assert table["text"].to_pylist() == [f"row {number}" for number in table["number"].to_pylist()]
 
 
 def test_files_and_reads_grow_as_the_corpus_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Items and parts four times as many: files and reads at most four times as many, and a level of merging more."""
+    """Four times the items and partitions: files and reads at most four times as many, and a level of merging more."""
     reads: Counter[int] = Counter()
 
     def counted(uri: str, start: int, stop: int) -> bytes:
@@ -62,8 +62,8 @@ def test_files_and_reads_grow_as_the_corpus_does(tmp_path: Path, monkeypatch: py
     for size in (16, 64, 256):
         shuffle, job = Shuffle("test/rows", size, size, fan=4), job_in(tmp_path / str(size), 4)
         shuffled(job, shuffle, size)
-        for part in range(size):
-            shuffle.read(job, part)
+        for partition in range(size):
+            shuffle.read(job, partition)
         files[size] = len(list(Path(job.folder).rglob("*.parquet")))
         # Of each level, one file for each range that is read again, and two reads of each of its `fan` ranges.
         assert files[size] == size * shuffle.levels
@@ -89,12 +89,12 @@ def test_bytes_that_changed_are_refused(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1), st.integers(1, 10_000))
-def test_parts_of_keys_are_ranges(keys: list[int], parts: int) -> None:
-    found = key_parts(np.array(sorted(keys), np.uint64), parts)
+def test_partitions_of_keys_are_ranges(keys: list[int], partitions: int) -> None:
+    found = key_partitions(np.array(sorted(keys), np.uint64), partitions)
     assert found.min() >= 0
-    assert found.max() < parts
+    assert found.max() < partitions
     assert (np.diff(found) >= 0).all()
-    assert [int(part) for part in found] == [(key >> 32) * parts >> 32 for key in sorted(keys)]
+    assert [int(partition) for partition in found] == [(key >> 32) * partitions >> 32 for key in sorted(keys)]
 
 
 @pytest.mark.parametrize("count", [1, 5, 70])

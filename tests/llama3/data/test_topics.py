@@ -127,7 +127,7 @@ def test_drops_do_not_depend_on_shards_order_or_threads(tmp_path: Path) -> None:
         given = documents("art", 90) + documents("sport", 60) + documents("science", 40)
         random.Random(turn).shuffle(given)
         wanted = recipe({"art": "25%", "sport": "20%"})
-        job = made(tmp_path / str(turn), given, shards, parts=turn + 1, recipe=wanted, threads=1 + turn % 2)
+        job = made(tmp_path / str(turn), given, shards, partitions=turn + 1, recipe=wanted, threads=1 + turn % 2)
         found.add(frozenset(capped(job)))
     assert len(found) == 1
     assert found.pop()

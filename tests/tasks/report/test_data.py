@@ -62,7 +62,7 @@ def test_the_page_shows_every_finding(tmp_path: Path, checkout: Path) -> None:
     assert dropped["not read"] == 1
     assert dropped["rules"] == 3
     assert dropped["evaluation sets"] == 1
-    assert dropped["near copies"] >= 6
+    assert dropped["near duplicates"] >= 6
     (exam,) = page.contamination
     assert (exam["examples"], exam["flagged"], exam["confirmed"], exam["precision"]) == (20, 1, 1, 1.0)
     kept, held_out = (

@@ -43,10 +43,10 @@ def benchmark(folder: Path, texts: Sequence[str], name: str = "quiz", **fields: 
 
 
 def decontaminated(
-    folder: Path, texts: Sequence[str], benchmarks: Sequence[Benchmark], shards: int = 1, parts: int = 1
+    folder: Path, texts: Sequence[str], benchmarks: Sequence[Benchmark], shards: int = 1, partitions: int = 1
 ) -> CurationJob:
     recipe = SimpleNamespace(curate=Curate(decontaminate=list(benchmarks)))
-    job = make_job(folder, [{"text": text} for text in texts], shards, parts, recipe, [Decontaminate()])
+    job = make_job(folder, [{"text": text} for text in texts], shards, partitions, recipe, [Decontaminate()])
     Decontaminate().run(run_serial, job)
     return job
 
@@ -139,7 +139,7 @@ def test_each_field_of_an_example_is_looked_for_alone(tmp_path: Path) -> None:
     quiz = Benchmark(name="quiz", uri=write(tmp_path / "quiz.jsonl", records), fields=["question", "answer"])
     asked, solved = f"{prose(2, 60)}. {question}?", f"{prose(3, 60)} {answer}"
     both = f"{prose(4, 60)} {brief}: {records[1]['answer']}"
-    job = decontaminated(tmp_path, [asked, solved, both, f"{prose(5, 60)} {brief}"], [quiz], shards=2, parts=2)
+    job = decontaminated(tmp_path, [asked, solved, both, f"{prose(5, 60)} {brief}"], [quiz], shards=2, partitions=2)
     assert dropped(job) == {asked, solved, both}
     (line,) = table(job, "report")
     numbers = ("examples", "short", "template", "flagged", "confirmed", "documents")
@@ -163,7 +163,7 @@ def test_tables_say_what_was_found(tmp_path: Path) -> None:
         benchmark(tmp_path, [prose(8, 40), EXAMPLE, prose(9, 3)], threshold="60%"),
         benchmark(tmp_path, [prose(10, 50)], "other", action="report"),
     ]
-    job = decontaminated(tmp_path, [half, leak, prose(4, 80)], sets, shards=3, parts=2)
+    job = decontaminated(tmp_path, [half, leak, prose(4, 80)], sets, shards=3, partitions=2)
     assert dropped(job) == {leak}
     common = {"short": 0, "template": 0}
     assert table(job, "report") == [
@@ -240,9 +240,9 @@ def test_result_does_not_depend_on_shards_parts_or_order(tmp_path: Path) -> None
     sets = [benchmark(tmp_path, examples[:20]), benchmark(tmp_path, examples[20:], "other", threshold="90%")]
     first = decontaminated(tmp_path / "first", texts, sets)
     assert 10 < len(dropped(first)) < 40
-    for number, (shards, parts) in enumerate([(4, 1), (16, 5), (1, 5)]):
+    for number, (shards, partitions) in enumerate([(4, 1), (16, 5), (1, 5)]):
         shuffled = random.Random(number).sample(texts, len(texts))
-        job = decontaminated(tmp_path / str(number), shuffled, sets, shards, parts)
+        job = decontaminated(tmp_path / str(number), shuffled, sets, shards, partitions)
         assert dropped(job) == dropped(first)
         for name in ("report", "ratios", "examples"):
             assert table(job, name) == table(first, name)

@@ -56,9 +56,9 @@ def left_of(text: str, gone: set[int]) -> str:
 
 
 def prepared(
-    folder: Path, documents: list[dict[str, Any]], rule: Lines, shards: int = 1, parts: int = 1
+    folder: Path, documents: list[dict[str, Any]], rule: Lines, shards: int = 1, partitions: int = 1
 ) -> CurationJob:
-    job = make_job(folder, documents, shards, parts, SimpleNamespace(curate=Curate(lines=rule)), [LineDedup()])
+    job = make_job(folder, documents, shards, partitions, SimpleNamespace(curate=Curate(lines=rule)), [LineDedup()])
     for shard in job.shards:
         lines = line_hashes(pq.read_table(shard.text)["text"], rule.min_chars)
         attributes = pq.read_table(shard.attributes).drop_columns(["lines"])
@@ -168,7 +168,7 @@ def test_dropped_documents_do_not_count(tmp_path: Path) -> None:
 
 def test_the_most_frequent_lines_are_named(tmp_path: Path) -> None:
     extra = [{"text": f"\t{MENU.upper()} \nAll rights reserved.\n{line} too"} for line in numbers(9)]
-    job = prepared(tmp_path, with_menu(7) + extra, Lines(), shards=3, parts=2)
+    job = prepared(tmp_path, with_menu(7) + extra, Lines(), shards=3, partitions=2)
     assert pq.read_table(job.file("lines/common", 0)).to_pylist() == [
         {"domain": "general", "language": "en", "copies": 16, "line": MENU.lower()},
         {"domain": "general", "language": "en", "copies": 9, "line": "all rights reserved."},
@@ -251,9 +251,9 @@ def test_result_does_not_depend_on_shards_parts_or_order(tmp_path: Path) -> None
     result, common = stripped(first), pq.read_table(first.file("lines/common", 0))
     assert 100 < result.lines.sum() < 1000
     assert 5 < len(common) < 60
-    for number, (shards, parts) in enumerate([(4, 1), (16, 5), (1, 5)]):
+    for number, (shards, partitions) in enumerate([(4, 1), (16, 5), (1, 5)]):
         shuffled = random.Random(number).sample(documents, len(documents))
-        job = prepared(tmp_path / str(number), shuffled, rule, shards, parts)
+        job = prepared(tmp_path / str(number), shuffled, rule, shards, partitions)
         other = stripped(job)
         assert other.texts.equals(result.texts)
         assert other.lines.tolist() == result.lines.tolist()

@@ -43,10 +43,10 @@ def planted(seed: int, families: int) -> list[Document]:
 
 
 def ran(
-    folder: Path, documents: list[Document], shards: int = 1, parts: int = 1, fan: int = 256, **dedup: Any
+    folder: Path, documents: list[Document], shards: int = 1, partitions: int = 1, fan: int = 256, **dedup: Any
 ) -> CurationJob:
     recipe = SimpleNamespace(curate=Curate(dedup=Dedup(**dedup)))
-    job = make_job(folder, documents, shards, parts, recipe, [MinHash()], fan=fan)
+    job = make_job(folder, documents, shards, partitions, recipe, [MinHash()], fan=fan)
     MinHash().passes(run_serial, job)  # `run` would remove the verdicts
     return job
 
@@ -54,12 +54,14 @@ def ran(
 def verdicts(job: CurationJob) -> list[dict[str, Any]]:
     """Return the verdicts of all rounds."""
     rounds = [round_shuffles(job, number).verdicts for number in range(rounds_of(job))]
-    return [row for each in rounds for part in range(job.parts) for row in each.read(job, part).to_pylist()]
+    return [
+        row for each in rounds for partition in range(job.partitions) for row in each.read(job, partition).to_pylist()
+    ]
 
 
 def rounds_of(job: CurationJob) -> int:
     """Return the number of rounds that compared pairs."""
-    return len(list(Path(job.folder, "near").glob("*/open")))
+    return len(list(Path(job.folder, "minhash").glob("*/open")))
 
 
 def texts_of(job: CurationJob) -> dict[str, str]:
@@ -70,7 +72,7 @@ def texts_of(job: CurationJob) -> dict[str, str]:
 
 def clusters(job: CurationJob) -> dict[str, tuple[str, float, int]]:
     """Return id -> (id of the one kept, jaccard, size) of every document in a cluster."""
-    rows = [row for file in job.files(job.by_parts(CLUSTERS)) for row in pq.read_table(file).to_pylist()]
+    rows = [row for file in job.files(job.by_partition(CLUSTERS)) for row in pq.read_table(file).to_pylist()]
     assert all(row["id"] == attributes_of[row["row"]]["id"] for attributes_of in [attributes(job)] for row in rows)
     return {row["id"]: (row["cluster"], row["jaccard"], row["size"]) for row in rows}
 
@@ -97,7 +99,7 @@ def joined(pairs: list[frozenset[str]]) -> dict[str, frozenset[str]]:
 
 @pytest.fixture(scope="module")
 def planted_job(tmp_path_factory: pytest.TempPathFactory) -> CurationJob:
-    return ran(tmp_path_factory.mktemp("planted"), planted(1, 120), shards=2, parts=2)
+    return ran(tmp_path_factory.mktemp("planted"), planted(1, 120), shards=2, partitions=2)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +126,7 @@ def test_recall_and_precision_with_more_bands(tmp_path: Path) -> None:
     pairs = true_pairs(job)
     alike = {pair: jaccard for pair, jaccard in pairs.items() if jaccard >= 0.8}
     assert len(apart(job, alike)) <= 0.005 * len(alike)
-    chained = [pairs.get(frozenset((one, str(kept))), 0) for one, (_, kept) in drops(job, "near").items()]
+    chained = [pairs.get(frozenset((one, str(kept))), 0) for one, (_, kept) in drops(job, "minhash").items()]
     assert sum(jaccard >= 0.7 for jaccard in chained) >= 0.97 * len(chained)
 
 
@@ -144,13 +146,13 @@ def test_every_edge_has_its_true_jaccard(planted_job: CurationJob, pairs: dict[f
     assert len(rows) > 250
     for row in rows:
         assert row["jaccard"] == pairs.get(frozenset((ids[row["center"]], ids[row["row"]])), 0)
-        assert row["alike"] == (row["jaccard"] >= 0.8)
-    assert not all(row["alike"] for row in rows)  # bands alone would join these
+        assert row["similar"] == (row["jaccard"] >= 0.8)
+    assert not all(row["similar"] for row in rows)  # bands alone would join these
 
 
 def test_the_keep_rule_chooses_in_each_cluster(planted_job: CurationJob) -> None:
     documents = {one["id"]: one for one in attributes(planted_job).values()}
-    dropped = drops(planted_job, "near")
+    dropped = drops(planted_job, "minhash")
     found = clusters(planted_job)
     assert dropped == {one: ("near_duplicate", kept) for one, (kept, _, _) in found.items() if one != kept}
     for kept in {kept for kept, _, _ in found.values()}:
@@ -159,15 +161,15 @@ def test_the_keep_rule_chooses_in_each_cluster(planted_job: CurationJob) -> None
         assert kept == min(members, key=lambda one: (-one["rank"], one["id"]))["id"]
 
 
-@pytest.mark.parametrize(("shards", "parts", "fan"), [(16, 1, 256), (3, 7, 2)])
+@pytest.mark.parametrize(("shards", "partitions", "fan"), [(16, 1, 256), (3, 7, 2)])
 def test_equal_for_any_shards_parts_and_order(
-    planted_job: CurationJob, tmp_path: Path, shards: int, parts: int, fan: int
+    planted_job: CurationJob, tmp_path: Path, shards: int, partitions: int, fan: int
 ) -> None:
     documents = planted(1, 120)
     random.Random(shards).shuffle(documents)
-    job = ran(tmp_path, documents, shards, parts, fan)
+    job = ran(tmp_path, documents, shards, partitions, fan)
     assert clusters(job) == clusters(planted_job)
-    assert drops(job, "near") == drops(planted_job, "near")
+    assert drops(job, "minhash") == drops(planted_job, "minhash")
 
 
 def test_rank_then_date_then_id(tmp_path: Path) -> None:
@@ -180,7 +182,7 @@ def test_rank_then_date_then_id(tmp_path: Path) -> None:
         "id": {"a": {}, "b": {}, "c": {}, "d": {}},
     }.items():
         job = ran(tmp_path / case, [{"text": text[name], **rest} for name, rest in of.items()])
-        dropped = drops(job, "near")
+        dropped = drops(job, "minhash")
         assert len(dropped) == len(of) - 1
         found[case] = texts_of(job)[str(next(iter(dropped.values()))[1])][-1]
         smallest = min(texts_of(job))
@@ -191,11 +193,11 @@ def test_rank_then_date_then_id(tmp_path: Path) -> None:
 def test_a_hot_bucket_costs_its_size(tmp_path: Path) -> None:
     page = VOCABULARY[:300]
     documents = [{"text": " ".join([*page, f"visitor {i}"])} for i in range(2000)]
-    job = ran(tmp_path, documents, shards=2, parts=3)
+    job = ran(tmp_path, documents, shards=2, partitions=3)
     rays = len(verdicts(job))
     assert rays <= 2000 * Dedup().bands
-    assert len(drops(job, "near")) == 1999
-    assert {kept for _, kept in drops(job, "near").values()} == {min(texts_of(job))}
+    assert len(drops(job, "minhash")) == 1999
+    assert {kept for _, kept in drops(job, "minhash").values()} == {min(texts_of(job))}
 
 
 def test_a_bucket_of_unlike_documents_costs_a_few_stars(tmp_path: Path) -> None:
@@ -204,7 +206,7 @@ def test_a_bucket_of_unlike_documents_costs_a_few_stars(tmp_path: Path) -> None:
     page = VOCABULARY[:60]
     documents = [{"text": " ".join(page + rng.choices(VOCABULARY, k=60))} for _ in range(200)]
     job = ran(tmp_path, documents, bands=4, rows=1)
-    assert drops(job, "near") == {}
+    assert drops(job, "minhash") == {}
     assert rounds_of(job) == ROUNDS
     rays = len(verdicts(job))
     assert 200 < rays <= 200 * 4 * ROUNDS
@@ -223,7 +225,9 @@ def test_short_documents_and_scripts_without_spaces(tmp_path: Path) -> None:
     other = "今天天气很好，我们决定去公园散步，然后在湖边吃午饭，看孩子们放风筝，直到太阳下山才回家。"
     texts = ["one two", "One, two!", "two one", "!!!", "???", "", chinese, chinese + "好", other]
     job = ran(tmp_path, [{"text": text} for text in texts])
-    found = {frozenset((texts_of(job)[one], texts_of(job)[str(kept)])) for one, (_, kept) in drops(job, "near").items()}
+    found = {
+        frozenset((texts_of(job)[one], texts_of(job)[str(kept)])) for one, (_, kept) in drops(job, "minhash").items()
+    }
     assert found == {frozenset(("one two", "One, two!")), frozenset((chinese, chinese + "好"))}
 
 
@@ -231,9 +235,9 @@ def test_each_domain_and_language_for_itself(tmp_path: Path) -> None:
     text = " ".join(VOCABULARY[:100])
     places = [("general", "en"), ("general", "de"), ("multilingual", "de")]
     documents = [{"text": f"{text} {i}", "domain": domain, "language": of} for i, (domain, of) in enumerate(places)]
-    assert drops(ran(tmp_path / "apart", documents), "near") == {}
+    assert drops(ran(tmp_path / "apart", documents), "minhash") == {}
     documents += [{"text": f"{text} other", "domain": "multilingual", "language": "de"}]
-    assert len(drops(ran(tmp_path / "together", documents), "near")) == 1
+    assert len(drops(ran(tmp_path / "together", documents), "minhash")) == 1
 
 
 def test_what_is_gone_takes_nothing_with_it(tmp_path: Path) -> None:
@@ -242,7 +246,7 @@ def test_what_is_gone_takes_nothing_with_it(tmp_path: Path) -> None:
     job = make_job(tmp_path, documents, stages=[MinHash()])
     job = without(job, [row for row, one in attributes(job).items() if one["rank"] == 1])
     MinHash().run(run_serial, job)
-    assert drops(job, "near") == {}
+    assert drops(job, "minhash") == {}
 
 
 def test_one_keeps_all_but_exact_copies(tmp_path: Path) -> None:
@@ -256,19 +260,19 @@ def test_one_keeps_all_but_exact_copies(tmp_path: Path) -> None:
 
 def test_a_killed_job_goes_on(tmp_path: Path) -> None:
     documents = planted(2, 30)
-    whole = make_job(tmp_path / "whole", documents, shards=2, parts=2, stages=[MinHash()])
+    whole = make_job(tmp_path / "whole", documents, shards=2, partitions=2, stages=[MinHash()])
     done: list[int] = []
     MinHash().run(lambda *work: (done.extend(work[3]), run_serial(*work))[1], whole)
     for stop in range(3, len(done), 17):
-        job = make_job(tmp_path / str(stop), documents, shards=2, parts=2, stages=[MinHash()])
+        job = make_job(tmp_path / str(stop), documents, shards=2, partitions=2, stages=[MinHash()])
         with pytest.raises(KeyboardInterrupt):
             MinHash().run(stopping(stop), job)
-        MinHash().run(run_serial, replace(job, parts=2 + stop % 2))  # other parts begin the stage again
+        MinHash().run(run_serial, replace(job, partitions=2 + stop % 2))  # other partitions begin the stage again
         assert fates(job) == fates(whole)
 
 
 def fates(job: CurationJob) -> list[bytes]:
-    return [Path(file).read_bytes() for file in job.files("near/fates")]
+    return [Path(file).read_bytes() for file in job.files("minhash/fates")]
 
 
 def stopping(after: int) -> Any:
