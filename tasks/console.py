@@ -68,7 +68,7 @@ class TerminalConsole:
         if not self.rich.is_terminal:
             yield PlainProgress(self, name, total)
             return
-        columns = (TextColumn("  {task.description:<18}"), BarColumn(30), TextColumn("{task.fields[facts]}"))
+        columns = (TextColumn("  {task.description:<18}"), BarColumn(30), TextColumn("{task.fields[status]}"))
         with Progress(*columns, console=self.rich) as bar:
             yield _BarProgress(bar, name, total)
 
@@ -157,24 +157,24 @@ class PlainProgress(_Progress):
 class _BarProgress(_Progress):
     def __init__(self, bar: Progress, name: str, total: int) -> None:
         super().__init__(total)
-        self.bar, self.task = bar, bar.add_task(name, total=total, facts="starting")
+        self.bar, self.task = bar, bar.add_task(name, total=total, status="starting")
 
     def update(self, position: int, *values: float | None, **more: float | None) -> None:
-        self.bar.update(self.task, completed=position, facts=self.text(position, *values, **more))
+        self.bar.update(self.task, completed=position, status=self.text(position, *values, **more))
 
 
 class Activity:
-    """Work that prints nothing while it lasts: since when, and the items of its present part."""
+    """Work that prints nothing while it lasts: since when, and the items of its present step."""
 
     def __init__(self) -> None:
-        self.began, self.part, self.done, self.total = time.monotonic(), "", 0, 0
+        self.began, self.step, self.done, self.total = time.monotonic(), "", 0, 0
         self.changed: Callable[[], object] = lambda: None
         self.spoken = False
         """Whether a progress line tells of it from now on."""
 
     def text(self) -> str:
         """Return `web 12 of 40 after 1:07 min`; without items only the time."""
-        items = f"{self.part} {self.done:,} of {self.total:,} " if self.total else ""
+        items = f"{self.step} {self.done:,} of {self.total:,} " if self.total else ""
         return f"{items}after {format_duration(time.monotonic() - self.began)}"
 
 
@@ -200,7 +200,7 @@ def working(console: Console, name: str, bar: bool = True) -> Iterator[None]:
                 task = shown.add_task(name, total=None, items="")
 
                 def show() -> None:
-                    items = f"{activity.part} {activity.done:,} of {activity.total:,}"
+                    items = f"{activity.step} {activity.done:,} of {activity.total:,}"
                     shown.update(task, completed=activity.done, total=activity.total, items=items)
 
                 activity.changed = show
@@ -221,11 +221,11 @@ def working(console: Console, name: str, bar: bool = True) -> Iterator[None]:
         _activity.reset(token)
 
 
-def count_items(part: str, total: int) -> Callable[[int], None]:
-    """Begin a part of `total` items of the work that is shown; return a function that any thread tells of done ones."""
+def count_items(step: str, total: int) -> Callable[[int], None]:
+    """Begin a step of `total` items of the work that is shown; any thread calls the result with what it has done."""
     if (activity := _activity.get()) is None:
         return lambda items: None
-    activity.part, activity.done, activity.total = part, 0, total
+    activity.step, activity.done, activity.total = step, 0, total
     lock = threading.Lock()
 
     def count(items: int) -> None:

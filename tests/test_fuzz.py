@@ -138,7 +138,7 @@ PARSERS: dict[str, tuple[str, bytes, Callable[[Path], object]]] = {
     "cluster": ("c.yaml", b"processes: 8\nlayout: {tp: 2}\nlauncher: slurm\nslurm: {partition: x}\n", load_cluster),
     "task": ("t.yaml", TASK, lambda path: parse_task(read_yaml(path), path.name)),
     "journal": ("journal.jsonl", b'{"time": 1.5, "position": 256, "metrics": {"train/loss": 2.5}}\n' * 4, read_journal),
-    "token index": ("tokens.json", b'{"leaves": {"x": {"tokens": 5}}}', lambda path: read_index(path.parent, ["x"])),
+    "token index": ("tokens.json", b'{"datasets": {"x": {"tokens": 5}}}', lambda path: read_index(path.parent, ["x"])),
     "token shard": ("s.idx", encode_index(np.array([4, 6], np.int64), np.dtype(np.int32)), pair),
     "safetensors": ("w.safetensors", save({"a": torch.ones(2, 3)}), lambda path: list(Weights({"a": path}))),
     "HTML": ("d.html", b"<html><body><p>One <b>word</b></p><table><tr><td>x</table></body></html>", documents),

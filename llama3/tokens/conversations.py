@@ -202,7 +202,7 @@ class ConversationStream:
         self._columns = [np.load(folder / f"{column}-{self.seq_len}.npy", mmap_mode="r") for column in COLUMNS]
         self.sequences_per_epoch = self.packing["sequences"]
         share = Fraction(span.stage.replay)
-        self._deal = MixtureInterleaver((1 - share, share), span.tokens // self.seq_len, 1)
+        self._interleaver = MixtureInterleaver((1 - share, share), span.tokens // self.seq_len, 1)
         self._order: Callable[[int], Ints] = lru_cache(2)(
             lambda epoch: shuffled_order(
                 self.sequences_per_epoch, self.recipe.seed, f"{CONVERSATIONS}/{span.name}", epoch
@@ -211,7 +211,7 @@ class ConversationStream:
         spans = self.recipe.schedule.spans
         self.replay_start = sum(other.mix_tokens for other in spans if other.start < span.start)
         """Position of the first replayed token in `replay`."""
-        assert int(self._deal.totals[1]) * self.seq_len == span.mix_tokens
+        assert int(self._interleaver.totals[1]) * self.seq_len == span.mix_tokens
 
     @property
     def block_bytes(self) -> int:
@@ -224,16 +224,16 @@ class ConversationStream:
         int64[count, seq_len] each, as `TokenStream.sequences`; the domain of conversations is len(DOMAINS).
         """
         first, odd = divmod(begin - self.span.start, self.seq_len)
-        if odd or seq_len != self.seq_len or not 0 <= first <= first + count <= self._deal.tokens:
+        if odd or seq_len != self.seq_len or not 0 <= first <= first + count <= self._interleaver.tokens:
             raise ValueError(f"positions from {begin} in sequences of {seq_len} are not in stage {self.span.name}")
         result = tuple(np.empty((count, seq_len), np.int64) for _ in range(4))
         tokens, targets, segments, domains = result
-        units = self._deal.units(first, first + count)
+        units = self._interleaver.units(first, first + count)
         own = units.dataset == 0
         if own.any():
-            places = (divmod(place, self.sequences_per_epoch) for place in units.first[own].tolist())
-            rows = np.array([self._order(epoch)[row] for epoch, row in places])
-            ids, is_target, numbers = (np.asarray(column[rows], np.int64) for column in self._columns)
+            draws = (divmod(draw, self.sequences_per_epoch) for draw in units.first[own].tolist())
+            sequences = np.array([self._order(epoch)[index] for epoch, index in draws])
+            ids, is_target, numbers = (np.asarray(column[sequences], np.int64) for column in self._columns)
             tokens[own], segments[own], domains[own] = ids, numbers, len(DOMAINS)
             # the target of a token is the next one; no conversation begins with a target, so none crosses to another
             targets[own] = IGNORED
@@ -247,7 +247,7 @@ class ConversationStream:
 
     def consumed(self, position: int) -> tuple[int, int]:
         """Return the sequences of conversations and the replayed ones before `position`, which ends a sequence."""
-        own, replayed = self._deal.consumed((position - self.span.start) // self.seq_len).tolist()
+        own, replayed = self._interleaver.consumed((position - self.span.start) // self.seq_len).tolist()
         return own, replayed
 
     def realized(self, position: int) -> dict[str, int]:
@@ -278,12 +278,12 @@ class ConversationStream:
     def identity(self, start: int, stop: int) -> dict[str, Any]:
         """Return, as plain data, everything but the artifacts that determines the tokens at positions [start, stop)."""
         replayed = [self.replay_start + self.consumed(position)[1] * self.seq_len for position in (start, stop)]
-        identity = {"seed": self.recipe.seed, "stage": self.span.name, "sequences": self._deal.tokens}
+        identity = {"seed": self.recipe.seed, "stage": self.span.name, "sequences": self._interleaver.tokens}
         return {**identity, "replay": self.replay.identity(*replayed) if self.span.mix_tokens else None}
 
     def check(self) -> None:
         """Raise ValueError if the stage's length contradicts its `epochs`, or exceeds `tokens.max_epochs`."""
-        own, stage, per_epoch = int(self._deal.totals[0]), self.span.stage, self.sequences_per_epoch
+        own, stage, per_epoch = int(self._interleaver.totals[0]), self.span.stage, self.sequences_per_epoch
         epochs, batch, limit = own / per_epoch, self.span.segments[0].batch, self.recipe.tokens.max_epochs
         sequences = Fraction(str(stage.epochs or limit)) * per_epoch / (1 - Fraction(stage.replay))
         due, has = Tokens(max(1, round(sequences * self.seq_len / batch)) * batch), Tokens(self.span.tokens)

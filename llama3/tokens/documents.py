@@ -16,9 +16,9 @@ Split = Literal["train", "held_out"]
 
 
 def read_documents(
-    folder: Path, domain: Domain, columns: list[str], split: Split = "train", rows: int = 256
+    folder: Path, domain: Domain, columns: list[str], split: Split = "train", batch_size: int = 256
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield lists of at most `rows` documents of `domain` with `columns`, in the order of their ids.
+    """Yield lists of at most `batch_size` documents of `domain` with `columns`, in the order of their ids.
 
     Raises ValueError if the folder has no file of the domain.
     """
@@ -28,7 +28,7 @@ def read_documents(
             f"sources.{domain}: {folder / 'documents'} holds no {domain}-*.parquet; curate the domain first"
         )
     for file in files:
-        for batch in pq.ParquetFile(file).iter_batches(batch_size=rows, columns=[*columns, "split"]):
+        for batch in pq.ParquetFile(file).iter_batches(batch_size=batch_size, columns=[*columns, "split"]):
             chosen = batch.filter(pc.equal(batch.column("split"), split))
             if chosen.num_rows:
                 yield chosen.select(columns).to_pylist()
@@ -40,7 +40,7 @@ def read_texts(folder: Path, domain: Domain, split: Split, limit: int, but: Coll
     Sources of the domain with an index in `but` are left out.
     """
     taken = 0
-    for documents in read_documents(folder, domain, ["text", "source_index"], split, rows=64):
+    for documents in read_documents(folder, domain, ["text", "source_index"], split, batch_size=64):
         for document in (document for document in documents if document["source_index"] not in but):
             if taken >= limit:
                 return
@@ -52,7 +52,7 @@ def first_documents(folder: Path, domain: Domain, count: int, columns: list[str]
     """Return up to `count` held-out documents of `domain`, or training documents if no document is held out."""
     splits: tuple[Split, ...] = ("held_out", "train")
     for split in splits:
-        batches = read_documents(folder, domain, columns, split, rows=64)
+        batches = read_documents(folder, domain, columns, split, batch_size=64)
         documents = list(islice(chain.from_iterable(batches), count))
         if documents:
             return documents

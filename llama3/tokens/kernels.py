@@ -31,19 +31,19 @@ def add_begin_end(ids: Any, offsets: Ints, chosen: Ints, begin: int, end: int, o
     for text in chosen:
         first, size = offsets[text], offsets[text + 1] - offsets[text]
         out[at] = begin
-        for place in range(size):
-            out[at + 1 + place] = ids[first + place]
+        for index in range(size):
+            out[at + 1 + index] = ids[first + index]
         out[at + 1 + size] = end
         at += size + 2
 
 
 @njit(cache=True, nogil=True)
-def gather_tokens(tokens: Any, sources: Ints, places: Ints, lengths: Ints, out: Any) -> None:
-    """Copy `tokens[source : source + length]` to `out[place : place + length]` for each run."""
+def gather_tokens(tokens: Any, sources: Ints, targets: Ints, lengths: Ints, out: Any) -> None:
+    """Copy `tokens[source : source + length]` to `out[target : target + length]` for each run."""
     for run in range(len(sources)):
-        source, place = sources[run], places[run]
+        source, target = sources[run], targets[run]
         for step in range(lengths[run]):
-            out[place + step] = tokens[source + step]
+            out[target + step] = tokens[source + step]
 
 
 @njit(cache=True, nogil=True)
@@ -65,10 +65,10 @@ def fold_window(
                 number, edge = -1, edge + seq_len
             number += 1
             until = min(stop, edge)
-            for place in range(at, until):
-                targets[place] = tokens[place + 1]
-                numbers[place] = number
-                out[place] = domain
+            for position in range(at, until):
+                targets[position] = tokens[position + 1]
+                numbers[position] = number
+                out[position] = domain
             at = until
         if last < size:
             targets[last] = IGNORED
@@ -115,13 +115,13 @@ def interleave_into(counts: Ints, turns: Ints) -> None:
     Earliest deadline first: turn m of a dataset with share w is at floor(m/w) or later, and before ceil((m+1)/w).
     """
     total, dealt = turns.shape[1], np.zeros(len(counts), np.int64)
-    for place in range(total):
+    for turn in range(total):
         chosen, earliest = -1, 0
         for dataset in range(len(counts)):
             count = counts[dataset]
-            if dealt[dataset] < count and dealt[dataset] * total // count <= place:
+            if dealt[dataset] < count and dealt[dataset] * total // count <= turn:
                 deadline = ((dealt[dataset] + 1) * total + count - 1) // count
                 if chosen < 0 or deadline < earliest:
                     chosen, earliest = dataset, deadline
-        turns[0, place], turns[1, place] = chosen, dealt[chosen]
+        turns[0, turn], turns[1, turn] = chosen, dealt[chosen]
         dealt[chosen] += 1

@@ -49,21 +49,21 @@ class IndexedDataset:
     pointers: Ints
     """First byte of each document."""
 
-    def offsets(self, rows: Ints) -> Ints:
-        """Return the first token of each of the documents `rows`."""
-        return self.pointers[rows] // self.tokens.itemsize
+    def offsets(self, documents: Ints) -> Ints:
+        """Return the first token of each of `documents`, by index."""
+        return self.pointers[documents] // self.tokens.itemsize
 
 
-def write_pair(stem: str | Path, parts: Iterable[NDArray[Any]], lengths: Ints) -> None:
-    """Write the concatenated tokens of `parts` as documents of `lengths` tokens; each file atomically.
+def write_pair(stem: str | Path, batches: Iterable[NDArray[Any]], lengths: Ints) -> None:
+    """Write the concatenated tokens of `batches` as documents of `lengths` tokens; each file atomically.
 
-    All parts have the same element type, uint16 or int32.
+    All batches have the same element type, uint16 or int32.
     """
     dtype = np.dtype(np.int32)
     with atomic_file(f"{stem}.bin") as path, path.open("wb") as file:
-        for part in parts:
-            dtype = part.dtype
-            part.astype(dtype.newbyteorder("<"), copy=False).tofile(file)
+        for batch in batches:
+            dtype = batch.dtype
+            batch.astype(dtype.newbyteorder("<"), copy=False).tofile(file)
     with atomic_file(f"{stem}.idx") as path:
         path.write_bytes(encode_index(lengths, dtype))
 

@@ -102,25 +102,26 @@ def write_index(
             np.save(file, group_tokens(indexes, np.cumsum([0, *shards["documents"]])))
         sorted_by = {column: dict(sorted(values.items())) for column, values in by.items()}
         entries[dataset] = {"domain": domain, **totals, "shards": shards, "by": sorted_by}
-    index = {"dtype": dtype, **vocabulary, "leaves": entries}
+    index = {"dtype": dtype, **vocabulary, "datasets": entries}
     with atomic_file(f"{folder}/{NAME}") as temporary:
         temporary.write_text(json.dumps(index, indent=1) + "\n")
     return index
 
 
-def group_tokens(indexes: Sequence[str], rows: Ints) -> Ints:
+def group_tokens(indexes: Sequence[str], first_documents: Ints) -> Ints:
     """Return the tokens of each group of a dataset: int64[groups].
 
-    `indexes` are the .idx of its shards, by path or URI; `rows` the first document of each, and all documents.
+    `indexes` are the .idx of its shards, by path or URI; `first_documents` the first of each, and the number of all.
     """
-    totals = np.zeros(-(-int(rows[-1]) // GROUP), np.int64)
+    totals = np.zeros(-(-int(first_documents[-1]) // GROUP), np.int64)
 
     def of_shard(shard: int) -> Ints:
-        first, count = int(rows[shard]), int(rows[shard + 1] - rows[shard])
+        first, stop = first_documents[shard : shard + 2].tolist()
+        count = stop - first
         tokens = read_lengths(indexes[shard], count)
         return np.add.reduceat(tokens, np.arange(-(first % GROUP), count, GROUP).clip(0))
 
-    for first, tokens in zip(rows.tolist(), parallel_map(of_shard, range(len(indexes))), strict=False):
+    for first, tokens in zip(first_documents.tolist(), parallel_map(of_shard, range(len(indexes))), strict=False):
         totals[first // GROUP : first // GROUP + len(tokens)] += tokens
     return totals
 
@@ -135,11 +136,11 @@ def read_index(folder: Path, datasets: list[str]) -> dict[str, Any]:
         index: dict[str, Any] = json.loads(ensure_local(folder / NAME).read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{folder}: {NAME} cannot be read ({error}); tokenize first") from error
-    if not isinstance(index, dict) or not isinstance(index.get("leaves"), dict):
-        raise ValueError(f"{folder}: {NAME} has no leaves; tokenize again")
-    missing = [name for name in datasets if name not in index["leaves"]]
+    if not isinstance(index, dict) or not isinstance(index.get("datasets"), dict):
+        raise ValueError(f"{folder}: {NAME} has no datasets; tokenize again")
+    missing = [name for name in datasets if name not in index["datasets"]]
     if missing:
-        known = ", ".join(index["leaves"])
+        known = ", ".join(index["datasets"])
         raise ValueError(f"sources: {folder} holds {known}, not {', '.join(missing)}; tokenize with this recipe")
     return index
 
@@ -204,9 +205,9 @@ def tokenize(
 
     All three are paths or URIs. `tokenizer` is a folder that `Tokenizer.save` wrote; an item encodes on `threads`
     threads and holds the tokens of one file in memory. Returns `tokens`, `documents` and `bytes`, each by domain; all
-    three by dataset under `leaves`; tokens by domain and source under `sources`, by language under `languages`. Raises
-    ValueError for a dtype that is too small, a domain without files, and a document whose `source_index` is not a
-    source of the recipe.
+    three by dataset under `datasets`; tokens by domain and source under `sources`, by language under `languages`.
+    Raises ValueError for a dtype that is too small, a domain without files, and a document whose `source_index` is not
+    a source of the recipe.
     """
     encoder = Tokenizer.load(local_folder(str(tokenizer)))
     dtype = token_dtype(recipe, encoder.vocab_size)
@@ -235,7 +236,7 @@ def tokenize(
         "tokenizer": encoder.digest,
     }
     index = write_index(folder, {dataset.name: dataset.domain for dataset in datasets}, dtype.name, vocabulary)
-    return _facts(index["leaves"], domains)
+    return _metadata(index["datasets"], domains)
 
 
 def tokenize_file(job: TokenJob, item: int) -> None:
@@ -323,7 +324,7 @@ def _by_dataset(batch: pa.Table, datasets: list[MixDataset]) -> Iterator[tuple[M
         yield pool, pooled
 
 
-def _facts(datasets: dict[str, Any], domains: dict[Domain, None]) -> dict[str, Any]:
+def _metadata(datasets: dict[str, Any], domains: dict[Domain, None]) -> dict[str, Any]:
     counts = ("tokens", "documents", "bytes")
 
     def tokens_by(column: str, of_datasets: list[dict[str, Any]]) -> dict[str, int]:
@@ -339,7 +340,7 @@ def _facts(datasets: dict[str, Any], domains: dict[Domain, None]) -> dict[str, A
             count: {domain: sum(dataset[count] for dataset in members[domain]) for domain in domains}
             for count in counts
         },
-        "leaves": {name: {count: dataset[count] for count in counts} for name, dataset in datasets.items()},
+        "datasets": {name: {count: dataset[count] for count in counts} for name, dataset in datasets.items()},
         "sources": {domain: tokens_by("source", members[domain]) for domain in domains},
         "languages": tokens_by("language", list(datasets.values())),
     }

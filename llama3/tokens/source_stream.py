@@ -83,11 +83,11 @@ class EpochOrder:
         self.documents, self.groups = documents, -(-documents // GROUP)
         self.blocks = -(-self.groups // BLOCK)
         self._key = seed, dataset, epoch
-        self._deal = Permutation(self.groups, f"{seed}/{dataset}/{epoch}")
+        self._permutation = Permutation(self.groups, f"{seed}/{dataset}/{epoch}")
 
     def groups_of(self, block: int) -> Ints:
         """Return the groups of `block`, ascending."""
-        return np.sort(self._deal(block * BLOCK, min((block + 1) * BLOCK, self.groups)))
+        return np.sort(self._permutation(block * BLOCK, min((block + 1) * BLOCK, self.groups)))
 
     def rows_of(self, block: int) -> Ints:
         """Return the indices on disk of the documents of `block`, ascending."""
@@ -197,9 +197,9 @@ class Documents:
         return Documents(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
     @classmethod
-    def joined(cls, parts: list[Documents]) -> Documents:
+    def joined(cls, blocks: list[Documents]) -> Documents:
         """Concatenate documents."""
-        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+        return cls(*(np.concatenate([getattr(block, field.name) for block in blocks]) for field in fields(cls)))
 
 
 def shuffle_chunks(documents: Documents, size: int, order: Ints) -> Documents:
@@ -210,8 +210,8 @@ def shuffle_chunks(documents: Documents, size: int, order: Ints) -> Documents:
     starts, total = documents.start - documents.start[0], int(documents.length.sum())
     edges = np.union1d(starts, np.arange(0, total, size))
     of = np.searchsorted(starts, edges, "right") - 1
-    place = np.append(np.argsort(order), len(order))
-    moved = np.argsort(place[edges // size], kind="stable")
+    rank = np.append(np.argsort(order), len(order))
+    moved = np.argsort(rank[edges // size], kind="stable")
     of, begin, length = of[moved], (edges - starts[of])[moved], np.diff(edges, append=total)[moved]
     pieces = documents[of]
     start = np.cumsum(length) - length + documents.start[0]
@@ -267,9 +267,9 @@ class SourceStream:
         """Return the documents that overlap tokens [first, stop) of the stream; the range must not be empty."""
         return Documents.joined(list(self.blocks(first, stop)))
 
-    def copy(self, documents: Documents, skipped: Ints, lengths: Ints, places: Ints, out: Ints) -> None:
-        """Copy `lengths` tokens of each document, starting at its token `skipped`, to `out` at `places`."""
-        runs = CopyRanges(documents.shard, documents.offset + skipped, lengths, places)
+    def copy(self, documents: Documents, skipped: Ints, lengths: Ints, out_starts: Ints, out: Ints) -> None:
+        """Copy `lengths` tokens of each document, starting at its token `skipped`, to `out` at `out_starts`."""
+        runs = CopyRanges(documents.shard, documents.offset + skipped, lengths, out_starts)
         if self._bins is not None:
             self._prefetch_next_block(documents)
         # A batch reads documents from all over a block, so a lazy folder yields few pages at a time.

@@ -38,7 +38,7 @@ class MixPhase:
     """Consecutive stages with equal mix, extra sources and data offset."""
 
     start: int
-    deal: MixtureInterleaver
+    interleaver: MixtureInterleaver
     before: Ints
     """Tokens of each dataset that earlier phases read."""
     first: Ints
@@ -46,13 +46,13 @@ class MixPhase:
 
     @property
     def end(self) -> int:
-        return self.start + self.deal.tokens
+        return self.start + self.interleaver.tokens
 
     def identity(self, datasets: Sequence[MixDataset], stop: int) -> dict[str, Any]:
         """Return, as plain data, what determines the tokens of the phase before the position `stop`."""
-        columns = zip(datasets, self.deal.shares, self.first.tolist(), strict=True)
+        columns = zip(datasets, self.interleaver.shares, self.first.tolist(), strict=True)
         mix = {dataset.name: {"share": str(share), "from": first} for dataset, share, first in columns if share}
-        settled = stop <= self.start + self.deal.fixed_positions
+        settled = stop <= self.start + self.interleaver.fixed_positions
         return {"start": self.start, "end": None if settled else self.end, "mix": mix}
 
 
@@ -74,10 +74,10 @@ def mix_phases(recipe: Recipe, datasets: Sequence[MixDataset], unit: int) -> Ite
     for (shares, added, draw, _), group in groupby(recipe.schedule.spans, key=phase_key):
         if not (tokens := sum(span.mix_tokens for span in group)):
             continue
-        deal = MixtureInterleaver(dataset_shares(datasets, shares, added), tokens, unit)
-        first = ahead + draw * deal.totals
-        yield MixPhase(start, deal, before, first)
-        before, ahead, start = before + deal.totals, first + deal.totals, start + tokens
+        interleaver = MixtureInterleaver(dataset_shares(datasets, shares, added), tokens, unit)
+        first = ahead + draw * interleaver.totals
+        yield MixPhase(start, interleaver, before, first)
+        before, ahead, start = before + interleaver.totals, first + interleaver.totals, start + tokens
 
 
 @dataclass(frozen=True)
@@ -154,10 +154,10 @@ class TokenStream:
         self._end_token = int(index["end"])
         chunk = self.unit if recipe.tokens.shuffle == "chunks" else None
         self._streams = [
-            SourceStream(dataset.name, folder / dataset.name, index["leaves"][dataset.name], recipe.seed, chunk)
+            SourceStream(dataset.name, folder / dataset.name, index["datasets"][dataset.name], recipe.seed, chunk)
             for dataset in self.datasets
         ]
-        self.spans = tuple(mix_phases(recipe, self.datasets, self.unit))
+        self.phases = tuple(mix_phases(recipe, self.datasets, self.unit))
         for dataset, stream, needed in zip(self.datasets, self._streams, self.consumed(self.tokens), strict=True):
             if needed and not stream.tokens:
                 field = f"extra_sources.{dataset.source_name}" if dataset.source_name else "mix"
@@ -169,7 +169,7 @@ class TokenStream:
     @property
     def tokens(self) -> int:
         """Positions of the run, of which stages of kind `sft` count with their replayed tokens only."""
-        return self.spans[-1].end if self.spans else 0
+        return self.phases[-1].end if self.phases else 0
 
     @property
     def block_bytes(self) -> int:
@@ -252,9 +252,11 @@ class TokenStream:
     def _planned(self, start: int, stop: int) -> list[Fraction]:
         """Return the tokens of each dataset that the recipe plans for positions [start, stop)."""
         planned = [Fraction(0)] * len(self.datasets)
-        for span in self.spans:
-            overlap = max(0, min(stop, span.end) - max(start, span.start))
-            planned = [tokens + share * overlap for tokens, share in zip(planned, span.deal.shares, strict=True)]
+        for phase in self.phases:
+            overlap = max(0, min(stop, phase.end) - max(start, phase.start))
+            planned = [
+                tokens + share * overlap for tokens, share in zip(planned, phase.interleaver.shares, strict=True)
+            ]
         return planned
 
     def realized(self, position: int) -> dict[str, int]:
@@ -303,10 +305,10 @@ class TokenStream:
     def consumed(self, position: int) -> Ints:
         """Return the tokens of each dataset, int64[datasets], at positions [0, `position`)."""
         self._check_range(0, position, self.tokens)
-        span = next((span for span in reversed(self.spans) if span.start <= position), None)
-        if span is None:  # conversations alone
+        phase = next((phase for phase in reversed(self.phases) if phase.start <= position), None)
+        if phase is None:  # conversations alone
             return np.zeros(len(self.datasets), np.int64)
-        return span.before + span.deal.consumed(position - span.start)
+        return phase.before + phase.interleaver.consumed(position - phase.start)
 
     def identity(self, start: int, stop: int) -> dict[str, Any]:
         """Return, as plain data, everything but the shards that determines the tokens at positions [start, stop).
@@ -314,9 +316,11 @@ class TokenStream:
         Two recipes with equal identities train on the same tokens there. The recipe after `stop` is left out unless it
         moves a unit before `stop` (the last units of a mix depend on where the mix ends).
         """
-        spans = [span.identity(self.datasets, stop) for span in self.spans if span.start < stop and span.end > start]
+        phases = [
+            phase.identity(self.datasets, stop) for phase in self.phases if phase.start < stop and phase.end > start
+        ]
         shuffle = self.recipe.tokens.model_dump(include={"shuffle"})  # empty by default
-        return {"seed": self.recipe.seed, "unit": self.unit, **shuffle, "spans": spans}
+        return {"seed": self.recipe.seed, "unit": self.unit, **shuffle, "phases": phases}
 
     def check(self) -> None:
         """Raise ValueError, one line per dataset that the run would read more than `tokens.max_epochs` times."""
@@ -339,8 +343,8 @@ class TokenStream:
     def overlapping_offsets(self) -> list[str]:
         """Return a line per dataset too short for its data offset: the stage repeats documents of earlier offsets."""
         lines, ahead = [], np.zeros(len(self.datasets), np.int64)
-        for span in self.spans:
-            skipped, ahead = span.first - ahead, span.first + span.deal.totals
+        for phase in self.phases:
+            skipped, ahead = phase.first - ahead, phase.first + phase.interleaver.totals
             for stream, offset, end in zip(self._streams, skipped.tolist(), ahead.tolist(), strict=True):
                 if offset and end > stream.tokens:
                     lines.append(
@@ -355,12 +359,12 @@ class TokenStream:
 
     def _dataset_ranges(self, start: int, stop: int) -> Iterator[_DatasetRanges]:
         """Yield the ranges of each dataset, phase by phase, because a dataset may skip tokens between two phases."""
-        for span in self.spans:
-            low, high = max(start, span.start), min(stop, span.end)
+        for phase in self.phases:
+            low, high = max(start, phase.start), min(stop, phase.end)
             if low < high:
-                units = span.deal.units(low - span.start, high - span.start)
+                units = phase.interleaver.units(low - phase.start, high - phase.start)
                 # Count tokens along the dataset's whole stream, and positions in the run.
-                first, position = units.first + span.first[units.dataset], units.start + span.start
+                first, position = units.first + phase.first[units.dataset], units.start + phase.start
                 for dataset in np.unique(units.dataset).tolist():
                     own = units.dataset == dataset
                     dataset_units = UnitAssignment(units.dataset[own], first[own], position[own], units.size[own])
@@ -385,9 +389,9 @@ class TokenStream:
         """Yield each dataset with the tokens [first, last) of its stream that lie at positions [start, stop)."""
         self._check_range(start, stop, self.tokens)
         ranges: list[list[tuple[int, int]]] = [[] for _ in self.datasets]
-        for span in self.spans:
-            low, high = (min(max(position, span.start), span.end) - span.start for position in (start, stop))
-            ends = (span.first + span.deal.consumed(low), span.first + span.deal.consumed(high))
+        for phase in self.phases:
+            low, high = (min(max(position, phase.start), phase.end) - phase.start for position in (start, stop))
+            ends = (phase.first + phase.interleaver.consumed(low), phase.first + phase.interleaver.consumed(high))
             for dataset_ranges, first, last in zip(ranges, *(end.tolist() for end in ends), strict=True):
                 if dataset_ranges and dataset_ranges[-1][1] == first:  # count a document at the edge of two phases once
                     first = dataset_ranges.pop()[0]

@@ -106,11 +106,11 @@ class ScaledRun:
         """`processes`: maximum trainer processes."""
         self.original, self.original_cluster, self.schedule = recipe, cluster, recipe.schedule
         self.processes = processes
-        self.parts = [part for span in self.schedule.spans for part in span.parts]
-        self.places = {
-            part.name: scaled_layout(place.layout, place.processes, processes)
-            for part in self.parts
-            for place in [cluster.for_stage(part.stage.name, part.name)]
+        self.spans = [span for stage in self.schedule.spans for span in stage.parts]
+        self.placements = {
+            span.name: scaled_layout(placed.layout, placed.processes, processes)
+            for span in self.spans
+            for placed in [cluster.for_stage(span.stage.name, span.name)]
         }
         """Stage, or part between gates -> layout and processes."""
         longest = max(segment.seq_len for segment in self.schedule.segments)
@@ -143,7 +143,7 @@ class ScaledRun:
 
     def _data_parallel(self, span: StageSpan) -> int:
         """Return the largest data-parallel size among the parts of a stage."""
-        return max(layout.dp(processes) for layout, processes in (self.places[part.name] for part in span.parts))
+        return max(layout.dp(processes) for layout, processes in (self.placements[part.name] for part in span.parts))
 
     def _batches(self) -> dict[str, int]:
         """Return stage -> tokens per step: batches keep their ratio, and the smallest has the fewest sequences."""
@@ -206,7 +206,7 @@ class ScaledRun:
 
     def _model(self, plain: dict[str, Any]) -> dict[str, Any]:
         model = self.original.model
-        layers = max([2, *(layout.stages for layout, _ in self.places.values())])
+        layers = max([2, *(layout.stages for layout, _ in self.placements.values())])
         if plain["rope_scaling"]:
             plain["rope_scaling"]["original"] = max(2, plain["rope_scaling"]["original"] // self.divisor)
         heads = 2 if model.heads == model.kv_heads else 4
@@ -239,9 +239,9 @@ class ScaledRun:
 
     def _cluster(self, cluster: Cluster) -> Cluster:
         stages = {}
-        for original, span in zip(self.parts, self.recipe.schedule.trained, strict=True):
-            layout, processes = self.places[original.name]
-            per_rank = min(part.batch // part.seq_len for part in span.segments) // layout.dp(processes)
+        for original, span in zip(self.spans, self.recipe.schedule.trained, strict=True):
+            layout, processes = self.placements[original.name]
+            per_rank = min(segment.batch // segment.seq_len for segment in span.segments) // layout.dp(processes)
             passes = 2 * layout.pp  # several micro-batches where there are enough sequences
             stages[span.name] = StageCluster(processes=processes, layout=layout, micro_batch=max(1, per_rank // passes))
         evaluate = EvaluationCluster()
@@ -273,10 +273,10 @@ def _passable(rule: GateRule) -> str:
     return "at most 1000000000" if isinstance(rule, AtMost) else "at least 0"
 
 
-def axes_used(places: Sequence[tuple[Layout, int]]) -> list[str]:
-    """Return the layout axes with more than one process in any of `places`: `tp`, `cp`, `pp`, `dp`, ..."""
-    used = [axis for axis in ("tp", "cp", "pp") if any(getattr(layout, axis) > 1 for layout, _ in places)]
-    return used + (["dp"] if any(layout.dp(processes) > 1 for layout, processes in places) else [])
+def axes_used(placements: Sequence[tuple[Layout, int]]) -> list[str]:
+    """Return the layout axes with more than one process in any of `placements`: `tp`, `cp`, `pp`, `dp`, ..."""
+    used = [axis for axis in ("tp", "cp", "pp") if any(getattr(layout, axis) > 1 for layout, _ in placements)]
+    return used + (["dp"] if any(layout.dp(processes) > 1 for layout, processes in placements) else [])
 
 
 # What a rehearsal finds.
@@ -314,7 +314,7 @@ class Rehearsal:
 
     def stage_rows(self) -> list[tuple[str, ...]]:
         """Return a row per stage or part under `STAGE_HEADERS`: at full size, and in small."""
-        parts = zip(self.scaled.parts, self.scaled.recipe.schedule.trained, strict=True)
+        pairs = zip(self.scaled.spans, self.scaled.recipe.schedule.trained, strict=True)
         return [
             (
                 full.name,
@@ -328,9 +328,9 @@ class Rehearsal:
                         str(Tokens(span.segments[-1].batch)),
                     )
                 ),
-                _layout(*self.scaled.places[full.name]),
+                _layout(*self.scaled.placements[full.name]),
             )
-            for full, small in parts
+            for full, small in pairs
         ]
 
     def as_dict(self) -> dict[str, Any]:
@@ -436,8 +436,8 @@ def data_findings(scaled: ScaledRun, store: Store, record: RunRecord) -> Iterato
         return
     read = store.load(record.steps["collect"].artifact).metadata["bytes"]
     curated = store.load(record.steps["curate"].artifact)
-    held_out, wanted = (float(each.curate.validation_fraction) for each in (scaled.recipe, recipe))
-    kept = {domain: size * (1 - wanted) / (1 - held_out) for domain, size in curated.metadata["bytes"].items()}
+    small_held_out, held_out = (float(each.curate.validation_fraction) for each in (scaled.recipe, recipe))
+    kept = {domain: size * (1 - held_out) / (1 - small_held_out) for domain, size in curated.metadata["bytes"].items()}
     per_byte = {domain: tokens_per_byte(recipe, store, record, domain, kept[domain]) for domain in kept}
     ledger = pq.read_table(curated.path_of("ledger.parquet")).to_pylist()
     for surveyed in survey(recipe):
@@ -471,13 +471,13 @@ def tokens_per_byte(recipe: Recipe, store: Store, record: RunRecord, domain: Dom
 def unproven(scaled: ScaledRun) -> list[str]:
     """Return what no rehearsal on processors can show of this recipe and cluster."""
     recipe, cluster = scaled.original, scaled.original_cluster
-    layouts = [cluster.for_stage(part.stage.name, part.name).layout for part in scaled.parts]
+    layouts = [cluster.for_stage(span.stage.name, span.name).layout for span in scaled.spans]
     lines = [
         "numbers, speed and memory of GPUs: herd plan predicts them; make test-cuda executes every CUDA path on a "
         "null device",
         "whether the trained model passes its gates",
     ]
-    here = max(processes for _, processes in scaled.places.values())
+    here = max(processes for _, processes in scaled.placements.values())
     if cluster.processes > here:
         lines.append(f"{cluster.processes:,} processes at once: at most {here} here")
     if recipe.precision != "fp32":
@@ -504,17 +504,17 @@ def built_layouts(scaled: ScaledRun, root: Root) -> str:
 
     recipe, built = scaled.original, dict[tuple[Layout, int], str]()
     vocab_size = known_vocab_size(root, recipe)
-    for part in scaled.parts:
-        place = scaled.original_cluster.for_stage(part.stage.name, part.name)
-        key = (place.layout, place.processes)
+    for span in scaled.spans:
+        placed = scaled.original_cluster.for_stage(span.stage.name, span.name)
+        key = (placed.layout, placed.processes)
         if key in built:
             continue
-        load = Load(part.lengths[0], 1, place.layout.pp, recipe.precision)
+        load = Load(span.lengths[0], 1, placed.layout.pp, recipe.precision)
         with suppress(ValueError):
-            check = check_layout(recipe.model, vocab_size, *key, load, [place.processes - 1])
+            check = check_layout(recipe.model, vocab_size, *key, load, [placed.processes - 1])
             (rank,) = check.ranks
             built[key] = (
-                f"{part.name} {len(rank.layers)} layers, {tokens(rank.parameters)} parameters of rank {rank.rank:,}"
+                f"{span.name} {len(rank.layers)} layers, {tokens(rank.parameters)} parameters of rank {rank.rank:,}"
             )
     return "; ".join(built.values())
 
@@ -527,7 +527,7 @@ def proofs(scaled: ScaledRun, root: Root, record: RunRecord, killed: str) -> Ite
         yield "data", f"{', '.join(data)} of a sample in {_seconds(record, data)}"
     trained = [span.name for span in scaled.recipe.schedule.trained if span.name in steps]
     if trained:
-        axes = ", ".join(axes_used(list(scaled.places.values()))) or "one process"
+        axes = ", ".join(axes_used(list(scaled.placements.values()))) or "one process"
         yield "training", f"{', '.join(trained)} in {_seconds(record, trained)}; layout axes: {axes}"
     if killed and killed in steps:
         attempts = len(list((Runs(root).folder(record.name) / "logs" / killed).glob("attempt-*")))

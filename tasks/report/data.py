@@ -76,7 +76,7 @@ class DataPage:
     contaminated: list[Row]
     samples: dict[str, dict[str, list[Row]]]
     """Domain -> outcome -> documents."""
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
     fertility: dict[str, Any]
     domains: tuple[str, ...] = DOMAINS
 
@@ -178,7 +178,7 @@ def collect_report_data(root: Root, name: str) -> ReportData:
         },
         notes=[
             *_conversation_notes(artifacts.get(CONVERSATIONS)),
-            *_notes({span.name: artifact for span, artifact in trained}, evaluations, page.facts if page else None),
+            *_notes({span.name: artifact for span, artifact in trained}, evaluations, page.metadata if page else None),
         ],
         samples=json.loads(final.path_of("generations.json").read_text()) if final is not None else [],
         decision=promotion.decision if promotion else None,
@@ -187,22 +187,22 @@ def collect_report_data(root: Root, name: str) -> ReportData:
 
 
 def _stage_row(span: StageSpan, artifact: Artifact, series: dict[str, Series], outcome: str) -> StageRow:
-    facts = artifact.metadata
+    metadata = artifact.metadata
 
     def values(key: str) -> list[float]:
-        return [value for position, value in series.get(key, []) if facts["start"] < position <= facts["end"]]
+        return [value for position, value in series.get(key, []) if metadata["start"] < position <= metadata["end"]]
 
     speeds, goodput, held_out = sorted(values(metrics.TOKENS_PER_S)), values(metrics.GOODPUT), values(metrics.HELD_OUT)
     lengths = span.lengths
     return StageRow(
         name=span.name,
-        start=facts["start"],
-        end=facts["end"],
-        steps=facts["steps"],
+        start=metadata["start"],
+        end=metadata["end"],
+        steps=metadata["steps"],
         seq_len=str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]}..{lengths[-1]}",
         batch=span.segments[-1].batch,
-        first_loss=facts["first_loss"],
-        last_loss=facts["last_loss"],
+        first_loss=metadata["first_loss"],
+        last_loss=metadata["last_loss"],
         bits_per_byte=held_out[-1] if held_out else None,
         tokens_per_s=speeds[len(speeds) // 2] if speeds else 0.0,
         goodput=goodput[-1] if goodput else None,
@@ -226,13 +226,13 @@ def _conversation_notes(prepared: Artifact | None) -> list[str]:
     """Return what the stages of kind `sft` train on, a line for the conversations and one for each sequence length."""
     if prepared is None:
         return []
-    facts = prepared.metadata
+    metadata = prepared.metadata
     notes = [
-        f"conversations: {facts['conversations']:,} with {facts['turns']:,} answers, {facts['tokens']:,} tokens, "
-        f"{facts['target_tokens']:,} of them targets; {facts['held_out']:,} held out, "
-        f"{facts['dropped']['duplicate']:,} repeated"
+        f"conversations: {metadata['conversations']:,} with {metadata['turns']:,} answers, "
+        f"{metadata['tokens']:,} tokens, {metadata['target_tokens']:,} of them targets; "
+        f"{metadata['held_out']:,} held out, {metadata['dropped']['duplicate']:,} repeated"
     ]
-    for seq_len, packed in facts["packing"].items():
+    for seq_len, packed in metadata["packing"].items():
         notes.append(
             f"conversations: {packed['sequences']:,} sequences of {seq_len} tokens, {packed['padding']:,} of them "
             f"padding; {packed['cut']:,} conversations cut at the end, {packed['dropped']:,} dropped"
@@ -249,12 +249,14 @@ def _notes(
     notes = [f"{stage}: {Choice.model_validate(average)}" for stage, average in averages.items()]
     notes += unscored_domains(curated) if curated and evaluations else []
     for stage, artifact in evaluations.items():
-        facts = artifact.metadata
-        notes += [f"{stage}: {task} was left out: {why}" for task, why in facts.get("skipped", {}).items()]
+        metadata = artifact.metadata
+        notes += [f"{stage}: {task} was left out: {why}" for task, why in metadata.get("skipped", {}).items()]
         long = "longer than the window, so they were not asked and count as wrong"
-        notes += [f"{stage}: {count} questions of {key} are {long}" for key, count in facts.get("too_long", {}).items()]
+        notes += [
+            f"{stage}: {count} questions of {key} are {long}" for key, count in metadata.get("too_long", {}).items()
+        ]
         vague = "were not judged: they count neither as right nor as wrong, and the gate decides nothing on them"
-        notes += [f"{stage}: {count} questions of {key} {vague}" for key, count in facts.get("unjudged", {}).items()]
+        notes += [f"{stage}: {count} questions of {key} {vague}" for key, count in metadata.get("unjudged", {}).items()]
     return notes
 
 
@@ -264,7 +266,7 @@ def _notes(
 def data_page(run: str, curated: Artifact, tokenizer: Artifact | None) -> DataPage:
     """Gather the data page of `run` from its artifacts."""
     ledger = pq.read_table(curated.path_of("ledger.parquet")).to_pylist()
-    facts = tokenizer.metadata if tokenizer else {}
+    metadata = tokenizer.metadata if tokenizer else {}
 
     def table(name: str) -> list[Row]:
         path: Path = curated.path_of(FINDINGS) / f"{name}.parquet"
@@ -276,7 +278,7 @@ def data_page(run: str, curated: Artifact, tokenizer: Artifact | None) -> DataPa
     return DataPage(
         run=run,
         outcomes=_outcomes(ledger),
-        funnel=_funnel(ledger, facts.get("bytes_per_token", {})),
+        funnel=_funnel(ledger, metadata.get("bytes_per_token", {})),
         sources=_sources(ledger),
         samples={
             domain: dict(sorted(samples[domain].items(), key=lambda item: (item[0] not in KEPT, item[0])))
@@ -290,8 +292,8 @@ def data_page(run: str, curated: Artifact, tokenizer: Artifact | None) -> DataPa
         contamination=table("contamination"),
         ratios={name: list(rows) for name, rows in groupby(table("ratios"), key=lambda row: str(row["benchmark"]))},
         contaminated=table("contaminated"),
-        facts=curated.metadata,
-        fertility=facts,
+        metadata=curated.metadata,
+        fertility=metadata,
     )
 
 

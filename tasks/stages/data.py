@@ -52,9 +52,9 @@ def collect_documents(context: Context) -> Artifact:
     def build(folder: Path, scratch: Path) -> dict[str, Any]:
         work = context.shared_scratch(scratch.name)
         with data_runner(context.cluster) as runner:
-            facts = collect(context.recipe, work, runner)
+            metadata = collect(context.recipe, work, runner)
             place_files(runner, work, ["text", "skipped.parquet"], folder)
-        return facts
+        return metadata
 
     artifact = ensure_in_scratch(context, "collect", spec, build)
     lines = [f"{line['domain']} {line['reason']} {line['documents']:,}" for line in artifact.metadata["skipped"]]
@@ -81,9 +81,9 @@ def annotate_documents(context: Context, collected: Artifact) -> Artifact:
     def build(folder: Path, scratch: Path) -> dict[str, Any]:
         work, memory = context.shared_scratch(scratch.name), item_memory(context.cluster)
         with data_runner(context.cluster) as runner:
-            facts = annotate(context.recipe, address(context, collected), work, runner, memory=memory)
+            metadata = annotate(context.recipe, address(context, collected), work, runner, memory=memory)
             place_files(runner, work, [ATTRIBUTES], folder)
-        return facts
+        return metadata
 
     return ensure_in_scratch(context, "annotate", spec, build)
 
@@ -108,10 +108,10 @@ def curate_documents(context: Context, collected: Artifact, annotated: Artifact)
         work = context.shared_scratch(scratch.name)
         inputs = address(context, collected), address(context, annotated)
         with data_runner(context.cluster) as runner:
-            facts = curate(recipe, *inputs, folder, work, runner, memory=item_memory(context.cluster))
+            metadata = curate(recipe, *inputs, folder, work, runner, memory=item_memory(context.cluster))
             if context.in_store:
                 place_files(runner, work, ["documents"], folder)
-        return facts
+        return metadata
 
     artifact = ensure_in_scratch(context, "curate", spec, build)
     sizes, counts = artifact.metadata["bytes"], artifact.metadata["documents"]
@@ -217,9 +217,9 @@ def tokenize_documents(context: Context, curated: Artifact, tokenizer: Artifact)
     def build(folder: Path, scratch: Path) -> dict[str, Any]:
         work = context.shared_scratch(scratch.name)
         with data_runner(context.cluster) as runner:
-            facts = tokenize(recipe, address(context, curated), address(context, tokenizer), work, runner=runner)
-            place_files(runner, work, [*facts["leaves"], TOKENS], folder)
-        return facts
+            metadata = tokenize(recipe, address(context, curated), address(context, tokenizer), work, runner=runner)
+            place_files(runner, work, [*metadata["datasets"], TOKENS], folder)
+        return metadata
 
     artifact = ensure_in_scratch(context, "tokenize", spec, build)
     stream = TokenStream(lazy_folder(artifact, 0), recipe)
@@ -265,11 +265,11 @@ def prepare_conversations(context: Context, tokens: Artifact, tokenizer: Artifac
         return prepare_conversations(recipe, Tokenizer.load(tokenizer.path), folder)
 
     artifact = ensure_artifact(context, "conversations", spec, build)
-    facts, stream = artifact.metadata, TokenStream(lazy_folder(tokens, 0), recipe)
+    metadata, stream = artifact.metadata, TokenStream(lazy_folder(tokens, 0), recipe)
     context.console.log(
-        f"  {'':<18}[dim]{facts['conversations']:,} conversations, {facts['turns']:,} answers, {facts['tokens']:,} "
-        f"tokens, {facts['target_tokens']:,} of them targets; held out {facts['held_out']:,}, "
-        f"repeated {facts['dropped']['duplicate']:,}[/]"
+        f"  {'':<18}[dim]{metadata['conversations']:,} conversations, {metadata['turns']:,} answers, "
+        f"{metadata['tokens']:,} tokens, {metadata['target_tokens']:,} of them targets; "
+        f"held out {metadata['held_out']:,}, repeated {metadata['dropped']['duplicate']:,}[/]"
     )
     for span in recipe.schedule.spans:
         if span.stage.kind != "sft":
@@ -284,9 +284,9 @@ def prepare_conversations(context: Context, tokens: Artifact, tokenizer: Artifac
         )
         if lost := packed["cut"] + packed["dropped"]:
             context.console.log(
-                f"  [yellow]conversations: {lost:,} of {facts['conversations']:,} are longer than the {data.seq_len} "
-                f"tokens of {span.name}: {packed['cut']:,} are cut at the end, {packed['dropped']:,} dropped, whose "
-                "answers begin later; raise seq_len[/]"
+                f"  [yellow]conversations: {lost:,} of {metadata['conversations']:,} are longer than the "
+                f"{data.seq_len} tokens of {span.name}: {packed['cut']:,} are cut at the end, "
+                f"{packed['dropped']:,} dropped, whose answers begin later; raise seq_len[/]"
             )
     return artifact
 

@@ -178,10 +178,10 @@ def evaluate_model(
         documents = validation_folder(curated, recipe.evaluate.documents)
         model, cluster = checkpoint.path_of("model"), context.cluster
         excluded = Hosts(context.root).excluded
-        facts = run_evaluation(
+        metadata = run_evaluation(
             recipe, model, documents, folder, work, cluster, context.agents, None, None, chats, excluded
         )
-        return {**facts, **_ngram_baseline(recipe, documents)}
+        return {**metadata, **_ngram_baseline(recipe, documents)}
 
     return ensure_in_scratch(context, step, spec, build)
 
@@ -192,10 +192,10 @@ def _ngram_baseline(recipe: Recipe, documents: Path) -> dict[str, float]:
         return {}
     shares: dict[Domain, float] = {domain: float(share) for domain, share in recipe.first_mix.items()}
     chosen = read_validation_documents(documents, recipe.evaluate.documents, document_bytes(recipe))
-    found = ngram_bits_per_byte(documents, shares, chosen)
-    parts = {f"{NGRAM_BPB}/{domain}": bits for domain, bits in found.items()}
-    mean = mean_bits_per_byte(recipe, {key: normal(bits, 0.0, 1) for key, bits in parts.items()}, NGRAM_BPB)
-    return {NGRAM_BPB: mean.value, **parts}
+    by_domain = ngram_bits_per_byte(documents, shares, chosen)
+    scores = {f"{NGRAM_BPB}/{domain}": bits for domain, bits in by_domain.items()}
+    mean = mean_bits_per_byte(recipe, {key: normal(bits, 0.0, 1) for key, bits in scores.items()}, NGRAM_BPB)
+    return {NGRAM_BPB: mean.value, **scores}
 
 
 def _evaluation(
@@ -335,7 +335,7 @@ def evaluate_checkpoint(
 
         def build(result: Path, work: Path) -> dict[str, Any]:
             documents = validation_folder(curated, recipe.evaluate.documents)
-            facts = run_evaluation(
+            metadata = run_evaluation(
                 recipe,
                 saved,
                 documents,
@@ -347,7 +347,7 @@ def evaluate_checkpoint(
                 conversations=conversations,
                 excluded=Hosts(context.root).excluded,
             )
-            return {**facts, "position": position}
+            return {**metadata, "position": position}
 
         return ensure_in_scratch(context, step, spec, build)
     finally:
@@ -374,15 +374,15 @@ def check_long_context_gates(
     schedule = context.recipe.schedule
     span = schedule.span(name)
     gates = span.stage.gates
-    first = next(number for number, part in enumerate(schedule.segments) if part.stage == span.stage.name)
+    first = next(number for number, segment in enumerate(schedule.segments) if segment.stage == span.stage.name)
     short = schedule.segments[first - 1].seq_len if "short-context" in gates else None  # the length before the stage
     before = None
     if short is not None:
         assert began is not None
         before = read_scores(_scores(context, f"{span.stage.name}-start", began, curated, short, None).path)
     needle = span.lengths[-1] if "needle" in gates else None
-    found = _scores(context, name, checkpoint, curated, short, needle)
-    decision = decide({METRICS[gate]: rule for gate, rule in gates.items()}, read_scores(found.path), before)
+    scores = _scores(context, name, checkpoint, curated, short, needle)
+    decision = decide({METRICS[gate]: rule for gate, rule in gates.items()}, read_scores(scores.path), before)
     write_atomic(context.folder / f"gate-{name}.json", decision.model_dump_json(indent=1))
     rows = [row for row in decision.rows if row.metric in METRICS.values() or not row.passed]
     for row in rows:
@@ -391,7 +391,7 @@ def check_long_context_gates(
         reasons = "; ".join(_line(row) for row in rows if not row.passed)
         position = checkpoint.metadata["end"]
         alert_gate_failed(context.root, context.console, context.record.name, name, reasons, position)
-        raise GateFailed(_remedies(schedule, span, rows, found))
+        raise GateFailed(_remedies(schedule, span, rows, scores))
     return decision
 
 
@@ -430,11 +430,11 @@ def _line(row: GateRow) -> str:
     )
 
 
-def _remedies(schedule: Schedule, span: StageSpan, rows: list[GateRow], found: Artifact) -> str:
+def _remedies(schedule: Schedule, span: StageSpan, rows: list[GateRow], scores: Artifact) -> str:
     """Return the numbers of a failed gate and the changes of the recipe that let the run continue."""
     stage, last = span.stage, span.segments[-1]
     prefix = f"{NEEDLE}/depth_"
-    depths = [(int(key.removeprefix(prefix)), found.metadata[key]) for key in sorted(found.metadata) if prefix in key]
+    depths = [(int(key.removeprefix(prefix)), scores.metadata[key]) for key in sorted(scores.metadata) if prefix in key]
     return "\n".join(
         [
             f"stages.{stage.name}.gates: {span.name} does not pass at sequence {last.seq_len}; "

@@ -111,12 +111,12 @@ def train_stage(
             from herd.llama3.tokens.chat import TEMPLATE, TEMPLATE_FILE
 
             write_atomic(folder / "model" / TEMPLATE_FILE, TEMPLATE)
-        costs, hours, made = _costs(context.cluster, parent), device_hours(work), context.record.provenance
+        costs, hours, provenance = _costs(context.cluster, parent), device_hours(work), context.record.provenance
         return {
             **_facts(span, folder),
             "cost": costs.of(hours),
             "cost_so_far": costs.so_far(hours),
-            **({"provenance": made.model_dump()} if made else {}),
+            **({"provenance": provenance.model_dump()} if provenance else {}),
         }
 
     def done() -> None:
@@ -134,8 +134,8 @@ def train_stage(
 
 def _announce(context: Context, span: StageSpan) -> None:
     """Print what changes from the stage before to this one."""
-    spans = [part for stage in context.recipe.schedule.spans for part in stage.parts]
-    number = [part.name for part in spans].index(span.name)
+    spans = [span for stage in context.recipe.schedule.spans for span in stage.parts]
+    number = [span.name for span in spans].index(span.name)
     before = spans[number - 1] if number else None
     if before is None:
         context.console.log(
@@ -376,15 +376,15 @@ def _checkpoint(context: Context, tokenizer: Tokenizer) -> Artifact:
     """Return the checkpoint that the recipe starts from: reused, as a stage of another run is."""
     if faults := init_from_faults(context.store, context.runs, context.recipe):
         raise RecipeError("\n".join(faults))
-    found = find_init_checkpoint(context.store, context.runs, context.recipe)
-    if faults := list(tokenizer_faults(context.recipe, found, tokenizer)):
+    checkpoint = find_init_checkpoint(context.store, context.runs, context.recipe)
+    if faults := list(tokenizer_faults(context.recipe, checkpoint, tokenizer)):
         raise RecipeError("\n".join(faults))
-    made = found.manifest
-    spec = ArtifactSpec(made.kind, made.name, made.version, made.parameters, made.inputs)
+    manifest = checkpoint.manifest
+    spec = ArtifactSpec(manifest.kind, manifest.name, manifest.version, manifest.parameters, manifest.inputs)
 
     def build(folder: Path, _: str) -> dict[str, Any]:
         raise RecipeError(
-            f"init_from.path: {found.label} is damaged; run {made.created_by} again, or start from another"
+            f"init_from.path: {checkpoint.label} is damaged; run {manifest.created_by} again, or start from another"
         )
 
     return ensure_artifact(context, "init-weights", spec, build)

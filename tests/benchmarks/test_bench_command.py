@@ -21,7 +21,7 @@ def quick(run: Session, name: str) -> Row:
     if name == "minhash/datasketch":
         raise NotMeasured("No module named 'datasketch'")
     if name == "mix/documents":
-        raise RuntimeError("ours.mix failed:\nTraceback\nKeyError: 'leaves'")
+        raise RuntimeError("ours.mix failed:\nTraceback\nKeyError: 'datasets'")
     return measured(name, 120.5, "a note")
 
 
@@ -57,7 +57,7 @@ def test_rows_are_json_and_go_to_a_file_too(herd: typer.Typer, tmp_path: Path) -
     assert rows["pipeline/datatrove"]["ok"] is True
     assert rows["minhash/datasketch"]["value"] is None
     assert rows["minhash/datasketch"]["ok"] is None
-    assert rows["mix/documents"]["note"] == "failed: KeyError: 'leaves'"
+    assert rows["mix/documents"]["note"] == "failed: KeyError: 'datasets'"
     assert made["machine"]["cpu"]
 
 

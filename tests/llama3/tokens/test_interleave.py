@@ -56,55 +56,55 @@ def test_units_tile_the_span_and_end_exact_to_the_token(parts: tuple[Fraction, .
 def test_parts_of_a_deal_equal_the_whole(
     parts: tuple[Fraction, ...], tokens: int, unit: int, data: st.DataObject
 ) -> None:
-    deal = MixtureInterleaver(parts, tokens, unit)
-    whole = deal.units(0, tokens)
+    interleaver = MixtureInterleaver(parts, tokens, unit)
+    whole = interleaver.units(0, tokens)
     start = data.draw(st.integers(0, tokens - 1))
     stop = data.draw(st.integers(start + 1, tokens))
     here = (whole.start < stop) & (whole.start + whole.size > start)
-    part = deal.units(start, stop)
+    part = interleaver.units(start, stop)
     for name in ("dataset", "first", "start", "size"):
         assert np.array_equal(getattr(part, name), getattr(whole, name)[here])
     taken = np.clip(start - whole.start, 0, whole.size)
-    assert deal.consumed(start).tolist() == [
+    assert interleaver.consumed(start).tolist() == [
         int(taken[whole.dataset == dataset].sum()) for dataset in range(len(parts))
     ]
-    assert deal.consumed(tokens).tolist() == deal.totals.tolist()
+    assert interleaver.consumed(tokens).tolist() == interleaver.totals.tolist()
 
 
-def errors(deal: MixtureInterleaver, positions: range) -> list[float]:
+def errors(interleaver: MixtureInterleaver, positions: range) -> list[float]:
     """Return how far each dataset is from its share at the worst of `positions`, in units."""
-    ideal = np.outer(positions, [float(share) for share in deal.shares])
-    consumed = np.array([deal.consumed(position) for position in positions])
-    return list(np.abs(consumed - ideal).max(axis=0) / deal.unit)
+    ideal = np.outer(positions, [float(share) for share in interleaver.shares])
+    consumed = np.array([interleaver.consumed(position) for position in positions])
+    return list(np.abs(consumed - ideal).max(axis=0) / interleaver.unit)
 
 
 def test_every_prefix_of_a_percent_mix_is_within_a_unit() -> None:
-    deal = MixtureInterleaver(PERCENT, 64 * 1000, 64)
-    assert max(errors(deal, range(0, 800 * 64, 7))) < 1
-    assert max(errors(deal, range(800 * 64, 64_001, 7))) < 1.5
+    interleaver = MixtureInterleaver(PERCENT, 64 * 1000, 64)
+    assert max(errors(interleaver, range(0, 800 * 64, 7))) < 1
+    assert max(errors(interleaver, range(800 * 64, 64_001, 7))) < 1.5
 
 
 @settings(max_examples=15)
 @given(shares)
 def test_prefixes_of_any_mix_are_within_a_unit_per_leaf(parts: tuple[Fraction, ...]) -> None:
     """Blocks lack at most datasets - 1 units, which a dataset has too many by its share; the order adds one."""
-    deal = MixtureInterleaver(parts, 16 * 9000, 16)
-    for share, error in zip(parts, errors(deal, range(0, 16 * 8000, 997)), strict=True):
+    interleaver = MixtureInterleaver(parts, 16 * 9000, 16)
+    for share, error in zip(parts, errors(interleaver, range(0, 16 * 8000, 997)), strict=True):
         assert error < 1 + max(1, (len(parts) - 1) * share)
 
 
 def test_a_share_below_one_unit_in_a_million_is_still_dealt() -> None:
     tiny = Fraction(1, 3_000_000)
-    deal = MixtureInterleaver((1 - tiny, tiny), 30_000_000, 10)
-    assert deal.consumed(30_000_000).tolist() == [29_999_990, 10]
+    interleaver = MixtureInterleaver((1 - tiny, tiny), 30_000_000, 10)
+    assert interleaver.consumed(30_000_000).tolist() == [29_999_990, 10]
 
 
 def test_a_run_of_trillions_is_addressed_like_a_small_one() -> None:
-    deal = MixtureInterleaver(PERCENT, 14_800_000_000_000, 131_072)
-    units = deal.units(14_000_000_000_000, 14_000_001_048_576)
+    interleaver = MixtureInterleaver(PERCENT, 14_800_000_000_000, 131_072)
+    units = interleaver.units(14_000_000_000_000, 14_000_001_048_576)
     assert units.start[0] <= 14_000_000_000_000 < units.start[0] + 131_072
     ideal = np.array([0.5, 0.25, 0.17, 0.08]) * 14_000_000_000_000
-    assert np.abs(deal.consumed(14_000_000_000_000) - ideal).max() < 131_072
+    assert np.abs(interleaver.consumed(14_000_000_000_000) - ideal).max() < 131_072
 
 
 @given(shares, st.integers(1, 20_000), st.integers(1, 20_000), st.integers(1, 9))

@@ -101,8 +101,8 @@ def test_facts_and_index_count_what_is_there(parts: Path, tokenizer: Path, tmp_p
         written = tables(tmp_path / "tokens", domain)
         tokens = sum(row["length"] for row in written)
         counted = {"tokens": tokens, "documents": len(texts), "bytes": sum(len(text.encode()) for text in texts)}
-        assert facts["leaves"][domain] == {name: facts[name][domain] for name in counted} == counted
-        described = index["leaves"][domain]
+        assert facts["datasets"][domain] == {name: facts[name][domain] for name in counted} == counted
+        described = index["datasets"][domain]
         assert {name: described[name] for name in counted} == counted
         assert sum(described["shards"]["tokens"]) == tokens
         assert sum(described["shards"]["documents"]) == len(texts)
@@ -122,13 +122,13 @@ def test_facts_and_index_count_what_is_there(parts: Path, tokenizer: Path, tmp_p
 def test_weighted_sources_are_leaves_of_their_own(parts: Path, tokenizer: Path, tmp_path: Path) -> None:
     asked = recipe([stage("a", 80)], weights={"general": [3, 1], "code": [1, 1]})
     facts = tokenize(asked, parts, tokenizer, tmp_path / "tokens")
-    assert list(facts["leaves"]) == ["general-0", "general-1", "math", "code-0", "code-1", "multilingual"]
-    assert facts["tokens"]["general"] == sum(facts["leaves"][name]["tokens"] for name in ("general-0", "general-1"))
+    assert list(facts["datasets"]) == ["general-0", "general-1", "math", "code-0", "code-1", "multilingual"]
+    assert facts["tokens"]["general"] == sum(facts["datasets"][name]["tokens"] for name in ("general-0", "general-1"))
     encoder = Tokenizer.load(tokenizer)
     for source in (0, 1):
         read = {encoder.decode(ids) for ids in read_back(tmp_path / "tokens", f"general-{source}")}
         assert read == set(TEXTS["general"][source::2])
-    assert facts["leaves"]["code-1"] == {"tokens": 0, "documents": 0, "bytes": 0}
+    assert facts["datasets"]["code-1"] == {"tokens": 0, "documents": 0, "bytes": 0}
     assert not list((tmp_path / "tokens" / "code-1").glob("*.bin"))
 
 
@@ -190,7 +190,7 @@ def test_shards_follow_the_number_of_their_file(parts: Path, tokenizer: Path, tm
         file.rename(file.with_name(f"math-{(99_999, 100_000, 7)[number]:05}.parquet"))
     tokenize(ASKED, parts, tokenizer, tmp_path / "tokens")
     index = json.loads((tmp_path / "tokens" / "tokens.json").read_text())
-    assert index["leaves"]["math"]["shards"]["number"] == [7, 99_999, 100_000]
+    assert index["datasets"]["math"]["shards"]["number"] == [7, 99_999, 100_000]
     assert (tmp_path / "tokens" / "math" / "tokens-100000.idx").exists()
 
 

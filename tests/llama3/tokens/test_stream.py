@@ -56,8 +56,8 @@ def slow_read(run: TokenStream) -> tuple[list[int], list[int], list[int]]:
         iter(dataset_tokens(number, run.recipe.seed, dataset.name, int(count), chunk))
         for number, (dataset, count) in enumerate(zip(run.datasets, run.consumed(run.tokens), strict=True))
     ]
-    for span in run.spans:
-        units = span.deal.units(0, span.deal.tokens)
+    for phase in run.phases:
+        units = phase.interleaver.units(0, phase.interleaver.tokens)
         for dataset, size in zip(units.dataset.tolist(), units.size.tolist(), strict=True):
             for place in range(size):
                 token, begins = next(supplies[dataset])
@@ -173,10 +173,10 @@ def test_leaves_are_consumed_in_order_and_spans_end_exact(
     for number, dataset in enumerate(run.datasets):
         mine = window.tokens[window.domains == DOMAINS.index(dataset.domain)]
         assert mine.tolist() == [token for token, _ in dataset_tokens(number, 0, dataset.name, len(mine))]
-    for span in run.spans:
-        counts = np.bincount(window.domains[span.start : span.end], minlength=4)
-        for dataset, share in zip(run.datasets, span.deal.shares, strict=True):
-            assert abs(int(counts[DOMAINS.index(dataset.domain)]) - share * (span.end - span.start)) < 1
+    for phase in run.phases:
+        counts = np.bincount(window.domains[phase.start : phase.end], minlength=4)
+        for dataset, share in zip(run.datasets, phase.interleaver.shares, strict=True):
+            assert abs(int(counts[DOMAINS.index(dataset.domain)]) - share * (phase.end - phase.start)) < 1
 
 
 def test_planned_and_realized_are_counts_of_what_is_read(shards: Path) -> None:
@@ -197,7 +197,7 @@ def test_planned_and_realized_are_counts_of_what_is_read(shards: Path) -> None:
 
 def test_equal_mixes_in_a_row_form_one_span(shards: Path) -> None:
     run = TokenStream(shards, recipe(STAGES))
-    assert [(span.start, span.end) for span in run.spans] == [(0, 600), (600, 1096), (1096, 1304)]
+    assert [(phase.start, phase.end) for phase in run.phases] == [(0, 600), (600, 1096), (1096, 1304)]
 
 
 def test_one_token_past_the_end_closes_the_last_target(shards: Path) -> None:

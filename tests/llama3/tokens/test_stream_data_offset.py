@@ -85,10 +85,16 @@ def test_a_helping_begins_as_often_its_own_need_further_on(
         for number, dataset in enumerate(run.datasets)
     ]
     dataset_of, places = window.tokens // 1_000_000, [0] * len(datasets)
-    assert [(span.start, span.end) for span in run.spans] == [(0, 200), (200, 304), (304, 424), (424, 504), (504, 552)]
-    for span, draw in zip(run.spans, [0, 3, 0, 1, 0], strict=True):
+    assert [(phase.start, phase.end) for phase in run.phases] == [
+        (0, 200),
+        (200, 304),
+        (304, 424),
+        (424, 504),
+        (504, 552),
+    ]
+    for phase, draw in zip(run.phases, [0, 3, 0, 1, 0], strict=True):
         for number, dataset in enumerate(datasets):
-            here = window.tokens[span.start : span.end][dataset_of[span.start : span.end] == number].tolist()
+            here = window.tokens[phase.start : phase.end][dataset_of[phase.start : phase.end] == number].tolist()
             begin = places[number] + draw * len(here)
             assert here == dataset[begin : begin + len(here)]
             places[number] = begin + len(here)
@@ -148,7 +154,7 @@ def test_helpings_that_share_documents_are_told(shards: Path, first: int, second
     """A dataset of 2,160 tokens holds the helpings up to this one, or it comes round."""
     run = TokenStream(shards, recipe(drawn(8 * first, 8 * second, draw, "anneal")))
     told = {line.split()[0] for line in run.overlapping_offsets()}
-    totals = [span.deal.totals for span in run.spans]
+    totals = [phase.interleaver.totals for phase in run.phases]
     ends = totals[0] + (draw + 1) * totals[1]
     assert told == {dataset.name for dataset, end in zip(run.datasets, ends, strict=True) if draw and end > 2160}
 

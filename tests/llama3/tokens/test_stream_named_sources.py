@@ -90,14 +90,14 @@ def test_only_stages_that_add_a_source_read_it_and_as_much_as_they_say(
     assert run.planned(begin, end)["math"] == whole + (8 * tokens - whole) / 4
     assert run.planned_sources(begin, end)["math/s"] == run.planned(begin, end)["math"]
     assert run.realized(run.tokens)["math"] == int((window.domains == 1).sum())
-    span = run.spans[1]
-    for dataset, planned in enumerate(span.deal.shares):
-        read = int((window.tokens[span.start : span.end] // 1_000_000 == dataset).sum())
-        assert abs(read - planned * span.deal.tokens) < 1
+    phase = run.phases[1]
+    for dataset, planned in enumerate(phase.interleaver.shares):
+        read = int((window.tokens[phase.start : phase.end] // 1_000_000 == dataset).sum())
+        assert abs(read - planned * phase.interleaver.tokens) < 1
 
 
 def test_arms_that_add_different_sources_share_the_stage_before(shards: Path) -> None:
-    """All variants of an annealing study read helpings from 1 on, so that the control too begins a span of its own."""
+    """All variants of an annealing study read helpings from 1 on, so that the control too begins a phase of its own."""
     helping = {**stage("b", 120), "data_offset": 1}
     variants = [
         TokenStream(shards, asked([stage("a", 200), {**helping, "extra_sources": add}]))
@@ -136,8 +136,8 @@ def test_documents_of_a_named_source_get_shards_of_their_own(tmp_path: Path, mat
     for dataset, places in expected.items():
         rows = [row for file in sorted((tmp_path / "tokens" / dataset).glob("*.parquet")) for row in _rows(file)]
         assert {row["source_index"] for row in rows} == places
-        assert facts["leaves"][dataset]["documents"] == len(rows) == 20 * len(places)
-    assert facts["leaves"]["code.apps"]["documents"] == 0
+        assert facts["datasets"][dataset]["documents"] == len(rows) == 20 * len(places)
+    assert facts["datasets"]["code.apps"]["documents"] == 0
     assert facts["documents"]["math"] == 60
 
 
