@@ -320,7 +320,7 @@ class TokenStream:
             phase.identity(self.datasets, stop) for phase in self.phases if phase.start < stop and phase.end > start
         ]
         shuffle = self.recipe.tokens.model_dump(include={"shuffle"})  # empty by default
-        return {"seed": self.recipe.seed, "unit": self.unit, **shuffle, "phases": phases}
+        return {"seed": self.recipe.seed, "unit": self.unit, **shuffle, "spans": phases}
 
     def check(self) -> None:
         """Raise ValueError, one line per dataset that the run would read more than `tokens.max_epochs` times."""
