@@ -63,7 +63,7 @@ def evaluate_checkpoint(config: StageInProgressParameters = StageInProgressParam
 
 
 def score_waiting(config: StageInProgressParameters) -> FlowResult:
-    """Do what `evaluate_checkpoint` does. Raises ValueError if the run or its stage is unknown."""
+    """Evaluate as `evaluate_checkpoint` does. Raises ValueError if the run or its stage is unknown."""
     root = config.root_at
     (progress,) = run_progress(root, [find_run(root, config.run)])
     name, stage = progress.record.name, config.stage.strip() or progress.step

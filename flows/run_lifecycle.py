@@ -276,7 +276,7 @@ def flow_state(work: Callable[[], FlowResult]) -> str:
         if isinstance(error, OSError) and not isinstance(error, MISTAKES) and error.errno != errno.ENOSPC:
             raise
         get_run_logger().debug("it was raised here", exc_info=error)  # a bug may raise ValueError too
-        if deployment.name and not RECORDED.is_set():  # nobody watches: a nightly run whose recipe was moved
+        if deployment.name and not RECORDED.is_set():  # scheduled, such as a nightly run whose recipe was moved
             flow_failed(str(flow_run.name), str(error))
         return cast(str, Failed(message=str(error), data=error))
     return cast(str, Completed(message=result.message, data=result.name))

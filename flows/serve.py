@@ -82,7 +82,7 @@ RECONCILE_S = 30.0
 
 
 def setup(root: Root, api: str = "", notify: str = "") -> list[str]:
-    """Create what is missing on the Prefect server `api` (or the configured one); return one line for each object.
+    """Create the missing objects on the Prefect server `api` (or the configured one); return one line for each object.
 
     Existing objects are kept, also changed ones; only the address `notify` (see `send_events`) replaces an earlier one.
     Raises ValueError if no server is configured: a temporary one would lose them.
@@ -156,7 +156,7 @@ def deploy(environment: dict[str, str]) -> None:
 def crash_zombies() -> AutomationCore:
     """Automation: a flow run that has sent a heartbeat and then no event for SILENCE_S is Crashed."""
     # The reconciler does not see these deaths: evaluate, promote and maintenance flows, and an attempt before it has
-    # its lease, have no record of their own. Running forever, they would keep the only slot of a work queue.
+    # its lease, have no record. Running forever, they would keep the only slot of a work queue.
     trigger = EventTrigger(
         after={"prefect.flow-run.heartbeat"},
         expect={"prefect.flow-run.*"},

@@ -126,7 +126,7 @@ def copies_folder(root: Root) -> Path:
 def prepare(
     folder: Path, uri: str, choose: Callable[[list[tuple[str, dict[str, Any]]]], Iterable[str]], update: bool
 ) -> Target:
-    """Return what to download of `uri`: at the revision that `folder` has, or with `update` as it is now.
+    """Return the files of `uri` to download: at the revision that `folder` has, or with `update` as it is now.
 
     `choose` returns the URIs to download of a listing. Writes nothing. Raises FetchRefused and StoreError.
     """

@@ -125,7 +125,7 @@ def _request_range(uri: str, start: int, stop: int) -> bytes:
 
 
 def open_file(uri: str) -> str | RemoteFile:
-    """Return what readers of Parquet take: the path of a local file, or an opened remote one."""
+    """Return a source for Parquet readers: the path of a local file, or an opened remote file."""
     if is_local(uri):
         return str(local_path(uri))
     if (size := size_of(uri)) is None:

@@ -95,7 +95,7 @@ def get_verified_pages(uri: str, first: int, end: int, digests: bytes) -> bytes:
 
 
 def digest_object(uri: str, expected: FileDigest) -> str:
-    """Return what is wrong with a file or object as a message, empty if it is intact. Reads pieces of 16 MiB."""
+    """Return the fault of a file or object as a message, empty if it is intact. Reads pieces of 16 MiB."""
     filesystem, problem = filesystem_of(uri), ""
     for _ in range(TRIES):
         digest = hashlib.sha256()

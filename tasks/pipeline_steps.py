@@ -34,7 +34,7 @@ class StepKind:
     only_if: Callable[[Recipe], bool] | None = None
     """Whether a recipe has the step; None: every recipe has it, and forms offer it."""
     subject: Callable[[Recipe, StageSpan], str] | None = None
-    """Returns what the step of a span works on; empty: the span has no such step."""
+    """Returns the subject of a span's step; empty: the span has no such step."""
     prefix: str = ""
     """Of the names of steps with a subject."""
     overlaps: bool = False
@@ -56,7 +56,7 @@ def sft_conversations(before: Sequence[PipelineStep], span: StageSpan | None) ->
 
 
 def stage_start(before: Sequence[PipelineStep], span: StageSpan | None) -> str:
-    """Choose what the whole stage of `span` started from."""
+    """Choose the parent of the whole stage of `span`."""
     first = next(
         step for step in before if step.span is not None and span is not None and step.span.stage == span.stage
     )

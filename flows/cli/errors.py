@@ -43,7 +43,7 @@ class DefaultGroup(TyperGroup):
 
 @contextmanager
 def mistakes(again: str = "the same command") -> Iterator[None]:
-    """Turn what people, disks, schedulers and servers cause into plain lines and an exit status.
+    """Turn errors of people, disks, schedulers and servers into plain lines and an exit status.
 
     Only a bug in herd keeps its traceback; with HERD_TRACEBACK everything does. `again` continues after Ctrl-C.
     """
@@ -145,7 +145,7 @@ def _print_error(error: Exception) -> int | None:
 
 
 def _print_system_error(error: OSError | MemoryError) -> int | None:
-    """Print what the system refused, and what to do; return the exit status, or None if the reader of a pipe left."""
+    """Print the system's refusal and its remedy; return the exit status, or None if the reader of a pipe left."""
     from herd.storage.fetch import FULL
     from herd.tasks.errors import REMEDIES
 
@@ -185,7 +185,7 @@ def _status(error: Exception) -> int:
 
 
 def with_retries(call: Callable[[], T]) -> T:
-    """Return what the flow `call` returns; retry while a busy Prefect server does not let it begin."""
+    """Return the result of the flow `call`; retry while a busy Prefect server does not let it begin."""
     from httpx import HTTPStatusError
 
     from herd.flows.run_lifecycle import BEGUN

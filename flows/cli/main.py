@@ -310,7 +310,7 @@ def try_data(
     rule: Annotated[str, typer.Option(help="Show only what this rule drops, in longer excerpts.")] = "",
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
-    """Show what each rule of curation would drop from a sample, with examples."""
+    """Show the documents that each rule of curation would drop from a sample."""
     from herd.llama3.data.accounting import EXPLAINED, KEPT
     from herd.llama3.data.curate import CURATION, curate_sample
     from herd.llama3.evaluate.suite import with_evaluation_sets

@@ -276,7 +276,7 @@ def skipped_table(rows: Sequence[tuple[Any, ...]]) -> pa.Table:
 
 
 def _skipped(job: CollectJob) -> pa.Table:
-    """Return what all items skipped, one row per location and reason."""
+    """Return the input that all items skipped, one row per location and reason."""
     tables = read_each(read_table, [job.file(STEP, item) for item in range(len(job.items))])
     table = pa.concat_tables([*tables, skipped_table(job.passed_over)])
     keys = ["domain", "source", "location", "reason"]

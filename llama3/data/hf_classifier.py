@@ -115,7 +115,7 @@ def check_transformer(folder: Path) -> None:
 
 
 def transformer_metadata(folder: Path) -> Metadata:
-    """Return what identifies the model: its folder and the SHA-256 of its weights."""
+    """Return the identity of the model: its folder and the SHA-256 of its weights."""
     with (folder / "model.safetensors").open("rb") as file:
         digest = sha256()
         while block := file.read(1 << 20):

@@ -256,7 +256,7 @@ def read_table(uri: str, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def read_each(read: Callable[[str], Rows], uris: Sequence[str]) -> list[Rows]:
-    """Return what `read` returns for each file; of a store many at a time, because each request waits some 30 ms."""
+    """Return the result of `read` for each file; many at a time from a store, where a request waits some 30 ms."""
     return list(map(read, uris)) if all(map(is_local, uris)) else parallel_map(read, uris, READERS)
 
 
@@ -439,7 +439,7 @@ def add_fates(stage: str, job: CurationJob, index: int, drops: pa.Table) -> None
 
 
 def aggregate(runner: Runner, job: CurationJob, step: str, items: int, query: str) -> pa.Table:
-    """Return what `query` makes of `rows`: the tables that `items` items of `step` wrote, at most `fan` at a time.
+    """Return the result of `query` over `rows`: the tables that `items` items of `step` wrote, at most `fan` at a time.
 
     Several results are aggregated again by the same query until one is left.
     """

@@ -88,7 +88,7 @@ class Server(SourcedFigures):
     overhead_watts: float = Field(ge=0)
     """Processors, fans, network cards and power supplies of a server, without its GPUs."""
     frontend_gbit_s: float = Field(default=0.0, ge=0)
-    """Line rate of a server's cards for storage and data, on a network of their own; 0: both use the GPUs' cards."""
+    """Line rate of a server's cards for storage and data, on a separate network; 0: both use the GPUs' cards."""
     peak_watts: float = Field(default=0.0, ge=0)
     """Nameplate of a server with its GPUs, for which circuits are built; 0: that of its GPUs and `overhead_watts`."""
 

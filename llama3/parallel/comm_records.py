@@ -80,7 +80,7 @@ class RankTrace:
 
 
 def transfers(number: int, config: Model, layout: Layout, load: Load) -> list[Collective]:
-    """Return what stage `number` sends to its neighbors for each micro-batch: [B, S, D] of this process's tokens."""
+    """Return the messages of stage `number` to its neighbors per micro-batch: [B, S, D] of this process's tokens."""
     if layout.pp == 1:
         return []
     size = load.micro_batch * load.seq_len // (layout.cp * layout.tp) * config.dim * load.narrow

@@ -437,7 +437,7 @@ def split_micro_batches(layout: Layout, sequences: int, limit: int) -> tuple[int
 
 
 def memory_error(needs: RankMemory, limit: float) -> str:
-    """Return what does not fit, in GB by component, the largest first."""
+    """Return an error text with the GB of each component of a rank that does not fit, the largest first."""
     sizes = memory_components(needs)
     components = ", ".join(
         f"{name} {size / 1e9:.1f}" for name, size in sorted(sizes.items(), key=lambda pair: -pair[1]) if size

@@ -146,7 +146,7 @@ def fill(models: Iterable[Transformer], value: Value, world: ParallelContext) ->
 
 
 def local_shard(whole: Tensor, name: str, world: ParallelContext) -> Tensor:
-    """Return what this process holds of the parameter `name`: cut by tensor parallelism first, by FSDP then."""
+    """Return this process's shard of the parameter `name`: cut by tensor parallelism first, by FSDP then."""
     if world.mesh is None:
         return whole
     tensor, shards = world.axis("tp"), world.shards["fsdp"]

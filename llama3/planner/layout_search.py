@@ -62,7 +62,7 @@ class LayoutQuery:
 
     @property
     def lengths(self) -> list[int]:
-        """Every sequence length, `seq_len` first, then the longest: the one that most often does not fit."""
+        """Every sequence length, `seq_len` first, then the longest, which fits least often."""
         return [self.seq_len, *sorted({*self.steps} - {self.seq_len}, reverse=True)]
 
     @property

@@ -31,7 +31,7 @@ RINGS = "random, rings by GPU"
 FLAGS = 16
 """Flags per slot up to which they are faster than sorting."""
 LEAST_GAIN = 1e-9
-"""Share of the crossing bytes below which an order is no better than contiguous order."""
+"""An order must save at least this share of the crossing bytes to be better than contiguous order."""
 
 
 @dataclass(frozen=True, eq=False)

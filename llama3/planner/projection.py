@@ -104,7 +104,7 @@ class Projection:
 
     @property
     def main(self) -> ProjectedSegment:
-        """The part that takes longest: the one that pages and tables explain."""
+        """The segment that takes longest, which pages and tables explain."""
         return max(self.segments, key=lambda projected: projected.seconds * projected.best.world)
 
 
@@ -134,7 +134,7 @@ def project(
 
 
 def max_gpus(fabric: Fabric, span: StageSpan, most: int) -> int:
-    """Return the largest power of two up to `most` that is no more than the sequences of a step allow.
+    """Return the largest power of two that neither `most` nor the sequences of a step exceed.
 
     One sequence may be split over a server by tensor parallelism, over 16 pipeline ranks, and by context parallelism
     into chunks of 8,192 tokens.

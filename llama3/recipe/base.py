@@ -121,7 +121,7 @@ def _leads_to_sections(annotation: Any) -> bool:
 
 
 def mark_of(field: FieldInfo) -> Decides | None:
-    """Return what a field decides; None: the sections in it say that."""
+    """Return the mark of a field; None: its sections have the marks."""
     return next((mark for mark in field.metadata if isinstance(mark, Decides)), None)
 
 

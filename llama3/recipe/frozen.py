@@ -49,7 +49,7 @@ def frozen_fields(recipe: Recipe, position: int) -> dict[str, Any]:
 
 
 def _computed(recipe: Recipe, position: int) -> list[Computed]:
-    """Return what is compared by its result; the fields that each covers explain a difference, in order."""
+    """Return the computed values to compare; the fields that each covers explain a difference, in order."""
     schedule = recipe.schedule
     spans = [span for span in schedule.spans if span.start < position]
     last, average = spans[-1], spans[-1].stage.weight_averaging
@@ -75,7 +75,7 @@ SEGMENT = ("mix", "stages.mix", "stages.extra_sources", "stages.name", *LENGTH)
 
 
 def _segments(span: StageSpan, position: int) -> Iterator[dict[str, Any]]:
-    """Yield what decides the tokens of each segment of a stage before `position`."""
+    """Yield the parameters that decide the tokens of each segment of a stage before `position`."""
     stage = span.stage
     shared: dict[str, Any] = {
         "extra_sources": {name: str(share) for name, share in stage.extra_sources.items() if share}

@@ -56,12 +56,12 @@ def parameters(recipe: Recipe, kind: Decided, *computed: Computed, stage: Stage 
 
 
 def collected(recipe: Recipe) -> dict[str, Any]:
-    """Return what decides the documents that are read, apart from the files."""
+    """Return the parameters, files aside, that decide which documents are read."""
     return parameters(recipe, "collected", Computed("seed", ("seed", "data_seed"), recipe.documents_seed))
 
 
 def annotated(recipe: Recipe) -> dict[str, Any]:
-    """Return what decides the attributes of collected documents: no threshold, but whether there is one."""
+    """Return the parameters that decide the attributes of documents: not a threshold, only whether it is set."""
     curate = recipe.curate
     return parameters(
         recipe,
@@ -72,7 +72,7 @@ def annotated(recipe: Recipe) -> dict[str, Any]:
 
 
 def curated(recipe: Recipe) -> dict[str, Any]:
-    """Return what decides which annotated documents are kept.
+    """Return the parameters that decide which annotated documents are kept.
 
     The recipe has the evaluation sets of its suites in place of `evaluated` (`evaluate.suite.with_evaluation_sets`).
     """
@@ -87,14 +87,14 @@ def curated(recipe: Recipe) -> dict[str, Any]:
 
 
 def tokenizer(recipe: Recipe) -> dict[str, Any]:
-    """Return what decides the tokenizer: the shares of its mix, not their name."""
+    """Return the parameters that decide the tokenizer: the shares of its mix, not their name."""
     shares = {domain: str(share) for domain, share in recipe.tokenizer_mix.items()}
     covers = ("mix", "stages.mix", "tokenizer.train.mix")
     return parameters(recipe, "tokenizer", Computed("mix", covers, shares if recipe.tokenizer.train else None))
 
 
 def tokens(recipe: Recipe) -> dict[str, Any]:
-    """Return what decides the token shards: number type, and the sources with shards of their own."""
+    """Return the parameters that decide the token shards: number type, and the sources with separate shards."""
     separate = {
         domain: {str(index): source.name or "" for index, source in enumerate(sources) if source.weight or source.name}
         for domain, sources in recipe.sources.items()
@@ -104,7 +104,7 @@ def tokens(recipe: Recipe) -> dict[str, Any]:
 
 
 def conversations(recipe: Recipe) -> dict[str, Any]:
-    """Return what decides the packed conversations, apart from the files."""
+    """Return the parameters, files aside, that decide the packed conversations."""
     generated = any(source.uri == "problems" for source in recipe.conversations)
     return parameters(
         recipe,
@@ -115,14 +115,14 @@ def conversations(recipe: Recipe) -> dict[str, Any]:
 
 
 def weights(recipe: Recipe, files: object, vocab_size: int) -> dict[str, Any]:
-    """Return what decides imported weights: the state of their `files`, and the shape with `vocab_size`."""
+    """Return the parameters that decide imported weights: state of their `files`, shape and `vocab_size`."""
     return parameters(
         recipe, "weights", Computed("files", ("init_from.path",), files), Computed("vocab_size", (), vocab_size)
     )
 
 
 def checkpoint(recipe: Recipe, span: StageSpan, stream: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return what decides the result of the training in `span`, apart from the artifacts that it reads.
+    """Return the parameters, input artifacts aside, that decide the result of the training in `span`.
 
     `stream` is the identity of its tokens; without, the fields that decide the stream are in by value.
     """
@@ -177,7 +177,7 @@ STREAM = (
 
 
 def evaluation(recipe: Recipe) -> dict[str, Any]:
-    """Return what decides the scores of a model by `evaluate.suite`, apart from the tasks and their data."""
+    """Return the parameters, tasks and data aside, that decide the scores of a model by `evaluate.suite`."""
     return parameters(
         recipe,
         "evaluation",
@@ -189,7 +189,7 @@ def evaluation(recipe: Recipe) -> dict[str, Any]:
 
 
 def gate(recipe: Recipe, short: int | None, needle: int | None) -> dict[str, Any]:
-    """Return what decides the scores of a gate with a window of `short` and haystacks of `needle` tokens."""
+    """Return the parameters of the scores of a gate with a window of `short` and haystacks of `needle` tokens."""
     return parameters(
         recipe,
         "gate",

@@ -154,7 +154,7 @@ class Wsd(Decay):
 
     key = "wsd"
     decay: Annotated[Length, decides("checkpoint", since="use")]
-    """Length of the decay; it ends with the last stage that has no learning-rate rule of its own."""
+    """Length of the decay; it ends with the last stage without a learning-rate rule."""
     shape: Annotated[Literal["linear", "sqrt"], decides("checkpoint", since="use")] = "sqrt"
     """`linear`: 1 - x over the decay; `sqrt`: 1 - sqrt(x), which ends lower for equal length (arXiv 2405.18392)."""
 

@@ -124,7 +124,7 @@ class Stage(Section):
     """Skip this many times the stage's own tokens of each source first. Stages that differ only in `data_offset` (from
     1) train on different documents of the same mix."""
     lr: Annotated[StageRate | None, decides("checkpoint", since="use")] = None
-    """`linear to 0` or `constant`, from the run's schedule at the stage's start; with a rate of its own `linear from
+    """`linear to 0` or `constant`, from the run's schedule at the stage's start; with its own rate `linear from
     1e-5 to 0` or `constant at 1e-5`; default: the run's schedule."""
     weight_averaging: Annotated[Average | None, decides("checkpoint", since="use")] = None
     """Average of the stage's weights: `last 8` (8 evenly spaced positions), `polyak` (mean after every step) or `ema
@@ -414,7 +414,7 @@ class Evaluate(Section):
         left_out("never"),
     ] = "never"
     """Tokens between the checkpoints of a stage in progress that the deployment `evaluate-checkpoint` scores while the
-    stage goes on, such as `50B`; `never`. By `deferred_suite`, or `suite`."""
+    stage trains, such as `50B`; `never`. By `deferred_suite`, or `suite`."""
     suite: Annotated[str, decides("curated", "evaluation", since="never")] = "quick"
     """`quick` (needs no data outside the recipe), `core`, `full`, `full-hub`, or a YAML file with tasks."""
     final: Annotated[str | None, decides("curated", "evaluation", since="never")] = None

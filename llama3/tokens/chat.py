@@ -59,7 +59,7 @@ def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Mapping[str, st
 
 
 def message_fault(message: Any) -> str:
-    """Return what is wrong with one message, beginning with its field; "" if nothing is."""
+    """Return the fault of a message, beginning with its field; "" without a fault."""
     if not isinstance(message, Mapping):
         return f"role: is missing: {str(message)[:40]!r} is not a message; write {{role: user, content: ...}}"
     role, content = message.get("role"), message.get("content")

@@ -76,7 +76,7 @@ def fold_window(
 
 @njit(cache=True, nogil=True)
 def permute(first: int, stop: int, count: int, half: int, keys: NDArray[np.uint64]) -> Ints:
-    """Return what a keyed permutation of range(count) maps first, ..., stop - 1 to.
+    """Return the images of first, ..., stop - 1 under a keyed permutation of range(count).
 
     A Feistel network over 2 x `half` bits, a round per key, walked until it lands below `count` (Black and Rogaway
     2002, "Ciphers with arbitrary finite domains", cycle walking); 4^half is at least `count`.

@@ -70,7 +70,7 @@ class Permutation:
         self._keys = np.frombuffer(digest, "<u8").astype(np.uint64)
 
     def __call__(self, first: int, stop: int) -> Ints:
-        """Return what the permutation maps first, ..., stop - 1 to: int64[stop - first]."""
+        """Return the images of first, ..., stop - 1: int64[stop - first]."""
         assert 0 <= first <= stop <= self.count
         mapped: Ints = permute(first, stop, self.count, self._half, self._keys)
         return mapped

@@ -348,8 +348,8 @@ class TokenStream:
             for stream, offset, end in zip(self._streams, skipped.tolist(), ahead.tolist(), strict=True):
                 if offset and end > stream.tokens:
                     lines.append(
-                        f"{stream.name} holds {stream.tokens:,} tokens, and this helping ends at {end:,}: it shares "
-                        "documents with earlier ones; add text, or read fewer helpings"
+                        f"{stream.name} holds {stream.tokens:,} tokens, and this data offset ends at {end:,}: it "
+                        "shares documents with earlier ones; add text, or lower data_offset"
                     )
         return lines
 

@@ -83,7 +83,7 @@ ENVIRONMENT = "environment.json"
 
 
 def describe_environment(device: torch.device, hosts_and_devices: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
-    """Return what processes run on, by name; `hosts_and_devices` has both of each process, in the order of ranks."""
+    """Return the environment of the processes, by name; `hosts_and_devices` are theirs, in the order of ranks."""
     import torch
 
     hosts_and_devices = hosts_and_devices or [(socket.gethostname(), device_name(device))]
@@ -114,7 +114,7 @@ def describe_links(device: torch.device) -> dict[str, str]:
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    """Return what the driver's tool prints; "" if it is missing or fails."""
+    """Return the output of the driver's tool; "" if it is missing or fails."""
     if not shutil.which("nvidia-smi"):
         return ""
     try:

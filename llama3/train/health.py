@@ -272,7 +272,7 @@ class HealthTail:
         return samples
 
     def metrics(self) -> dict[str, float]:
-        """Return what the samples since the previous call say of all nodes together; {} without any."""
+        """Return the metrics of all nodes from the samples since the previous call; {} without samples."""
         by_host: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for sample in self._samples:
             for key, value in sample.metrics.items():

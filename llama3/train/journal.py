@@ -67,7 +67,7 @@ Entry = Record | Rewind
 
 
 def read_journal(path: Path, after: int = -1) -> list[Record]:
-    """Return what `iter_journal` yields."""
+    """Return the entries of `iter_journal` as a list."""
     return list(iter_journal(path, after))
 
 

@@ -163,7 +163,7 @@ def _sampler(attempt: Attempt, mask: set[int]) -> Iterator[None]:
 
 
 def preload() -> None:
-    """Import what every rank needs. Nothing here may start a computing thread or touch CUDA: the process will fork."""
+    """Import the modules of every rank. Do not start a thread or touch CUDA here: the process will fork."""
     for name in PRELOADED:
         importlib.import_module(name)
     from herd.llama3.tokens.interleave import interleave_evenly

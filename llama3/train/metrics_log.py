@@ -285,7 +285,7 @@ class Replay:
         return True
 
     def metrics(self, restarts: int, rollbacks: int = 0) -> dict[str, float]:
-        """Return what the first new step after a restart or rollback records about it; {} if there was none."""
+        """Return the metrics of a restart or rollback for the first new step after it; {} if there was none."""
         if not restarts and not rollbacks:
             return {}
         values = {metrics.LOST_TOKENS: float(self.lost_tokens)}

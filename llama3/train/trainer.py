@@ -266,7 +266,7 @@ class StepClock:
         self.restart()
 
     def restart(self) -> None:
-        """Count from here: what was done since the last step (a save, scoring) is not part of the next one."""
+        """Restart the clock of a step, to leave out work between steps (a save, scoring)."""
         self._began = DeviceTime(self.device)
 
     def lap(self, end: DeviceTime) -> float:

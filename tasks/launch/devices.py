@@ -45,7 +45,7 @@ class DeviceMemory:
 
 
 def device_memory(cluster: Cluster) -> DeviceMemory | None:
-    """Return what a process of `cluster` has, or None where that is not known here. Raises ValueError."""
+    """Return the device memory of a process of `cluster`, None if it is not known here. Raises ValueError."""
     if cluster.fabric:
         fabric = run_fabric(cluster)
         limit = fabric.accelerator.memory_gb * 1e9 * (1 - RESERVE)

@@ -264,7 +264,7 @@ def gpu_name() -> str:
 
 
 def query_gpu(field: str) -> str:
-    """Return what nvidia-smi says of the first GPU here: its `name`, `driver_version`, ...; "" if it says nothing."""
+    """Return a field of the first GPU here (`name`, `driver_version`, ...) from nvidia-smi; "" without one."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     return next(iter(subprocess.run(command, capture_output=True, text=True).stdout.splitlines()), "").strip()
 

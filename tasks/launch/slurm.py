@@ -279,7 +279,7 @@ def _state(job_id: str) -> str:
 
 
 def _squeue(*options: str) -> str:
-    """Return what squeue lists, "" for a job that it forgot. Raises SchedulerRefused without an answer for LOST_S."""
+    """Return squeue's output, "" for a job that it forgot. Raises SchedulerRefused without an answer for LOST_S."""
     return query("squeue", "--noheader", *options, forgotten="Invalid job id")
 
 

@@ -164,7 +164,7 @@ class GenerationStats:
     """Tokens and seconds of a generation, counted while it runs."""
 
     tokens: int = 0
-    """Decoding steps, the one that chose the end included."""
+    """Decoding steps, with the step that chose the end."""
     first_s: float = 0.0
     """Seconds from the loaded model to the first token: the prefill."""
     seconds: float = 0.0

@@ -131,7 +131,7 @@ def init_from_faults(store: Store, runs: Runs, recipe: Recipe) -> list[str]:
 
 
 def tokenizer_faults(recipe: Recipe, checkpoint: Artifact, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield a fault if `tokenizer` is not the one that the checkpoint was trained with."""
+    """Yield a fault if the checkpoint was trained with another tokenizer than `tokenizer`."""
     trained_with = Tokenizer.load(checkpoint.path_of(f"model/{MODEL_FILE}").parent)
     if trained_with.digest != tokenizer.digest:
         field, file = "use" if recipe.tokenizer.use else "train", checkpoint.path_of(f"model/{MODEL_FILE}")

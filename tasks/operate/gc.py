@@ -121,7 +121,7 @@ def study_runs(root: Root, records: list[RunRecord]) -> list[RunRecord]:
 def plan_gc(
     root: Root, keep_runs: int, older_than_s: float, aliases: Iterable[str], now: float | None = None
 ) -> GcPlan:
-    """Return what to keep and what to delete.
+    """Return the items to keep and to delete.
 
     `aliases` are the labels of the checkpoints with an alias in the registry; those of the promotion logs are added.
     Raises ValueError for `keep_runs` below 1.
@@ -184,7 +184,7 @@ def active_artifacts(root: Root, live: set[str], artifacts: Mapping[str, Artifac
 
 
 def delete_items(root: Root, plan: GcPlan) -> list[GcItem]:
-    """Delete what `plan` says, each under its lease, and return what was deleted; what came into use is kept."""
+    """Delete planned items except those now in use, each under its lease; return the deleted items."""
     store, runs = open_store(root), Runs(root)
     seen, live, used = dict[str, RunRecord](), set[str](), set[str]()
     deleted = []

@@ -237,7 +237,7 @@ def layout_faults(recipe: Recipe, cluster: Cluster, vocab_size: int) -> list[str
 
 
 def _device_faults(recipe: Recipe, cluster: Cluster) -> list[str]:
-    """Return what does not fit the devices, where they are known."""
+    """Return the faults of models that do not fit the devices, if these are known."""
     faults = dict.fromkeys(memory_faults(recipe, cluster))
     device = device_memory(cluster)
     if recipe.evaluate.next_stage == "overlap" and cluster.launcher == "local" and device is not None and device.cuda:
@@ -271,7 +271,7 @@ def _curation_faults(curate: Curate) -> list[str]:
 
 
 def _start_faults(run: CheckedRun) -> list[str]:
-    """Return what is wrong with `init_from`: a checkpoint, or weights on this machine."""
+    """Return the faults of `init_from`: a checkpoint, or weights on this machine."""
     recipe, root = run.local_recipe, run.root
     assert recipe.init_from is not None
     if recipe.init_from.format == "checkpoint":

@@ -355,7 +355,7 @@ def _layout(layout: Layout, processes: int) -> str:
 
 
 def full_size_findings(recipe: Recipe, cluster: Cluster, root: Root) -> Iterator[RehearsalFinding]:
-    """Yield what is wrong with the recipe at full size on `cluster`, by its own checks and by arithmetic."""
+    """Yield the faults of the recipe at full size on `cluster`, by its own checks and by arithmetic."""
     try:
         check_run(recipe, cluster, root, thorough=True)
     except ValueError as error:
@@ -469,7 +469,7 @@ def tokens_per_byte(recipe: Recipe, store: Store, record: RunRecord, domain: Dom
 
 
 def unproven(scaled: ScaledRun) -> list[str]:
-    """Return what no rehearsal on processors can show of this recipe and cluster."""
+    """Return the limits of a rehearsal of this recipe and cluster on processors."""
     recipe, cluster = scaled.original, scaled.original_cluster
     layouts = [cluster.for_stage(span.stage.name, span.name).layout for span in scaled.spans]
     lines = [
@@ -520,7 +520,7 @@ def built_layouts(scaled: ScaledRun, root: Root) -> str:
 
 
 def proofs(scaled: ScaledRun, root: Root, record: RunRecord, killed: str) -> Iterator[tuple[str, str]]:
-    """Yield what the run in small did; `killed`: the stage in which a rank was killed, or empty."""
+    """Yield the proofs of the run in small; `killed`: the stage in which a rank was killed, or empty."""
     steps = record.steps
     data = ["collect", "annotate", "curate", "tokenizer", "tokenize", "conversations"]
     if data := [name for name in data if name in steps]:

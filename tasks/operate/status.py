@@ -128,7 +128,7 @@ def run_document(root: Root, name: str) -> dict[str, Any]:
 
 
 def _document(root: Root, run: RunProgress) -> dict[str, Any]:
-    """Return what both JSON documents say of a run; absent values are null."""
+    """Return the fields of a run in both JSON documents; absent values are null."""
     kept = ("family", "started", "ended", "attempts", "code", "recipe_digest", "rerun_of", "until", "verdict", "error")
     return {
         "run": run.record.name,

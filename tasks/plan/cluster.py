@@ -601,7 +601,7 @@ class ClusterProjection:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return what the table shows."""
+        """Return the values of the table."""
         main = self.projection.main
         return {
             "cluster": self.fabric.name,

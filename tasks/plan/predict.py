@@ -112,7 +112,7 @@ def memory_remedy(recipe: Recipe, cluster: Cluster, segment: Segment, device: De
 
 
 def predict_step_times(root: Root, recipe: Recipe, cluster: Cluster, span: StageSpan) -> PredictedStepTimes | None:
-    """Return what is predicted of a stage on `cluster`, which is the stage's own; None where nothing is known."""
+    """Return the prediction for a stage on its `cluster`; None where nothing is known."""
     device = device_memory(cluster)
     if device is None:
         return None

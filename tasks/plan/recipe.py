@@ -158,7 +158,7 @@ def tokens_needed(recipe: Recipe, domain: Domain, name: str = "") -> int:
 
 
 def data_shortage(recipe: Recipe, source: DomainSurvey, tokens_per_byte: float) -> str:
-    """Return what to do if the text found for a domain is too little under the epoch limit; "" if it is enough."""
+    """Return the remedy if a domain has too little text under the epoch limit; "" if it has enough."""
     needed, once = (
         tokens_needed(recipe, source.domain, source.name),
         source.bytes * tokens_per_byte,
@@ -284,7 +284,7 @@ def _survey_line(recipe: Recipe, source: DomainSurvey) -> str:
 
 
 def plan_document(plan: RunPlan) -> dict[str, Any]:
-    """Return what the stage table and the lines below it show, as plain values."""
+    """Return the values of the stage table and of the lines below it."""
     model, (dense, causal), schedule = plan.recipe.model, plan.flops(), plan.schedule
     fields = ("layers", "dim", "ffn", "heads", "kv_heads")
     return {
@@ -323,7 +323,7 @@ def plan_document(plan: RunPlan) -> dict[str, Any]:
 
 
 def memory_lines(plan: RunPlan, layout: Layout, processes: int, micro_batch: int) -> list[str]:
-    """Return what the fullest process needs at each sequence length."""
+    """Return the memory of the fullest process at each sequence length."""
     needs: dict[int, list[RankMemory]] = defaultdict(list)
     for segment in plan.schedule.segments:
         count = max(1, segment.batch // (segment.seq_len * layout.dp(processes) * micro_batch))

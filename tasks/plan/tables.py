@@ -254,7 +254,7 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
 
 
 def hall_facts(fabric: Fabric, megawatts: float, gpu_mb_s: float) -> dict[str, Any]:
-    """Return what `megawatts` feed of a cluster's GPUs, each of which takes `gpu_mb_s` from reader hosts.
+    """Return lines about the GPUs of a cluster that `megawatts` feed; a GPU takes `gpu_mb_s` from reader hosts.
 
     Raises ValueError for a cluster without a hall, and for too little power.
     """

@@ -94,7 +94,7 @@ def approval_form() -> type[RunInput]:
 
 
 def question(promotion: Promotion) -> str:
-    """Return what a person has to know, as markdown."""
+    """Return the information for the approving person, as markdown."""
     rules = [row for row in promotion.decision.rows if row.metric != APPROVAL]
     champion = f"`{promotion.champion}`" if promotion.champion else "none yet"
     return "\n".join([

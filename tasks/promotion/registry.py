@@ -97,7 +97,7 @@ class Registry:
                 self.client.set_model_version_tag(self.name, version, key, value)
 
     def publish(self, log: PromotionLog, *labels: str) -> list[str]:
-        """Write what the log says to MLflow: all aliases (see `show_aliases`), and the tags of the models `labels`."""
+        """Write the log's state to MLflow: all aliases (see `show_aliases`), and the tags of the models `labels`."""
         changes: list[str] = []
         while True:
             # MLflow has no compare-and-set: the process that read an older log may write last. So read the log again

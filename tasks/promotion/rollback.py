@@ -41,7 +41,7 @@ class RollbackRequest(NamedTuple):
 def roll_back(root: Root, request: RollbackRequest) -> tuple[Promotion, bool]:
     """Give the alias back and return the record, and whether MLflow shows it.
 
-    Raises ValueError if no model held the alias before, the one that is named did not, or its artifact is gone, and if
+    Raises ValueError if no model held the alias before, the named model did not, or its artifact is gone, and if
     the champion changes before the record is written: two people who see a bad champion must not go back twice.
     """
     family, alias, _, by, comment = request

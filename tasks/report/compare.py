@@ -108,7 +108,7 @@ class Comparison:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what differs, a text for each run in the order of `runs`, and the results of each run as numbers."""
+        """Return the differences, a text for each run in the order of `runs`, and each run's results as numbers."""
         return {
             "runs": [run.record.name for run in self.runs],
             "recipe": self.recipe,

@@ -223,7 +223,7 @@ def _mix(stage: str, artifact: Artifact, series: dict[str, Series]) -> list[MixR
 
 
 def _conversation_notes(prepared: Artifact | None) -> list[str]:
-    """Return what the stages of kind `sft` train on, a line for the conversations and one for each sequence length."""
+    """Return lines about the data of stages of kind `sft`: conversations, then packing by sequence length."""
     if prepared is None:
         return []
     metadata = prepared.metadata
@@ -347,7 +347,7 @@ def _sources(ledger: list[Row]) -> list[Row]:
 
 
 def print_sample(folder: Path, recipe: Recipe, console: Console, examples: int, rule: str = "") -> None:
-    """Print what curation does with the sample that `curate_sample` left in `folder`, by domain and outcome.
+    """Print the outcomes of curation, by domain, for the sample that `curate_sample` left in `folder`.
 
     Each outcome has the beginning of `examples` documents; `rule` names the only one to show, in full excerpts.
     Raises ValueError if it drops nothing.

@@ -87,7 +87,7 @@ class Provenance(BaseModel):
 def record_provenance(
     root: Root, run: str, cluster: Cluster, command: str, source: Literal["LOCAL", "JOB"]
 ) -> Provenance:
-    """Return what `run` is made with, and write its cluster and the changes to the code into its folder."""
+    """Return the provenance of `run`, and write its cluster and the changes to the code into its folder."""
     changes = scrub(code_changes())
     provenance = Provenance(
         user=user_name(),
@@ -137,7 +137,7 @@ def cluster_yaml(cluster: Cluster) -> str:
 
 
 def hourly_costs(cluster: Cluster, gpus: bool, before: Mapping[str, float]) -> HourlyCosts:
-    """Return what an hour of a device costs; `gpus`: it is a GPU. `before` are the costs of earlier stages."""
+    """Return the costs of an hour of a device; `gpus`: it is a GPU. `before` are the costs of earlier stages."""
     from herd.llama3.hardware.prices import Prices
     from herd.llama3.hardware.topology import load_fabric
 
@@ -191,7 +191,7 @@ def code_changes() -> str:
 
 
 def _git(*arguments: str, **variables: str) -> str:
-    """Return what git prints about this checkout; "" if it fails, or if another repository holds an installed herd."""
+    """Return git's output about this checkout; "" if it fails, or if another repository holds an installed herd."""
     if not (PACKAGE_FOLDER / ".git").exists():
         return ""
     try:

@@ -418,7 +418,7 @@ def _scores(
 
 
 def _line(row: GateRow) -> str:
-    """Return what a gate measured, its rule, and whether it is passed."""
+    """Return a gate's measured value, its rule, and whether it is passed."""
     verdict = "passed" if row.passed else "failed"
     if row.metric not in METRICS.values() or row.candidate is None:
         return f"{row.metric} {verdict}: {row.reason}"

@@ -185,7 +185,7 @@ def vet(context: Context, checkpoint: Artifact, evaluation: Artifact, curated: A
 
 
 def _tokenizer(context: Context, checkpoint: Artifact) -> Check:
-    """Compare the tokenizer beside the model with the one that made the training tokens."""
+    """Compare the model's tokenizer with that of the training tokens."""
     from herd.llama3.export.checks import TOKENIZER, check_tokenizer
 
     source = checkpoint

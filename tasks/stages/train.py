@@ -133,7 +133,7 @@ def train_stage(
 
 
 def _announce(context: Context, span: StageSpan) -> None:
-    """Print what changes from the stage before to this one."""
+    """Print the changes from the stage before to this stage."""
     spans = [span for stage in context.recipe.schedule.spans for span in stage.parts]
     number = [span.name for span in spans].index(span.name)
     before = spans[number - 1] if number else None
@@ -159,7 +159,7 @@ def _announce(context: Context, span: StageSpan) -> None:
 def _spec(
     context: Context, span: StageSpan, tokens: Artifact, parent: Artifact | None, conversations: Artifact | None
 ) -> ArtifactSpec:
-    """Return what decides the stage's result: nothing of where it runs."""
+    """Return the parameters that decide the stage's result; the cluster is not among them."""
     from herd.llama3.tokens.conversations import ConversationStream
     from herd.llama3.tokens.stream import TokenStream
 

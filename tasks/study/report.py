@@ -176,7 +176,7 @@ def applied(root: Root, name: str, recipe: Path | None = None) -> str:
     """Return the text of `recipe` (by default the study's base recipe) with the changes that the study proposes.
 
     Raises ValueError if there is no such study, it has no verdict, or there is nothing to apply. Any recipe is
-    accepted, not only the one that was studied; the comment in the recipe names the study.
+    accepted, not only the studied one; the comment in the recipe names the study.
     """
     studies = Studies(root)
     record = studies.find(name)

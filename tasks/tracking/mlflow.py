@@ -101,7 +101,7 @@ class CircuitBreaker:
         return not self.away or (time.monotonic() >= self._retry_at and self._check())
 
     def attempt(self, call: Callable[[], T], otherwise: T) -> T:
-        """Return what `call` returns, or `otherwise` if MLflow is away or refuses."""
+        """Return the result of `call`, or `otherwise` if MLflow is away or refuses."""
         if not self.available():
             self.stale = True
             return otherwise
@@ -273,7 +273,7 @@ class MLflowTracker:
         return _query({"herd.run": run, **self._uid(run)})
 
     def opening(self, handle: str) -> RunSpec | None:
-        """Return what this process opened the run behind `handle` with."""
+        """Return the arguments with which this process opened the run behind `handle`."""
         return self._openings.get(handle)
 
     def run_id(self, handle: str) -> str:

@@ -115,7 +115,7 @@ def set_tracking_uri(uri: str) -> None:
 
 
 def preload() -> None:
-    """Import what MLflow imports when it first opens a database, which takes a second."""
+    """Import the modules that MLflow imports when it first opens a database, which takes a second."""
     if not server_uri():
         import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
 

@@ -159,7 +159,7 @@ class EvalExamples:
 
     @classmethod
     def read(cls, job: CurationJob) -> EvalExamples:
-        """Return what `write_benchmarks` wrote."""
+        """Return the n-grams that `write_benchmarks` wrote."""
         return _read(job.file(STEP, 0), _changed(job))
 
     @cached_property

@@ -435,7 +435,7 @@ def installed_documents(domain: Domain, name: str, seed: int, system: bool) -> I
 
 
 def installed_fingerprint(domain: Domain, system: bool) -> list[object]:
-    """Return what the documents of `domain` depend on: the interpreter, the distributions, file names and sizes."""
+    """Return the inputs of the documents of `domain`: the interpreter, the distributions, file names and sizes."""
     files = sorted((file.name, file.size) for file in _files(domain, system))
     return [list(sys.version_info[:3]), distributions(), files]
 

@@ -223,7 +223,7 @@ def _contents(batch: DocumentBatch, address: str, skips: ReadErrors) -> Document
         except FileNotFoundError:
             return Fault("missing_content", f"names {uri!r}, which does not exist; remove the row")
         except StoreError as error:
-            raise SourceError(f"{error}; run again when it can be read; what was read stays") from error
+            raise SourceError(f"{error}; run again when it can be read; finished files are not read again") from error
         except DAMAGE as error:
             return Fault("damaged_content", f"names {uri!r}, which cannot be unpacked ({error}); remove the row")
         if isinstance(unpacked, int):
@@ -292,7 +292,7 @@ def _damage(file: File, raw: Any, error: Exception) -> Fault:
     if isinstance(failure, FileNotFoundError):
         _gone(file, failure)
     if failure is not None:
-        remedy = "run again when it can be read; what was read stays"
+        remedy = "run again when it can be read; finished files are not read again"
         raise SourceError(f"{file.uri!r} was not read to its end ({failure}); {remedy}") from failure
     remedy = "repair it, name it under ignore: or set format:"
     if isinstance(error, _Utf16Error):

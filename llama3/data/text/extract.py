@@ -238,7 +238,7 @@ def plain_text(text: str, form: str, extractor: str) -> str | Fault:
 
 
 def exceeds_limits(text: str) -> bool:
-    """Return whether HTML nests so deep, or has so many attributes in a tag, that parsing it takes very long."""
+    """Return whether parsing the HTML takes very long: deep nesting, or very many attributes in a tag."""
     opened: defaultdict[str, int] = defaultdict(int)
     depth = work = tags = begun = checked = closing = 0
     for token in _TOKEN.finditer(text):

@@ -132,7 +132,7 @@ class Checkpoints:
         return self._saving is not None
 
     def poll(self) -> list[SaveResult]:
-        """Return what was committed since the last call; never waits, so a loop may call it after each step."""
+        """Return the checkpoints committed since the last call; never waits, so a loop may call it after each step."""
         if self._saving is not None and self._saving.done():
             self._wait()
         done, self._done = self._done, []
@@ -262,7 +262,7 @@ class Checkpoints:
             raise SaveFailed(f"{len(self.failures)} checkpoints in a row could not be saved; {self.failures[-1]}")
 
     def _prune(self) -> None:
-        """Delete what is not kept. Errors are logged only: a checkpoint too many does not make the save a failure."""
+        """Delete checkpoints that are not kept. Errors are only logged: the save itself has succeeded."""
         try:
             refs = self.store.refs()
             positions = sorted({ref.position for ref in refs})

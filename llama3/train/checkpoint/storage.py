@@ -132,7 +132,7 @@ class LocalCheckpointStore:
         return [CheckpointRef(int(name), name) for name in names]
 
     def remove_leftovers(self, world: ParallelContext) -> None:
-        """Remove what killed processes left; every process calls it."""
+        """Remove files of killed processes; every process calls it."""
 
         def remove_hidden() -> None:
             for old in self.folder.glob(f"{REPLACED}-*"):
@@ -156,7 +156,7 @@ class LocalCheckpointStore:
         """Bring the files `names` into `path`, which `open` returned; every process calls it. No-op: they are there."""
 
     def release(self, path: Path) -> None:
-        """Free what `open` returned; every process calls it. No-op: that is the checkpoint itself."""
+        """Free the folder that `open` returned; every process calls it. No-op: it is the checkpoint itself."""
 
     def quarantine(self, ref: CheckpointRef, reason: str) -> None:
         """Never offer this checkpoint again, but keep its files."""
@@ -331,7 +331,7 @@ class RemoteCheckpointStore:
         self.number = number
 
     def _remove_unfinished(self) -> None:
-        """Remove what earlier attempts left without a manifest; a later attempt may still be writing its prefix."""
+        """Remove prefixes of earlier attempts without a manifest; a later attempt may still be writing its prefix."""
         earlier = [name for name in self._names() if name.split("/")[1] < self.attempt]
         for name in compress(earlier, parallel_map(lambda name: not self._has(name, MANIFEST), earlier)):
             remove_all(f"{self.uri}/{name}")

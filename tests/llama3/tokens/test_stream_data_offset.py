@@ -32,7 +32,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drawn(first: int, second: int, draw: int, mix: str = "base") -> list[dict[str, Any]]:
-    """Return two stages, of which the second reads the helping `data_offset`."""
+    """Return two stages, of which the second reads the offset `data_offset`."""
     return [stage("a", first), {**stage("b", second, mix=mix), "data_offset": draw}]
 
 
@@ -55,24 +55,24 @@ def dataset_stream(lengths: list[int], number: int, seed: int, name: str, count:
     draws=st.lists(st.integers(1, MOST), min_size=2, max_size=2, unique=True),
     unit=st.sampled_from([None, 3, 32]),
 )
-def test_two_helpings_share_no_token_and_have_the_same_mix(
+def test_two_offsets_share_no_token_and_have_the_same_mix(
     shards: Path, first: int, second: int, mix: str, draws: list[int], unit: int | None
 ) -> None:
     one, other = (TokenStream(shards, recipe(drawn(8 * first, 8 * second, draw, mix), unit=unit)) for draw in draws)
     begin, end = 8 * first, one.tokens
-    before, helpings = one.read(0, begin), [run.read(begin, end) for run in (one, other)]
+    before, offsets = one.read(0, begin), [run.read(begin, end) for run in (one, other)]
     assert np.array_equal(before.tokens, other.read(0, begin).tokens)
     assert one.identity(0, begin) == other.identity(0, begin)
     assert one.identity(begin, end) != other.identity(begin, end)
-    assert np.array_equal(helpings[0].domains, helpings[1].domains)
-    read = [set(window.tokens.tolist()) for window in (before, *helpings)]
+    assert np.array_equal(offsets[0].domains, offsets[1].domains)
+    read = [set(window.tokens.tolist()) for window in (before, *offsets)]
     assert sum(map(len, read)) == len(set.union(*read)) == begin + 2 * (end - begin)
 
 
 @pytest.mark.parametrize("unit", [None, 5, 64])
 @pytest.mark.parametrize("weights", [None, {"general": [2, 1], "code": [0.3, 0.1, 0.2]}])
 @pytest.mark.parametrize("lengths", [LONG, LENGTHS], ids=["within an epoch", "many epochs"])
-def test_a_helping_begins_as_often_its_own_need_further_on(
+def test_an_offset_begins_as_often_its_own_need_further_on(
     tmp_path: Path, unit: int | None, weights: dict[str, list[float]] | None, lengths: list[list[int]]
 ) -> None:
     """Against datasets read the slow way: what is passed over is passed over, and a later stage goes on behind it."""
@@ -100,7 +100,7 @@ def test_a_helping_begins_as_often_its_own_need_further_on(
             places[number] = begin + len(here)
 
 
-def test_stages_that_read_a_later_helping_are_spans_of_their_own(shards: Path) -> None:
+def test_stages_that_read_a_later_offset_are_separate_phases(shards: Path) -> None:
     """Else the length of the second would decide what the first reads."""
     first = [*drawn(80, 80, 2), {**stage("c", 80), "data_offset": 2}]
     longer = [*drawn(80, 80, 2), {**stage("c", 800), "data_offset": 2}]
@@ -140,7 +140,7 @@ def test_counts_are_of_what_is_read(shards: Path, short: Path, data: st.DataObje
 
 
 def test_epochs_and_their_limit_count_what_is_read(short: Path) -> None:
-    """A hundred helpings are passed over; only one of them is read."""
+    """A hundred offsets are passed over; only one of them is read."""
     run = TokenStream(short, recipe(drawn(96, 200, 100), tokens={"max_epochs": 3}))
     run.check()
     assert (
@@ -150,8 +150,8 @@ def test_epochs_and_their_limit_count_what_is_read(short: Path) -> None:
 
 
 @given(first=st.integers(1, 60), second=st.integers(1, 40), draw=st.integers(0, 12))
-def test_helpings_that_share_documents_are_told(shards: Path, first: int, second: int, draw: int) -> None:
-    """A dataset of 2,160 tokens holds the helpings up to this one, or it comes round."""
+def test_offsets_that_share_documents_are_told(shards: Path, first: int, second: int, draw: int) -> None:
+    """A dataset of 2,160 tokens holds the offsets up to this one, or it comes round."""
     run = TokenStream(shards, recipe(drawn(8 * first, 8 * second, draw, "anneal")))
     told = {line.split()[0] for line in run.overlapping_offsets()}
     totals = [phase.interleaver.totals for phase in run.phases]
@@ -159,7 +159,7 @@ def test_helpings_that_share_documents_are_told(shards: Path, first: int, second
     assert told == {dataset.name for dataset, end in zip(run.datasets, ends, strict=True) if draw and end > 2160}
 
 
-def test_many_epochs_of_one_helping_are_no_shared_helpings(short: Path) -> None:
+def test_many_epochs_of_one_offset_are_no_shared_offsets(short: Path) -> None:
     assert TokenStream(short, recipe(drawn(400, 200, 0))).overlapping_offsets() == []
 
 
@@ -175,7 +175,7 @@ STAGES = [
     ("weights", "known"),
     [(None, "1cbbd8c88a27bd1f"), ({"general": [2, 1], "code": [0.3, 0.1, 0.2]}, "cc66015fcc336fa1")],
 )
-def test_without_helpings_and_additions_identities_and_tokens_are_what_they_always_were(
+def test_without_offsets_and_additions_identities_and_tokens_are_what_they_always_were(
     tmp_path: Path, weights: dict[str, list[float]] | None, known: str
 ) -> None:
     """Digests from before there were any: another one would train every stage of every run again."""

@@ -97,10 +97,10 @@ def test_only_stages_that_add_a_source_read_it_and_as_much_as_they_say(
 
 
 def test_arms_that_add_different_sources_share_the_stage_before(shards: Path) -> None:
-    """All variants of an annealing study read helpings from 1 on, so that the control too begins a phase of its own."""
-    helping = {**stage("b", 120), "data_offset": 1}
+    """All variants of an annealing study read offsets from 1 on, so that the control too begins a phase of its own."""
+    offset = {**stage("b", 120), "data_offset": 1}
     variants = [
-        TokenStream(shards, asked([stage("a", 200), {**helping, "extra_sources": add}]))
+        TokenStream(shards, asked([stage("a", 200), {**offset, "extra_sources": add}]))
         for add in ({}, {"gsm": "30%"}, {"apps": "30%"})
     ]
     assert len({str(run.identity(0, 200)) for run in variants}) == 1
