@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.test_layers import FLOORS
+from tests.test_layers import PACKAGES
 
 RECORDER = Path(__file__).parent / "called_files"
 LONGEST_S = 1_800.0
@@ -42,7 +42,7 @@ def called_files(command: Sequence[str], last: str, checkout: Path, folder: Path
     environment = {
         **own,
         "PYTHONPATH": os.pathsep.join([str(RECORDER), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "CALLED_FILES_PACKAGES": os.pathsep.join(f"{checkout / package}{os.sep}" for package in FLOORS),
+        "CALLED_FILES_PACKAGES": os.pathsep.join(f"{checkout / package}{os.sep}" for package in PACKAGES),
         "CALLED_FILES_FOLDER": str(folder),
         "CALLED_FILES_LAST": last,
         "PREFECT_HOME": str(folder / "prefect"),

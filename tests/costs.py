@@ -103,7 +103,7 @@ def main(path: str, by: str = "file", most: int = 40) -> None:
     sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0])
     for row in rows:
         name = row["test"] if by == "test" else row["test"].partition("::")[0]
-        if by == "room":
+        if by == "folder":
             name = "/".join(name.split("/")[:-1])
         for at, value in enumerate((1, row["wall"], row["cpu"], row["interpreters"])):
             sums[name][at] += value

@@ -1,4 +1,4 @@
-"""The floor plan: imports only go down, and the library knows neither Prefect nor MLflow."""
+"""Layers of the packages: imports only go down, and the library knows neither Prefect nor MLflow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = "herd."
-FLOORS = ["storage", "llama3", "tasks", "flows"]
+PACKAGES = ["storage", "llama3", "tasks", "flows"]
 LINES, FILES = 700, 25
 """The most lines of a file and the most files of a folder."""
 LAYERS = {
@@ -67,7 +67,7 @@ Imports = dict[Path, set[str]]
 
 def trees_of(folder: Path) -> Trees:
     """Return the source files of the packages in the checkout `folder`."""
-    paths = [path for floor in FLOORS for path in sorted((folder / floor).rglob("*.py"))]
+    paths = [path for package in PACKAGES for path in sorted((folder / package).rglob("*.py"))]
     return {path.relative_to(folder): ast.parse(path.read_text()) for path in paths}
 
 
@@ -98,7 +98,7 @@ def upward_imports(imports: Imports) -> list[str]:
     upward = []
     for path, names in imports.items():
         package, order = path.parts[0], LAYERS.get(path.parts[0], [])
-        above = {*FLOORS[FLOORS.index(package) + 1 :]}
+        above = {*PACKAGES[PACKAGES.index(package) + 1 :]}
         if path.name != "__init__.py" and node_of(path) in order:
             above |= {f"{package}.{node}" for node in order[order.index(node_of(path)) + 1 :]}
         upward += [f"{path}: {name}" for name in sorted(names) if {name.split(".")[0], node_name(name)} & above]
@@ -166,14 +166,14 @@ def imports(trees: Trees) -> Imports:
 
 
 def test_imports_name_the_package(trees: Trees) -> None:
-    assert {path.parts[0] for path in trees} == set(FLOORS)
+    assert {path.parts[0] for path in trees} == set(PACKAGES)
     for path, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                assert not {alias.name.split(".")[0] for alias in node.names} & {*FLOORS}, f"{path}: import herd.X"
+                assert not {alias.name.split(".")[0] for alias in node.names} & {*PACKAGES}, f"{path}: import herd.X"
             elif isinstance(node, ast.ImportFrom):
                 assert not node.level, f"{path}: write imports from where things are defined, not relative ones"
-                assert (node.module or "").split(".")[0] not in FLOORS, f"{path}: import from herd.{node.module}"
+                assert (node.module or "").split(".")[0] not in PACKAGES, f"{path}: import from herd.{node.module}"
 
 
 @pytest.mark.parametrize("package", LAYERS)
