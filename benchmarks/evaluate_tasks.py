@@ -19,7 +19,8 @@ from typing import Any
 
 import yaml
 
-from herd.llama3.evaluate.task import GenerationSettings, Prompt, Request, Task
+from herd.llama3.evaluate.generation_settings import GenerationSettings
+from herd.llama3.evaluate.task import ChoiceKind, ClozeKind, GenerateKind, Prompt, Request, RollingKind, Task
 
 Line = dict[str, Any]
 LETTERS = "ABCD"
@@ -103,7 +104,7 @@ def _arc(limit: int, rows: Sequence[Line]) -> Iterator[TaskPair]:
         "doc_to_target": "gold",
         "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
     }
-    yield TaskPair(Task(key, "choice", tuple(asked), normalize="characters"), settings, rows)
+    yield TaskPair(Task(key, ChoiceKind.name, tuple(asked), normalize="characters"), settings, rows)
 
 
 def _mmlu(limit: int, examples: Sequence[Line], rows: Sequence[Line]) -> Iterator[TaskPair]:
@@ -132,7 +133,7 @@ def _subject(subject: str, shown: Sequence[Line], rows: Sequence[Line]) -> TaskP
         "metric_list": [{"metric": "acc"}],
         **_shown(len(shown)),
     }
-    return TaskPair(Task(key, "choice", tuple(asked), shots=len(shown), normalize="none"), settings, rows, shown)
+    return TaskPair(Task(key, ChoiceKind.name, tuple(asked), shots=len(shown), normalize="none"), settings, rows, shown)
 
 
 def _question(row: Line) -> str:
@@ -154,7 +155,7 @@ def _lambada(limit: int, rows: Sequence[Line]) -> Iterator[TaskPair]:
         "doc_to_target": "{{' ' + continuation}}",
         "metric_list": [{"metric": "acc"}],
     }
-    yield TaskPair(Task(key, "cloze", tuple(asked)), settings, rows)
+    yield TaskPair(Task(key, ClozeKind.name, tuple(asked)), settings, rows)
 
 
 def _wikitext(limit: int, rows: Sequence[Line]) -> Iterator[TaskPair]:
@@ -167,7 +168,7 @@ def _wikitext(limit: int, rows: Sequence[Line]) -> Iterator[TaskPair]:
         "doc_to_target": "{{text}}",
         "metric_list": [{"metric": "bits_per_byte"}],
     }
-    yield TaskPair(Task(key, "bits", tuple(asked)), settings, rows)
+    yield TaskPair(Task(key, RollingKind.name, tuple(asked)), settings, rows)
 
 
 def _gsm8k(limit: int, examples: Sequence[Line], rows: Sequence[Line]) -> Iterator[TaskPair]:
@@ -190,7 +191,7 @@ def _gsm8k(limit: int, examples: Sequence[Line], rows: Sequence[Line]) -> Iterat
         **_shown(len(shown)),
     }
     yield TaskPair(
-        Task(key, "generate", prompts=tuple(asked), shots=len(shown), writing=WRITING), settings, rows, shown
+        Task(key, GenerateKind.name, prompts=tuple(asked), shots=len(shown), writing=WRITING), settings, rows, shown
     )
 
 

@@ -48,7 +48,7 @@ REGISTRIES = (
     Registry("launchers", "tasks/launch/base.py", "LAUNCHERS", files=("tasks/cluster.py",)),
     Registry("decays of the learning rate", "llama3/recipe/lr.py", "key"),
     Registry("steps of a run", "tasks/pipeline_steps.py", "PIPELINE", 3),
-    Registry("kinds of evaluation tasks", "llama3/evaluate/task.py", "Kind"),
+    Registry("kinds of evaluation tasks", "llama3/evaluate/task.py", "name"),
     Registry("fields of a recipe", "llama3/recipe/schema.py", "Recipe", 3, True, ("llama3/recipe/base.py",)),
     Registry("fields of a stage", "llama3/recipe/sections.py", "Stage", 3, True),
 )

@@ -15,9 +15,9 @@ import torch  # noqa: E402
 from benchmarks.evaluate_tasks import read_job  # noqa: E402
 from herd.llama3.evaluate.answer_extraction import is_correct  # noqa: E402
 from herd.llama3.evaluate.generate import generate_batch  # noqa: E402
-from herd.llama3.evaluate.scores import Likelihood, samples  # noqa: E402
+from herd.llama3.evaluate.scores import samples  # noqa: E402
 from herd.llama3.evaluate.scoring import score_requests  # noqa: E402
-from herd.llama3.evaluate.task import Task  # noqa: E402
+from herd.llama3.evaluate.task import ClozeKind, Likelihood, RollingKind, Task  # noqa: E402
 from herd.llama3.model.files import load_model  # noqa: E402
 from herd.llama3.model.transformer import Transformer  # noqa: E402
 from herd.llama3.tokens.tokenizer import Tokenizer  # noqa: E402
@@ -30,7 +30,7 @@ def work(source: Path, folder: Path, model: str, share: bool = True, **_: Any) -
     """Return what the model in folder `model` answers to the tasks in `source`."""
     network, tokenizer = _loaded(model)
     tasks = read_job(source)
-    greedy = {task.key for task in tasks if task.kind == "cloze"}
+    greedy = {task.key for task in tasks if task.kind == ClozeKind.name}
     requests = [request for task in tasks for request in task.requests]
     found = iter(score_requests(network, tokenizer, requests, network.config.max_seq_len, greedy=greedy, share=share))
     answers = {task.key: _scored(task, [next(found) for _ in task.requests]) for task in tasks if task.requests}
@@ -43,7 +43,7 @@ def _scored(task: Task, likelihoods: Sequence[Likelihood]) -> Answers:
     answers: Answers = {}
     for request, likelihood in zip(task.requests, likelihoods, strict=True):
         answers.setdefault(request.document, {"decided": {}, "nats": []})["nats"].append(likelihood.nll)
-    rules = {"acc": replace(task, normalize="none")} if task.kind != "bits" else {}
+    rules = {"acc": replace(task, normalize="none")} if task.kind != RollingKind.name else {}
     if task.normalize == "characters":
         rules["acc_norm"] = task
     for name, rule in rules.items():

@@ -72,7 +72,7 @@ def generate(
     from herd.tasks.models.lookup import generate_text, load_runner, model_folder
 
     with mistakes():
-        from herd.llama3.evaluate.task import check_sampling
+        from herd.llama3.evaluate.generation_settings import check_sampling
         from herd.llama3.tokens.tokenizer import Tokenizer
 
         try:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import regex
 
-from herd.llama3.evaluate.task import GenerationSettings, check_sampling
+from herd.llama3.evaluate.generation_settings import GenerationSettings
 
 SECONDS = 5.0
 """Processor time of one expression on one text; `re` has no such limit, and some expressions take years."""
@@ -66,29 +66,3 @@ def clean_answer(text: str, writing: GenerationSettings) -> str:
     for pattern in writing.ignore:
         text = replace_matches(text, pattern, "").strip()
     return text
-
-
-def check_generation_settings(writing: GenerationSettings) -> None:
-    """Raise ValueError, naming field and value, for invalid settings."""
-    check_sampling(writing.temperature, writing.top_p, writing.top_k, writing.repetition_penalty)
-    for name, least in (("max_tokens", 1), ("samples", 1)):
-        if getattr(writing, name) < least:
-            raise ValueError(f"writing.{name} {getattr(writing, name)} must be at least {least}")
-    if writing.seconds <= 0:
-        raise ValueError(f"writing.seconds {writing.seconds} must be above 0")
-    if writing.samples > 1 and writing.temperature == 0:
-        raise ValueError(
-            f"writing.samples {writing.samples} at temperature 0 would be equal; raise writing.temperature or take 1"
-        )
-    if "" in writing.until:
-        raise ValueError("writing.until has an empty text, at which every answer ends; take it out")
-    for name, patterns in (("ignore", writing.ignore), ("extract", writing.extract)):
-        for pattern in patterns:
-            try:
-                groups = regex.compile(pattern).groups
-            except regex.error as error:
-                raise ValueError(
-                    f"writing.{name} {pattern!r} is not a regular expression ({error}); correct it"
-                ) from error
-            if name == "extract" and not groups:
-                raise ValueError(f"writing.extract {pattern!r} has no group; put what counts into brackets: (...)")

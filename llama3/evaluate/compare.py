@@ -65,7 +65,7 @@ def compare(recipe: Recipe, candidate: Path, champion: Path) -> dict[str, Differ
     scores, champion_scores = read_scores(candidate), read_scores(champion)
     record = read_task_record(candidate)
     tasks = {task["key"]: task for task in record["tasks"]}
-    grouped = {key for key, task in tasks.items() if task["average"] == "groups" and task["kind"] != "bits"}
+    grouped = {key for key, task in tasks.items() if task["average"] == "groups" and scores[key].unit != BITS}
     pairs = _paired_samples(_read(candidate), _read(champion), scores, champion_scores, grouped)
     documents = {key: difference_of_documents(key, paired) for key, paired in pairs.items() if scores[key].unit == BITS}
     for prefix in (BPB, MACRO):  # means over domains by the first stage's mix, resampled within each domain

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from herd.llama3.evaluate.answer_extraction import RegexTimeout, extract_answer, is_correct
+from herd.llama3.evaluate.answer_extraction import RegexTimeout, extract_answer
 from herd.llama3.evaluate.distributed import EvalRanks
 from herd.llama3.evaluate.generate import generate, generate_batch
 from herd.llama3.evaluate.held_out import (
@@ -32,7 +32,6 @@ from herd.llama3.evaluate.held_out import (
     read_validation_documents,
 )
 from herd.llama3.evaluate.needle import KINDS, context_lengths, find_needles
-from herd.llama3.evaluate.sandbox import SandboxResult, run_programs
 from herd.llama3.evaluate.scores import (
     BITS,
     GENERATIONS_FILE,
@@ -50,7 +49,7 @@ from herd.llama3.evaluate.scores import (
 )
 from herd.llama3.evaluate.scoring import LanguageModel, Scorable, score_requests, score_sequences
 from herd.llama3.evaluate.suite import ARITHMETIC, RESPONSES, LoadedSuite, render_recipe_suite
-from herd.llama3.evaluate.task import WRITTEN, Prompt, Task, requests_digest
+from herd.llama3.evaluate.task import TASK_KINDS, Prompt, ScoredKind, Task, Verdict, WrittenKind, requests_digest
 from herd.llama3.model.linear import use_reproducible_matmul
 from herd.llama3.model.transformer import Transformer
 from herd.llama3.recipe.schema import Recipe
@@ -124,9 +123,10 @@ def _grade(
     task: Task, prompts: Sequence[Prompt], texts: Sequence[Sequence[str]], parallel: int
 ) -> Iterator[list[GeneratedAnswer]]:
     """Yield the graded answers to each prompt. All programs are run first, `parallel` at a time."""
-    writing = task.writing
+    kind, writing = TASK_KINDS[task.kind], task.writing
+    assert isinstance(kind, WrittenKind), f"{task.key}: kind {task.kind} is scored by likelihood"
     extracts: list[list[str | RegexTimeout | None]] = []
-    programs = []
+    judged = []
     for prompt, several in zip(prompts, texts, strict=True):
         extracts.append([])
         for text in several:
@@ -135,31 +135,18 @@ def _grade(
             except RegexTimeout as error:
                 extract = error
             extracts[-1].append(extract)
-            if task.kind == "code" and isinstance(extract, str):
-                programs.append(answer_program(prompt, extract))
-    results: Iterator[SandboxResult] = iter(run_programs(programs, writing.seconds, parallel) if programs else ())
+            if isinstance(extract, str):
+                judged.append((prompt, text, extract))
+    verdicts = kind.judge(judged, writing, parallel)
     for prompt, several, group in zip(prompts, texts, extracts, strict=True):
         graded = []
         for sample, (text, extract) in enumerate(zip(several, group, strict=True)):
-            right, judged, reason = False, True, NOTHING
             if isinstance(extract, RegexTimeout):
-                judged, reason, extract = False, str(extract), None
-            elif extract is not None and task.kind == "code":
-                result = next(results)
-                right, judged, reason = result.passed, result.judged, "" if result.passed else result.reason
-            elif extract is not None:
-                try:
-                    right = is_correct(text, prompt.gold, writing)
-                    reason = "" if right else f"it is not {' or '.join(prompt.gold)}"
-                except RegexTimeout as error:
-                    judged, reason = False, str(error)
-            graded.append(GeneratedAnswer(task.key, prompt.document, sample, text, extract, right, reason, judged))
+                extract, verdict = None, Verdict(False, str(extract), judged=False)
+            else:
+                verdict = Verdict(False, NOTHING) if extract is None else next(verdicts)
+            graded.append(GeneratedAnswer(task.key, prompt.document, sample, text, extract, *verdict))
         yield graded
-
-
-def answer_program(prompt: Prompt, answer: str) -> str:
-    """Return the program that exits with 0 if `answer` is right."""
-    return f"{prompt.program}{answer}\n{prompt.tests}"
 
 
 def answer_samples(task: Task, found: Sequence[GeneratedAnswer]) -> list[Sample]:
@@ -343,7 +330,7 @@ def evaluate(
         **{key: scores[key].value for key in sorted(scores)},
         "requests": requests_digest(chain.from_iterable(task.requests or task.prompts for task in suite.tasks)),
         "documents": len(chosen),
-        "questions": sum(task.questions for task in suite.tasks if task.kind != "bits"),
+        "questions": sum(task.questions for task in suite.tasks if not TASK_KINDS[task.kind].whole_texts),
         "window": window,
         "document_bytes": document_bytes(recipe),
         "skipped": suite.skipped,
@@ -395,13 +382,14 @@ def _run_tasks(
 ) -> _TaskResults:
     """Score the requests of all tasks together, then generate answers task by task."""
     requests = [request for task in tasks for request in task.requests]
-    cloze = frozenset(task.key for task in tasks if task.kind == "cloze")
-    likelihoods = iter(score_requests(network, coder, requests, window, device, greedy=cloze, ranks=ranks))
+    kinds = {task.key: TASK_KINDS[task.kind] for task in tasks}
+    greedy = frozenset(key for key, kind in kinds.items() if isinstance(kind, ScoredKind) and kind.greedy)
+    likelihoods = iter(score_requests(network, coder, requests, window, device, greedy=greedy, ranks=ranks))
     results = _TaskResults([], [], [])
     for task in tasks:
         own = list(islice(likelihoods, len(task.requests)))
         results.gold.append(gold_samples(task, own))
-        if task.kind in WRITTEN:
+        if isinstance(kinds[task.key], WrittenKind):
             generated = generate_answers(network, coder, task, window, ranks)
             results.answers.extend(generated)
             results.samples.append(answer_samples(task, generated))

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from herd.llama3.evaluate.answer_extraction import check_generation_settings
-from herd.llama3.evaluate.task import GenerationSettings, Prompt, check_sampling
+from herd.llama3.evaluate.generation_settings import GenerationSettings, check_generation_settings, check_sampling
+from herd.llama3.evaluate.task import Prompt
 from herd.llama3.model.kv_cache import BatchCache, Cache, PaddedCache, with_cache
 from herd.llama3.model.transformer import Transformer
 from herd.llama3.parallel.memory import CACHED, DECODED

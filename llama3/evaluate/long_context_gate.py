@@ -16,7 +16,7 @@ from herd.llama3.evaluate.needle import find_needles
 from herd.llama3.evaluate.requests import document_requests
 from herd.llama3.evaluate.scores import Score, samples, score_samples, write_scores
 from herd.llama3.evaluate.suite import BPB, mean_bits_per_byte
-from herd.llama3.evaluate.task import Request, Task, requests_digest
+from herd.llama3.evaluate.task import Request, RollingKind, Task, requests_digest
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.statistics.estimates import Estimate
 
@@ -91,7 +91,7 @@ def _short_context(
     scores: dict[str, Score] = {}
     for domain in sorted({document.domain for document in documents}):
         key = f"{SHORT_CONTEXT}/{domain}"
-        task = Task(key, "bits", tuple(document_requests(key, (d for d in documents if d.domain == domain))))
+        task = Task(key, RollingKind.name, tuple(document_requests(key, (d for d in documents if d.domain == domain))))
         likelihoods = score_requests(model, coder, task.requests, window, device, ranks=ranks)
         scores[key] = score_samples(task, samples(task, likelihoods))
         by_domain[f"{BPB}/{domain}"] = scores[key].estimate

@@ -18,7 +18,8 @@ from itertools import cycle, islice
 from random import Random
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
-from herd.llama3.evaluate.scores import Likelihood, Sample, Score, Scores
+from herd.llama3.evaluate.scores import Sample, Score, Scores
+from herd.llama3.evaluate.task import Likelihood
 from herd.llama3.statistics.estimates import proportion
 
 if TYPE_CHECKING:

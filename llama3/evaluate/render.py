@@ -12,20 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice, product
 
-from herd.llama3.evaluate.task import Kind, Prompt, Request, Task
-from herd.llama3.evaluate.task_yaml import DataPaths, FileKind, Shots, TaskFile, read_bytes
-from herd.llama3.evaluate.templates import RenderedRow, check_templates, render_rows
-
-KINDS: dict[FileKind, Kind] = {
-    "choice": "choice",
-    "letters": "choice",
-    "schema": "choice",
-    "cloze": "cloze",
-    "rolling": "bits",
-    "generate": "generate",
-    "code": "code",
-}
-"""Kind of a task file -> how its requests are scored."""
+from herd.llama3.evaluate.task import TASK_KINDS, Prompt, RenderedRow, Request, Task, WrittenKind
+from herd.llama3.evaluate.task_yaml import DataPaths, Shots, TaskFile, read_bytes
+from herd.llama3.evaluate.templates import check_templates, render_rows
 
 
 @dataclass(frozen=True)
@@ -57,8 +46,8 @@ def render(file: TaskFile, data_paths: DataPaths, most: int | None = None) -> Re
     requests: list[Request] = []
     prompts: list[Prompt] = []
     for question in questions:
-        front = question.preamble + "".join(shown + file.between_shots for shown in examples.before(question))
-        if file.kind in ("generate", "code"):
+        front = question.preamble + "".join(example + file.between_shots for example in examples.before(question))
+        if isinstance(TASK_KINDS[file.kind], WrittenKind):
             context = front + question.contexts[0] + file.joint.rstrip(" ")
             prompts.append(
                 Prompt(key, question.id, context, question.golds, question.tests, question.program, question.group)
@@ -67,7 +56,7 @@ def render(file: TaskFile, data_paths: DataPaths, most: int | None = None) -> Re
             requests += _requests(key, file, question, front)
     task = Task(
         key,
-        KINDS[file.kind],
+        file.kind,
         tuple(requests),
         tuple(prompts),
         version=file.version,
@@ -82,8 +71,7 @@ def render(file: TaskFile, data_paths: DataPaths, most: int | None = None) -> Re
 
 def _requests(key: str, file: TaskFile, question: RenderedRow, front: str) -> Iterator[Request]:
     """Yield one request per context and continuation; spaces between the two belong to the continuation."""
-    joint = "" if file.kind == "rolling" else file.joint
-    contexts = [front + context + joint for context in question.contexts]
+    contexts = [front + context + file.joint for context in question.contexts]
     for index, (whole, ending) in enumerate(product(contexts, question.continuations)):
         context = whole.rstrip(" ")
         joined = len(whole) - len(context)
@@ -137,7 +125,7 @@ class FewShotExamples:
                 "question; lower it or give a larger shots.data"
             )
         order = range(len(pool)) if self._shots.choose == "first" else self._drawn(own_hash, len(pool))
-        examples = (pool[index].shown for index in order if _text_hash(pool[index]) != own_hash)
+        examples = (pool[index].example for index in order if _text_hash(pool[index]) != own_hash)
         return list(islice(examples, shots))
 
     def _group(self, question: RenderedRow) -> str:

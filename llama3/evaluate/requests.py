@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from herd.llama3.evaluate.held_out import ValidationDocument
 from herd.llama3.evaluate.render import Rendered
-from herd.llama3.evaluate.task import Prompt, Request, Task
+from herd.llama3.evaluate.task import TASK_KINDS, Prompt, Request, Task, WrittenKind
 from herd.storage.filesystem import write_atomic
 
 ANSWER = "Answer:"
@@ -125,7 +125,7 @@ def read_requests(folder: Path) -> Rendered:
     facts = read_task_json(folder)
     digest, sources = facts.pop("digest"), facts.pop("sources")
     facts.pop("chance", None)
-    field = "prompts" if facts.get("kind") in ("generate", "code") else "requests"
+    field = "prompts" if isinstance(TASK_KINDS[facts["kind"]], WrittenKind) else "requests"
     path = folder / REQUESTS_FILE
     try:
         lines = gzip.decompress(path.read_bytes()).decode().split("\n")
@@ -162,6 +162,8 @@ def read_task_json(folder: Path) -> dict[str, Any]:
         raise ValueError(message) from None
     except ValueError:
         raise ValueError(f"{path}: is not JSON; render it again") from None
-    if not isinstance(facts, dict) or not {"key", "kind", "digest", "sources"} <= facts.keys():
-        raise ValueError(f"{path}: lacks key, kind, digest or sources; render it again")
+    kinds = [*TASK_KINDS]
+    needed = {"key", "digest", "sources"}
+    if not isinstance(facts, dict) or facts.get("kind") not in kinds or not needed <= facts.keys():
+        raise ValueError(f"{path}: lacks key, kind ({', '.join(kinds)}), digest or sources; render it again")
     return facts

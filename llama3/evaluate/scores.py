@@ -32,7 +32,7 @@ from herd.llama3.evaluate.suite import (
     stage_suite_name,
     with_suite,
 )
-from herd.llama3.evaluate.task import Request, Task, requests_digest
+from herd.llama3.evaluate.task import TASK_KINDS, Likelihood, Request, ScoredKind, Task, requests_digest
 from herd.llama3.recipe.gates import matches
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.statistics.estimates import Estimate, Z, mean, proportion, ratio
@@ -150,16 +150,6 @@ def read_task_record(folder: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Likelihood:
-    """The likelihood of a continuation. Not in `scoring`: reading scores needs no torch."""
-
-    nll: float
-    tokens: int
-    greedy: bool | None = None
-    """Whether every scored token is the model's likeliest; None if not requested."""
-
-
-@dataclass(frozen=True)
 class Sample:
     """The contribution of one document or question to a score."""
 
@@ -179,31 +169,18 @@ class Sample:
 def samples(task: Task, likelihoods: Sequence[Likelihood]) -> list[Sample]:
     """Return the task's samples in the order of its requests; `likelihoods` are those of the requests.
 
-    A choice is answered by the request with the fewest nats per byte (or what `task.normalize` divides by).
+    Raises ValueError if its kind is no `ScoredKind`.
     """
-    if task.kind not in ("bits", "choice", "cloze"):
+    kind = TASK_KINDS[task.kind]
+    if not isinstance(kind, ScoredKind):
         raise ValueError(f"{task.key}: kind {task.kind} is answered in writing; see herd.llama3.evaluate.evaluate")
     items = []
     pairs = zip(task.requests, likelihoods, strict=True)
     for document, group in groupby(pairs, key=lambda pair: pair[0].document):
         choices = list(group)
-        request, denominator, picked, gold = choices[0][0], 1.0, None, None
-        if task.kind == "choice":
-            rates = []
-            for choice, likelihood in choices:
-                sizes = {"bytes": choice.bytes, "characters": choice.characters, "tokens": likelihood.tokens}
-                rates.append(likelihood.nll / sizes.get(task.normalize, 1))
-            picked = min(range(len(rates)), key=rates.__getitem__)
-            gold = request.gold
-            numerator = float(picked == gold)
-        else:
-            ((_, likelihood),) = choices
-            if task.kind == "bits":
-                numerator, denominator = likelihood.nll / math.log(2), float(request.bytes)
-            else:
-                assert likelihood.greedy is not None, f"{document}: score_requests was not asked whether it is greedy"
-                numerator = float(likelihood.greedy)
-        tokens = sum(each.tokens for _, each in choices)
+        request, tokens = choices[0][0], sum(likelihood.tokens for _, likelihood in choices)
+        numerator, denominator, picked = kind.outcome(choices, task.normalize)
+        gold = None if picked is None else request.gold
         items.append(Sample(request.task, document, numerator, denominator, tokens, picked, gold, request.group))
     return items
 
@@ -220,7 +197,8 @@ def gold_samples(task: Task, likelihoods: Sequence[Likelihood]) -> list[Sample]:
     it (arXiv 2407.21783, section 3.2.1; per byte, so that languages and tokenizers compare). Empty for a task that is
     not answered by likelihood, or is bits per byte itself.
     """
-    if task.kind not in ("choice", "cloze"):
+    kind = TASK_KINDS[task.kind]
+    if not isinstance(kind, ScoredKind) or kind.whole_texts:
         return []
     items, key = [], gold_key(task.key)
     pairs = zip(task.requests, likelihoods, strict=True)
@@ -258,7 +236,7 @@ def score_samples(task: Task, items: Sequence[Sample]) -> Score:
     better: Better = "higher"
     if not items:
         estimate = Estimate(math.nan, math.nan, math.nan, math.nan, 0)
-    elif task.kind == "bits":
+    elif TASK_KINDS[task.kind].whole_texts:
         unit, better, estimate = BITS, "lower", ratio(numerators, denominators)
     elif task.average == "groups":
         estimate = group_mean(items)

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from herd.llama3.evaluate.distributed import EvalRanks
-from herd.llama3.evaluate.scores import Likelihood
-from herd.llama3.evaluate.task import Request
+from herd.llama3.evaluate.task import Likelihood, Request
 from herd.llama3.model.attention import AttentionMask
 from herd.llama3.model.comms import Comms
 from herd.llama3.model.kv_cache import Cache, PrefixCache, with_cache

@@ -30,7 +30,7 @@ from herd.llama3.evaluate.requests import (
     read_task_json,
 )
 from herd.llama3.evaluate.sandbox import SandboxUnavailable, check_sandbox, sandbox_error
-from herd.llama3.evaluate.task import Prompt, Request, Task
+from herd.llama3.evaluate.task import TASK_KINDS, ChoiceKind, Prompt, Request, RollingKind, Task
 from herd.llama3.evaluate.task_yaml import (
     TASK_NAME,
     DataPaths,
@@ -62,7 +62,7 @@ CHECKED_ROWS = 20
 LEFT_OUT = (MissingFile, SandboxUnavailable)
 """Errors for which a task is left out if `evaluate.on_missing_data` is `skip`."""
 QUESTION_LINES: dict[str, Any] = {
-    "kind": "choice",
+    "kind": ChoiceKind.name,
     "context": "{{ query.rstrip().removesuffix('Answer:').rstrip() }}",
     "choices": "choices",
     "gold": "gold",
@@ -112,10 +112,10 @@ class SuiteTask:
     data_paths: DataPaths
 
     @property
-    def is_code(self) -> bool:
+    def runs_programs(self) -> bool:
         """Whether programs are run to judge the answers."""
         kind = read_task_json(self.definition)["kind"] if isinstance(self.definition, Path) else self.definition.kind
-        return bool(kind == "code")
+        return TASK_KINDS[kind].runs_programs
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class LoadedSuite:
         """
         for task in planned:
             try:
-                if task.is_code:
+                if task.runs_programs:
                     check_sandbox()
                 if shots is not None:
                     if isinstance(task.definition, Path):
@@ -252,7 +252,7 @@ def check_suite(recipe: Recipe, rows: int | None = CHECKED_ROWS) -> list[str]:
     wrong: list[str] = []
     for planned in recipe_suite(recipe).tasks:
         try:
-            if rows is None and planned.is_code:
+            if rows is None and planned.runs_programs:
                 check_sandbox()
             if isinstance(planned.definition, Path):
                 read_requests(planned.definition)
@@ -286,7 +286,7 @@ def suite_inputs(recipe: Recipe) -> dict[str, str]:
     digests = {"suite": _sha256([suite.built_in, table])}
     for planned in suite.tasks:
         definition, files = planned.definition, []
-        if planned.is_code and sandbox_error():
+        if planned.runs_programs and sandbox_error():
             digest = "not contained"
         elif isinstance(definition, Path):
             digest = str(read_task_json(definition)["digest"])
@@ -315,18 +315,19 @@ def render_recipe_suite(recipe: Recipe, documents: Sequence[ValidationDocument])
     if "bits" in suite.built_in:
         for domain in sorted({document.domain for document in documents}):
             key = f"{BPB}/{domain}"
-            tasks.append(Task(key, "bits", tuple(document_requests(key, (d for d in documents if d.domain == domain)))))
+            requests = document_requests(key, (d for d in documents if d.domain == domain))
+            tasks.append(Task(key, RollingKind.name, tuple(requests)))
     if "arithmetic" in suite.built_in:
         tasks.append(_arithmetic(count))
     if "continuation" in suite.built_in:
-        tasks.append(Task(CONTINUATION, "choice", tuple(continuation_questions(CONTINUATION, documents, count))))
+        tasks.append(Task(CONTINUATION, ChoiceKind.name, tuple(continuation_questions(CONTINUATION, documents, count))))
     loaded = LoadedSuite(suite, [task for task in tasks if task.requests], {})
     loaded.add(suite.tasks, recipe.evaluate.on_missing_data, recipe.evaluate.limit)
     return loaded
 
 
 def _arithmetic(count: int) -> Task:
-    return Task(ARITHMETIC, "choice", tuple(question_requests(ARITHMETIC, questions(QUESTION_SEED, count))))
+    return Task(ARITHMETIC, ChoiceKind.name, tuple(question_requests(ARITHMETIC, questions(QUESTION_SEED, count))))
 
 
 def render_task(planned: SuiteTask, most: int | None = None) -> Rendered:

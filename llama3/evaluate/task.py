@@ -1,9 +1,7 @@
-"""Tasks: requests to score or prompts to answer, and the rules that turn answers into a score.
+"""Tasks and their kinds: requests to score or prompts to answer, and the rules that turn answers into a score.
 
-All of it is plain text and settings, independent of model and tokenizer, so it can be hashed and stored. Kinds: `bits`:
-bits per byte of whole texts. `choice`: the likeliest of several (context, continuation) pairs: choices after one
-question, or one ending after several beginnings (Winograd). `cloze`: every token of the continuation is the model's
-likeliest. `generate`: generated text is compared with the gold answers. `code`: it is run.
+A task is plain text and settings, independent of model and tokenizer, so it can be hashed and stored. A new kind is one
+subclass of `ScoredKind` or `WrittenKind` in `TASK_KINDS`: files, tables and scores derive from it.
 """
 
 from __future__ import annotations
@@ -11,11 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import ClassVar, Literal
+from string import ascii_uppercase
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
 
-Kind = Literal["bits", "choice", "cloze", "generate", "code"]
+from herd.llama3.evaluate.answer_extraction import RegexTimeout, is_correct
+from herd.llama3.evaluate.generation_settings import GenerationSettings
+from herd.llama3.evaluate.sandbox import run_programs
+
 Normalize = Literal["bytes", "characters", "tokens", "none"]
 
 
@@ -49,8 +53,14 @@ class Request:
         return len(self.continuation.encode())
 
 
-WRITTEN = ("generate", "code")
-"""Task kinds whose answers are generated text."""
+@dataclass(frozen=True)
+class Likelihood:
+    """The likelihood of a continuation."""
+
+    nll: float
+    tokens: int
+    greedy: bool | None = None
+    """Whether every scored token is the model's likeliest; None if not requested."""
 
 
 @dataclass(frozen=True)
@@ -71,27 +81,258 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class GenerationSettings:
-    """How a model generates its answers, and how they are compared."""
+class RenderedRow:
+    """A row of a data file as text, before solved examples are put in front of it."""
 
-    max_tokens: int = 256
-    until: tuple[str, ...] = ()
-    """Stop texts, which are not part of the answer. The end token always ends it."""
-    temperature: float = 0.0
-    top_p: float = 1.0
-    samples: int = 1
-    """Answers to each prompt; the score is the mean over them, or pass@k."""
-    extract: tuple[str, ...] = ()
-    """Regular expressions, tried in order on an answer; the first group of the last match is compared."""
-    ignore: tuple[str, ...] = ()
-    """Regular expressions whose matches are removed from answer and gold before they are compared."""
-    seconds: float = 5.0
-    """Processor time of one program."""
-    k: int = 1
-    """A question is solved if one of `k` answers is right (pass@k); more `samples` than `k` narrow the estimate."""
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    contexts: tuple[str, ...]
+    """One, or a schema's several beginnings."""
+    continuations: tuple[str, ...] = ()
+    """The choices, or the one ending; empty if the model writes."""
+    gold: int = 0
+    golds: tuple[str, ...] = ()
+    """Right answers if the model writes."""
+    tests: str = ""
+    program: str = ""
+    id: str = ""
+    """Hash of the question's text: independent of file, row number and examples."""
+    group: str = ""
+    preamble: str = ""
+    example: str = ""
+    """Context and right answer, as a solved example shows them; empty without shots."""
+
+
+class TemplateRow(Protocol):
+    """The templates of a task file on one row. Its methods raise ValueError naming row, field and remedy."""
+
+    @property
+    def location(self) -> str:
+        """`FILE:LINE`, for messages."""
+
+    def text(self, field: str, **variables: str) -> str:
+        """Return a text; empty if the file has no such template."""
+
+    def texts(self, field: str) -> tuple[str, ...]:
+        """Return two or more texts."""
+
+    def gold_index(self, count: int) -> int:
+        """Return the index of the right one of `count` texts."""
+
+    def gold_texts(self) -> tuple[str, ...]:
+        """Return one or more right answers."""
+
+
+class TaskKind(ABC):
+    """How a kind of tasks is rendered and scored."""
+
+    name: ClassVar[str]
+    """As task files and tables write it."""
+    scored_as: ClassVar[str]
+    """In digests: kinds that share it give equal requests equal scores."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Fields that a task file must have."""
+    takes: ClassVar[tuple[str, ...]] = ()
+    """Optional fields that other kinds lack."""
+    whole_texts: ClassVar[bool] = False
+    """Whether the score is bits per byte of whole texts, without questions; else it is the share of right answers."""
+    before_answer: ClassVar[str] = " "
+    """Text between question and answer if a task file gives none."""
+    runs_programs: ClassVar[bool] = False
+
+    @abstractmethod
+    def render(self, row: TemplateRow) -> RenderedRow:
+        """Return the texts that differ by kind. Raises ValueError as `row` does."""
+
+    def chance(self, requests: Iterable[Request]) -> float:
+        """Return the score of guessing."""
+        return 0.0
+
+
+Choices = Sequence[tuple[Request, Likelihood]]
+"""The requests of one question."""
+
+
+class Outcome(NamedTuple):
+    """The contribution of one question to a score."""
+
+    numerator: float
+    denominator: float = 1.0
+    picked: int | None = None
+    """Index of the choice with the fewest nats; None without choices."""
+
+
+class ScoredKind(TaskKind):
+    """The likelihoods of requests decide."""
+
+    greedy: ClassVar[bool] = False
+    """Whether `Likelihood.greedy` is needed."""
+
+    @abstractmethod
+    def outcome(self, choices: Choices, normalize: Normalize) -> Outcome:
+        """Return what the requests of one question contribute to the score."""
+
+
+class ChoiceKind(ScoredKind):
+    """Right if the right one of several continuations has the fewest nats per byte, or as `normalize` says."""
+
+    name = scored_as = "choice"
+    needs = ("context", "choices", "gold")
+
+    def render(self, row: TemplateRow) -> RenderedRow:
+        choices = row.texts("choices")
+        return RenderedRow((row.text("context"),), choices, row.gold_index(len(choices)))
+
+    def chance(self, requests: Iterable[Request]) -> float:
+        counts = Counter(request.document for request in requests).values()
+        return math.fsum(1 / count for count in counts) / len(counts)
+
+    def outcome(self, choices: Choices, normalize: Normalize) -> Outcome:
+        rates = []
+        for choice, likelihood in choices:
+            sizes = {"bytes": choice.bytes, "characters": choice.characters, "tokens": likelihood.tokens}
+            rates.append(likelihood.nll / sizes.get(normalize, 1))
+        picked = min(range(len(rates)), key=rates.__getitem__)
+        return Outcome(float(picked == choices[0][0].gold), picked=picked)
+
+
+class LettersKind(ChoiceKind):
+    """A choice whose question shows the answers, each in a `line`; their letters are scored."""
+
+    name = "letters"
+    takes = ("line",)
+
+    def render(self, row: TemplateRow) -> RenderedRow:
+        choices = row.texts("choices")
+        if len(choices) > len(ascii_uppercase):
+            raise ValueError(
+                f"{row.location}: choices: {len(choices)} are more than there are letters; use kind: {ChoiceKind.name}"
+            )
+        letters = tuple(ascii_uppercase[: len(choices)])
+        pairs = zip(letters, choices, strict=True)
+        lines = [row.text("line", letter=letter, choice=choice) for letter, choice in pairs]
+        return RenderedRow(("\n".join([row.text("context"), *lines]),), letters, row.gold_index(len(choices)))
+
+
+class SchemaKind(ChoiceKind):
+    """A choice between several beginnings of one ending (Winograd)."""
+
+    name = "schema"
+    needs = ("contexts", "continuation", "gold")
+
+    def render(self, row: TemplateRow) -> RenderedRow:
+        contexts = row.texts("contexts")
+        return RenderedRow(contexts, (row.text("continuation"),), row.gold_index(len(contexts)))
+
+
+class ClozeKind(ScoredKind):
+    """Right if each token of the continuation is the model's likeliest."""
+
+    name = scored_as = "cloze"
+    needs = ("context", "continuation")
+    greedy = True
+
+    def render(self, row: TemplateRow) -> RenderedRow:
+        return RenderedRow((row.text("context"),), (row.text("continuation"),))
+
+    def outcome(self, choices: Choices, normalize: Normalize) -> Outcome:
+        ((request, likelihood),) = choices
+        assert likelihood.greedy is not None, f"{request.document}: score_requests was not asked whether it is greedy"
+        return Outcome(float(likelihood.greedy))
+
+
+class RollingKind(ScoredKind):
+    """Bits per byte of whole texts."""
+
+    name, scored_as = "rolling", "bits"
+    takes = ("text", "split_at")
+    whole_texts = True
+    before_answer = ""
+
+    def render(self, row: TemplateRow) -> RenderedRow:
+        return RenderedRow(("",), (row.text("text"),))
+
+    def outcome(self, choices: Choices, normalize: Normalize) -> Outcome:
+        ((request, likelihood),) = choices
+        return Outcome(likelihood.nll / math.log(2), float(request.bytes))
+
+
+class Verdict(NamedTuple):
+    """Whether a generated answer is right."""
+
+    right: bool
+    reason: str
+    """Why it is wrong, or how the program ended; empty for a right answer."""
+    judged: bool = True
+    """False if the program or a regular expression could not be run to its end, so the result is unknown."""
+
+
+Answers = Sequence[tuple[Prompt, str, str]]
+"""Prompt, text of the model, and what was extracted from it."""
+
+
+class WrittenKind(TaskKind):
+    """The model writes its answers."""
+
+    takes: ClassVar[tuple[str, ...]] = ("answer", "writing")
+
+    @abstractmethod
+    def judge(self, answers: Answers, writing: GenerationSettings, parallel: int) -> Iterator[Verdict]:
+        """Yield the verdict on each answer; at most `parallel` programs run at the same time."""
+
+
+class GenerateKind(WrittenKind):
+    """Right if what is extracted from the text equals a gold answer."""
+
+    name = scored_as = "generate"
+    needs = ("context", "gold")
+
+    def render(self, row: TemplateRow) -> RenderedRow:
+        return RenderedRow((row.text("context"),), golds=row.gold_texts())
+
+    def judge(self, answers: Answers, writing: GenerationSettings, parallel: int) -> Iterator[Verdict]:
+        for prompt, text, _ in answers:
+            try:
+                right = is_correct(text, prompt.gold, writing)
+            except RegexTimeout as error:
+                yield Verdict(False, str(error), judged=False)
+            else:
+                yield Verdict(right, "" if right else f"it is not {' or '.join(prompt.gold)}")
+
+
+class CodeKind(WrittenKind):
+    """Right if `program`, the answer and `tests` run without an error, in a sandbox."""
+
+    name = scored_as = "code"
+    needs = ("context", "tests")
+    takes = (*WrittenKind.takes, "program")
+    before_answer = ""
+    runs_programs = True
+
+    def render(self, row: TemplateRow) -> RenderedRow:
+        context, tests = row.text("context"), row.text("tests")
+        program = row.text("program", context=context)
+        if not tests.strip():
+            raise ValueError(f"{row.location}: tests: are empty; give Python that fails on a wrong answer")
+        return RenderedRow((context,), tests=tests, program=program)
+
+    def judge(self, answers: Answers, writing: GenerationSettings, parallel: int) -> Iterator[Verdict]:
+        programs = [answer_program(prompt, extracted) for prompt, _, extracted in answers]
+        for result in run_programs(programs, writing.seconds, parallel) if programs else ():
+            yield Verdict(result.passed, "" if result.passed else result.reason, result.judged)
+
+
+def answer_program(prompt: Prompt, answer: str) -> str:
+    """Return the program that exits with 0 if `answer` is right."""
+    return f"{prompt.program}{answer}\n{prompt.tests}"
+
+
+TASK_KINDS: dict[str, TaskKind] = {
+    kind.name: kind
+    for kind in (ChoiceKind(), LettersKind(), SchemaKind(), ClozeKind(), RollingKind(), GenerateKind(), CodeKind())
+}
+if TYPE_CHECKING:
+    Kind = str
+else:
+    Kind = Literal[tuple(TASK_KINDS)]  # pydantic refuses other names
 
 
 @dataclass(frozen=True)
@@ -102,9 +343,9 @@ class Task:
     """Name of its score, `eval/...`."""
     kind: Kind
     requests: tuple[Request, ...] = ()
-    """Of the kinds scored by likelihood; those of one question are adjacent."""
+    """Of a `ScoredKind`; those of one question are adjacent."""
     prompts: tuple[Prompt, ...] = ()
-    """Of the kinds `generate` and `code`."""
+    """Of a `WrittenKind`."""
     version: int = 1
     """Raised whenever the same data would give other requests or another score."""
     shots: int = 0
@@ -124,47 +365,30 @@ class Task:
 
     @property
     def chance(self) -> float | None:
-        """The score of guessing: `guess`, or the mean of 1 / choices; None for bits per byte."""
-        if self.kind == "bits":
+        """The score of guessing: `guess`, or the mean of 1 / choices; None for whole texts."""
+        kind = TASK_KINDS[self.kind]
+        if kind.whole_texts:
             return None
-        if self.guess is not None:
-            return self.guess
-        if self.kind != "choice":
-            return 0.0
-        counts: dict[str, int] = {}
-        for request in self.requests:
-            counts[request.document] = counts.get(request.document, 0) + 1
-        return math.fsum(1 / count for count in counts.values()) / len(counts)
+        return kind.chance(self.requests) if self.guess is None else self.guess
 
     @property
     def digest(self) -> str:
         """SHA-256 (hex) of the requests, the prompts and the rules by which answers are scored."""
-        asked = [requests_digest(self.requests), requests_digest(self.prompts)]
+        texts = [requests_digest(self.requests), requests_digest(self.prompts)]
         writing = astuple(self.writing)
         if writing[-2:] == (0, 1.0):
             writing = writing[:-2]  # top_k and repetition_penalty are newer than the first digests: see `joined`
-        rules = [self.kind, self.version, self.shots, self.guess, self.normalize, self.average, writing]
-        return hashlib.sha256(json.dumps([asked, rules]).encode()).hexdigest()
+        scored_as = TASK_KINDS[self.kind].scored_as
+        rules = [scored_as, self.version, self.shots, self.guess, self.normalize, self.average, writing]
+        return hashlib.sha256(json.dumps([texts, rules]).encode()).hexdigest()
 
 
-def requests_digest(asked: Iterable[Request | Prompt]) -> str:
+def requests_digest(items: Iterable[Request | Prompt]) -> str:
     """Return the SHA-256 (hex) of requests or prompts in their order."""
     lines = []
-    for item in asked:
+    for item in items:
         values = astuple(item)
         if isinstance(item, Request) and item.joined is None:
             values = values[:-1]  # `joined` is newer than the first digests: hash it only if it is set
         lines.append(json.dumps(values, ensure_ascii=False, separators=(",", ":")))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def check_sampling(temperature: float, top_p: float, top_k: int = 0, repetition_penalty: float = 1.0) -> None:
-    """Raise ValueError, naming field and value, for settings that no token can be drawn with."""
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature {temperature} must be 0 or more; 0 takes the likeliest token")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p {top_p} must be in (0, 1]; 1 draws from all tokens")
-    if top_k < 0:
-        raise ValueError(f"top_k {top_k} must be 0 or more; 0 draws from all tokens")
-    if not 0 < repetition_penalty < math.inf:
-        raise ValueError(f"repetition_penalty {repetition_penalty} must be above 0; 1 changes nothing")

@@ -17,30 +17,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from herd.llama3.evaluate.answer_extraction import check_generation_settings
-from herd.llama3.evaluate.task import GenerationSettings, Normalize
+from herd.llama3.evaluate.generation_settings import GenerationSettings, check_generation_settings
+from herd.llama3.evaluate.task import TASK_KINDS, Kind, Normalize, WrittenKind
 from herd.llama3.recipe.base import FrozenModel
 from herd.storage.filesystem import filesystem_of, is_local, local_path
 
 TASK_NAME = r"[a-z0-9][a-z0-9_.-]*"
-FileKind = Literal["choice", "letters", "schema", "cloze", "rolling", "generate", "code"]
-CONTENT: dict[FileKind, tuple[set[str], set[str]]] = {
-    "choice": ({"context", "choices", "gold"}, set()),
-    "letters": ({"context", "choices", "gold"}, {"line"}),
-    "schema": ({"contexts", "continuation", "gold"}, set()),
-    "cloze": ({"context", "continuation"}, set()),
-    "rolling": (set(), {"text", "split_at"}),
-    "generate": ({"context", "gold"}, {"answer", "writing"}),
-    "code": ({"context", "tests"}, {"answer", "program", "writing"}),
-}
-"""Kind -> the fields that it needs, and the optional ones that other kinds lack."""
-_OF_SOME = set().union(*(needed | allowed for needed, allowed in CONTENT.values()))
+TEMPLATE, EXPRESSION = "template", "expression"
+Template = Annotated[str, TEMPLATE]
+"""A text with fields of the row in braces."""
+Expression = Annotated[str, EXPRESSION]
+"""An expression over the fields of the row."""
+_OF_SOME = {field for kind in TASK_KINDS.values() for field in (*kind.needs, *kind.takes)}
 FORMATS = (".jsonl", ".json", ".parquet", ".txt")
 
 
@@ -64,44 +58,42 @@ class TaskFile(FrozenModel):
     """Its score is called `eval/<name>`."""
     version: int = Field(default=1, ge=1)
     """Raise it with every change that gives other requests or another score."""
-    kind: FileKind
-    """`choice`: the likeliest of several answers. `letters`: the same, but the question shows the answers and their
-    letters are scored. `schema`: one ending, the likeliest of several beginnings. `cloze`: right if each token of the
-    continuation is the model's likeliest. `rolling`: bits per byte of whole texts. `generate`: the model writes, and
-    what is extracted is compared with `gold`. `code`: what the model writes is run with `tests`."""
+    kind: Kind
+    """One of `TASK_KINDS`, which says what the kind needs and when an answer is right."""
     data: list[str] = Field(min_length=1)
     """Files of questions: .jsonl, .json, .parquet, or .txt for `rolling`, all but Parquet also with .gz. Names are
     relative to the recipe's `evaluate.data`, with `./` to the folder of this file; or absolute paths or URIs."""
     sha256: dict[str, str] = Field(default_factory=dict)
     """File -> SHA-256 (hex) that it must have."""
-    preamble: str = ""
+    preamble: Template = ""
     """Template of the text before everything, shots included; give it its own line ends."""
-    context: str = ""
+    context: Template = ""
     """Template of the question."""
-    contexts: str = ""
+    contexts: Expression = ""
     """Expression: the list of beginnings (`schema`)."""
-    choices: str = ""
+    choices: Expression = ""
     """Expression: the list of answers."""
-    continuation: str = ""
+    continuation: Template = ""
     """Template of the ending that is scored (`schema`, `cloze`)."""
-    gold: str = ""
+    gold: Expression = ""
     """Expression: index of the right one, from 0; for `generate` the right answer, or a list of them."""
-    answer: str = ""
+    answer: Template = ""
     """Template of the answer that a solved example shows (`generate`, `code`)."""
-    tests: str = ""
+    tests: Template = ""
     """Template of the Python that is run after `program` and the model's answer together (`code`)."""
-    program: str = "{{ context }}"
+    program: Template = "{{ context }}"
     """Template of the text before the answer in the program that is run (`code`)."""
-    text: str = "{{ text }}"
+    text: Template = "{{ text }}"
     """Template of the text that is scored (`rolling`)."""
     split_at: str = ""
     """Regular expression at whose matches a new text of a .txt file begins; `^` and `$` match at lines (`rolling`)."""
-    line: str = "{{ letter }}. {{ choice }}"
+    line: Template = "{{ letter }}. {{ choice }}"
     """Template of a line that shows an answer (`letters`)."""
-    group: str = ""
+    group: Template = ""
     """Template of a group by which the score is also averaged, such as a subject."""
     before_answer: str = " "
-    """Text between question and answer. Spaces before the answer are part of it, because tokens begin with them."""
+    """Text between question and answer; default for `code`: none. Spaces before the answer are part of it, because
+    tokens begin with them."""
     between_shots: str = "\n\n"
     shots: Shots = Shots()
     limit: int | None = Field(default=None, ge=1)
@@ -127,15 +119,14 @@ class TaskFile(FrozenModel):
 
     @model_validator(mode="after")
     def _fits_kind(self) -> Self:
-        needed, allowed = CONTENT[self.kind]
-        given = self.model_fields_set
-        if missing := sorted(needed - given):
+        kind, given = TASK_KINDS[self.kind], self.model_fields_set
+        if missing := sorted({*kind.needs} - given):
             raise ValueError(f"{missing[0]}: is missing; kind {self.kind} needs it")
-        if extra := sorted((given & _OF_SOME) - needed - allowed):
+        if extra := sorted((given & _OF_SOME).difference(kind.needs, kind.takes)):
             raise ValueError(f"{extra[0]}: has no meaning for kind {self.kind}; leave it out")
-        if self.shots.count and self.kind == "rolling":
-            raise ValueError("shots: kind rolling scores whole texts and takes none; leave it out")
-        if self.shots.count and self.kind in ("generate", "code") and not self.answer:
+        if self.shots.count and kind.whole_texts:
+            raise ValueError(f"shots: kind {self.kind} scores whole texts and takes none; leave it out")
+        if self.shots.count and isinstance(kind, WrittenKind) and not self.answer:
             raise ValueError(f"answer: is missing; the {self.shots.count} shots need to show one")
         if (self.shots.same_group or self.average == "groups") and not self.group:
             raise ValueError("group: is missing; shots.same_group and average: groups need it")
@@ -151,8 +142,10 @@ class TaskFile(FrozenModel):
 
     @property
     def joint(self) -> str:
-        """Text between question and answer: empty in code, unless `before_answer` is given."""
-        return "" if self.kind == "code" and "before_answer" not in self.model_fields_set else self.before_answer
+        """Text between question and answer; whole texts have none."""
+        kind = TASK_KINDS[self.kind]
+        given = "before_answer" in self.model_fields_set and not kind.whole_texts
+        return self.before_answer if given else kind.before_answer
 
     @property
     def files(self) -> list[str]:

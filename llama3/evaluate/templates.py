@@ -18,9 +18,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from string import ascii_uppercase
 from threading import Lock
 from typing import IO, Any, NamedTuple
 
@@ -29,10 +28,9 @@ from jinja2 import StrictUndefined, TemplateError, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from herd.llama3.evaluate.answer_extraction import replace_matches
-from herd.llama3.evaluate.task_yaml import DataRow, TaskFile, parse_rows
+from herd.llama3.evaluate.task import TASK_KINDS, RenderedRow
+from herd.llama3.evaluate.task_yaml import EXPRESSION, TEMPLATE, DataRow, TaskFile, parse_rows
 
-TEXTS = ("preamble", "context", "continuation", "answer", "tests", "program", "text", "line", "group")
-EXPRESSIONS = ("contexts", "choices", "gold")
 SECONDS = 10
 """Processor time for one row, plus a second for each MB of its file."""
 MEMORY = 2 * 2**30
@@ -46,27 +44,6 @@ _FAULTS = (TemplateError, regex.error, TypeError, ValueError, LookupError, Arith
 """Errors that a template raises for unexpected values."""
 
 
-@dataclass(frozen=True)
-class RenderedRow:
-    """A row as text, before solved examples are put in front of it."""
-
-    id: str
-    """Hash of the question's text: independent of file, row number and examples."""
-    group: str
-    preamble: str
-    contexts: tuple[str, ...]
-    """One, or a schema's several beginnings."""
-    continuations: tuple[str, ...]
-    """The choices, or the one ending; empty if the model writes."""
-    gold: int
-    golds: tuple[str, ...]
-    """Right answers if the model writes."""
-    shown: str
-    """Context and right answer, as a solved example shows them; empty without shots."""
-    tests: str
-    program: str
-
-
 class Templates:
     """The compiled templates of one task."""
 
@@ -76,13 +53,13 @@ class Templates:
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
         environment.filters["regex_replace"] = replace_matches
         self._compiled: dict[str, Callable[..., Any]] = {}
-        for field in TEXTS + EXPRESSIONS:
+        for field, info in TaskFile.model_fields.items():
             source = getattr(file, field)
             try:
-                if field in EXPRESSIONS and source:
-                    self._compiled[field] = environment.compile_expression(source, undefined_to_none=False)
-                elif field in TEXTS and source:
+                if TEMPLATE in info.metadata and source:
                     self._compiled[field] = environment.from_string(source).render
+                elif EXPRESSION in info.metadata and source:
+                    self._compiled[field] = environment.compile_expression(source, undefined_to_none=False)
             except TemplateError as error:
                 raise ValueError(f"{file.name}: {field}: {source!r} is not a template ({error.message})") from None
             except MemoryError:
@@ -90,94 +67,73 @@ class Templates:
 
     def question(self, row: DataRow) -> RenderedRow:
         """Return the question of `row`. Raises ValueError naming file, line, field and remedy."""
-        file = self.file
-        contexts: tuple[str, ...] = ()
-        continuations: tuple[str, ...] = ()
-        gold = 0
-        golds: tuple[str, ...] = ()
-        shown = tests = program = ""
-        match file.kind:
-            case "rolling":
-                contexts, continuations = ("",), (self._text("text", row),)
-            case "cloze":
-                contexts, continuations = (self._text("context", row),), (self._text("continuation", row),)
-            case "schema":
-                contexts = self._list("contexts", row)
-                continuations, gold = (self._text("continuation", row),), self._gold_index(row, len(contexts))
-            case "choice":
-                continuations = self._list("choices", row)
-                contexts, gold = (self._text("context", row),), self._gold_index(row, len(continuations))
-            case "letters":
-                choices = self._list("choices", row)
-                if len(choices) > len(ascii_uppercase):
-                    raise ValueError(
-                        f"{row.location}: choices: {len(choices)} are more than there are letters; use kind: choice"
-                    )
-                continuations = tuple(ascii_uppercase[: len(choices)])
-                pairs = zip(continuations, choices, strict=True)
-                lines = [self._text("line", row, letter=letter, choice=choice) for letter, choice in pairs]
-                contexts = ("\n".join([self._text("context", row), *lines]),)
-                gold = self._gold_index(row, len(choices))
-            case _:  # the model writes
-                context = self._text("context", row)
-                contexts = (context,)
-                golds = () if file.kind == "code" else self._gold_texts(row)
-                tests = self._text("tests", row)
-                program = self._text("program", row, context=context) if file.kind == "code" else ""
-                if file.kind == "code" and not tests.strip():
-                    raise ValueError(f"{row.location}: tests: are empty; give Python that fails on a wrong answer")
-                shown = context + file.joint + self._text("answer", row) if file.shots.count else ""
-        if continuations and not all(text.strip() for text in continuations):
+        file, templates = self.file, _TemplateRow(self._compiled, row)
+        question = TASK_KINDS[file.kind].render(templates)
+        contexts, continuations = question.contexts, question.continuations
+        if not all(text.strip() for text in continuations):
             raise ValueError(f"{row.location}: continuation: is empty; give a text to score, or leave the row out")
-        if file.shots.count and continuations:
-            right = [texts[gold] if len(texts) > 1 else texts[0] for texts in (contexts, continuations)]
-            shown = file.joint.join(right)
-        hashed = "\0".join([*contexts, "", *continuations, "", *golds, "", tests])
+        example = ""
+        if file.shots.count:
+            answers = continuations or (templates.text("answer"),)
+            right = (texts[question.gold] if len(texts) > 1 else texts[0] for texts in (contexts, answers))
+            example = file.joint.join(right)
+        hashed = "\0".join([*contexts, "", *continuations, "", *question.golds, "", question.tests])
         name = hashlib.sha256(hashed.encode()).hexdigest()[:16]
-        group, preamble = self._text("group", row), self._text("preamble", row)
-        return RenderedRow(name, group, preamble, contexts, continuations, gold, golds, shown, tests, program)
+        group, preamble = templates.text("group"), templates.text("preamble")
+        return replace(question, id=name, group=group, preamble=preamble, example=example)
 
-    def _text(self, field: str, row: DataRow, **more: str) -> str:
-        return str(self._evaluated(field, row, more)) if field in self._compiled else ""
 
-    def _list(self, field: str, row: DataRow) -> tuple[str, ...]:
-        """Return two or more texts."""
-        value = self._evaluated(field, row)
+@dataclass(frozen=True)
+class _TemplateRow:
+    """A `TemplateRow`: the compiled templates of a task on one row."""
+
+    compiled: dict[str, Callable[..., Any]]
+    row: DataRow
+
+    @property
+    def location(self) -> str:
+        return self.row.location
+
+    def text(self, field: str, **variables: str) -> str:
+        return str(self._value(field, variables)) if field in self.compiled else ""
+
+    def texts(self, field: str) -> tuple[str, ...]:
+        value = self._value(field)
         value = list(value) if isinstance(value, Iterator) else value
         if not isinstance(value, list | tuple) or len(value) < 2 or not all(_is_text(item) for item in value):
-            raise ValueError(f"{row.location}: {field}: {value!r} must be a list of two or more texts")
+            raise ValueError(f"{self.location}: {field}: {value!r} must be a list of two or more texts")
         texts = tuple(map(str, value))
         if field == "choices" and (empty := [index for index, text in enumerate(texts) if not text.strip()]):
-            raise ValueError(f"{row.location}: choices: {empty[0]} is empty; give a text to score")
+            raise ValueError(f"{self.location}: choices: {empty[0]} is empty; give a text to score")
         return texts
 
-    def _gold_index(self, row: DataRow, count: int) -> int:
-        gold = self._evaluated("gold", row)
+    def gold_index(self, count: int) -> int:
+        gold = self._value("gold")
         if gold is None:
-            raise ValueError(f"{row.location}: gold: is missing; give the place of the right one, 0 to {count - 1}")
+            raise ValueError(f"{self.location}: gold: is missing; give the place of the right one, 0 to {count - 1}")
         if type(gold) is not int or not 0 <= gold < count:
             raise ValueError(
-                f"{row.location}: gold: {gold!r} must be the place of the right one, a number from 0 to {count - 1}"
+                f"{self.location}: gold: {gold!r} must be the place of the right one, a number from 0 to {count - 1}"
             )
         return gold
 
-    def _gold_texts(self, row: DataRow) -> tuple[str, ...]:
-        value = self._evaluated("gold", row)
+    def gold_texts(self) -> tuple[str, ...]:
+        value = self._value("gold")
         golds = value if isinstance(value, list | tuple) else [value]
         if not golds or not all(_is_text(gold) and str(gold).strip() for gold in golds):
-            raise ValueError(f"{row.location}: gold: {value!r} must be a right answer, or a list of them")
+            raise ValueError(f"{self.location}: gold: {value!r} must be a right answer, or a list of them")
         return tuple(str(gold).strip() for gold in golds)
 
-    def _evaluated(self, field: str, row: DataRow, more: dict[str, str] | None = None) -> Any:
+    def _value(self, field: str, variables: dict[str, str] | None = None) -> Any:
         try:
-            value = self._compiled[field]({"row": row.fields, **row.fields, **(more or {})})
+            value = self.compiled[field]({"row": self.row.fields, **self.row.fields, **(variables or {})})
             return str(value) if isinstance(value, Undefined) else value  # str() of an undefined value raises
         except _FAULTS as error:
-            known = ", ".join(map(str, row.fields))
-            raise ValueError(f"{row.location}: {field}: {error}; the row has {known}") from None
+            known = ", ".join(map(str, self.row.fields))
+            raise ValueError(f"{self.location}: {field}: {error}; the row has {known}") from None
         except (MemoryError, RecursionError) as error:
             raise ValueError(
-                f"{row.location}: {field}: takes too much memory ({type(error).__name__}); write a smaller text"
+                f"{self.location}: {field}: takes too much memory ({type(error).__name__}); write a smaller text"
             ) from None
 
 
@@ -318,7 +274,7 @@ def _filled(job: TemplateJob, data: bytes) -> Iterator[RenderedRow]:
     for row in parse_rows(job.uri, data, file.split_at, job.most):
         question = templates.question(row)
         size = sum(map(len, (*question.contexts, *question.continuations, *question.golds, question.preamble)))
-        if size + len(question.shown) + len(question.tests) + len(question.program) > QUESTION + 4 * job.size:
+        if size + len(question.example) + len(question.tests) + len(question.program) > QUESTION + 4 * job.size:
             raise ValueError(
                 f"{row.location}: its templates give more than {QUESTION:,} characters; write smaller texts"
             )

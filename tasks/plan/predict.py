@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from herd.llama3.evaluate.held_out import document_bytes
 from herd.llama3.evaluate.needle import KINDS, context_lengths
 from herd.llama3.evaluate.suite import recipe_suite, stage_suite_name, with_suite
-from herd.llama3.evaluate.task import WRITTEN
+from herd.llama3.evaluate.task import TASK_KINDS, WrittenKind
 from herd.llama3.hardware.topology import load_fabric
 from herd.llama3.model.flops import flops_per_token, parameter_count, recipe_vocab_size
 from herd.llama3.parallel.layout import Layout
@@ -224,7 +224,9 @@ def evaluation_cost(recipe: Recipe, cluster: Cluster) -> EvaluationCost:
         work.append((len(suite.tasks) * count * QUESTION_TOKENS, QUESTION_TOKENS))
         answers = [task.definition for task in suite.tasks if not isinstance(task.definition, Path)]
         written += sum(
-            count * task.writing.samples * task.writing.max_tokens for task in answers if task.kind in WRITTEN
+            count * task.writing.samples * task.writing.max_tokens
+            for task in answers
+            if isinstance(TASK_KINDS[task.kind], WrittenKind)
         )
     gated = [(span, part) for span in schedule.spans if span.stage.gates for part in span.parts]
     for span, part in gated:

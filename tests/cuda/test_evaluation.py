@@ -20,8 +20,9 @@ def answers(dtype: str, device: str) -> tuple[list[float], str, list[str]]:
     import torch
 
     from herd.llama3.evaluate.generate import Sampler, generate, generate_batch
+    from herd.llama3.evaluate.generation_settings import GenerationSettings
     from herd.llama3.evaluate.scoring import score_requests
-    from herd.llama3.evaluate.task import GenerationSettings, Prompt, Request
+    from herd.llama3.evaluate.task import Prompt, Request
     from herd.llama3.model.transformer import build_model
     from herd.llama3.recipe.sections import Model
     from herd.llama3.tokens.tokenizer import train_tokenizer
@@ -58,8 +59,9 @@ def split(folder: Path, dtype: str) -> tuple[int, int]:
 
     from herd.llama3.evaluate.distributed import EvalRanks
     from herd.llama3.evaluate.generate import Sampler, generate_batch
+    from herd.llama3.evaluate.generation_settings import GenerationSettings
     from herd.llama3.evaluate.scoring import score_requests
-    from herd.llama3.evaluate.task import GenerationSettings, Prompt, Request
+    from herd.llama3.evaluate.task import Prompt, Request
     from herd.llama3.parallel.layout import Layout
     from herd.llama3.parallel.mesh import init_distributed
     from herd.llama3.tokens.tokenizer import Tokenizer

@@ -12,8 +12,9 @@ import torch
 
 from herd.llama3.evaluate.distributed import EvalRanks
 from herd.llama3.evaluate.generate import generate, generate_batch
+from herd.llama3.evaluate.generation_settings import GenerationSettings
 from herd.llama3.evaluate.scoring import score_requests, score_sequences
-from herd.llama3.evaluate.task import GenerationSettings, Prompt, Request
+from herd.llama3.evaluate.task import Prompt, Request
 from herd.llama3.model.files import save_model
 from herd.llama3.model.transformer import build_model, initial_value
 from herd.llama3.parallel.layout import Layout

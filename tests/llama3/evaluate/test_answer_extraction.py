@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from herd.llama3.evaluate import answer_extraction
 from herd.llama3.evaluate.answer_extraction import (
     RegexTimeout,
-    check_generation_settings,
     clean_answer,
     extract_answer,
     is_correct,
 )
-from herd.llama3.evaluate.task import GenerationSettings
+from herd.llama3.evaluate.generation_settings import GenerationSettings, check_generation_settings
 
 NUMBERS = GenerationSettings(
     extract=(r"#### (-?[0-9.,]+)", r"(-?\$?[0-9][0-9.,]*)"), ignore=(",", r"\$", r"(?s)^.*####", r"\.$")

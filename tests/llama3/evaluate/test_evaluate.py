@@ -20,8 +20,8 @@ from herd.llama3.evaluate.compare import compare
 from herd.llama3.evaluate.evaluate import evaluate
 from herd.llama3.evaluate.gate import decide
 from herd.llama3.evaluate.requests import question_requests
-from herd.llama3.evaluate.scores import Likelihood, read_scores, samples
-from herd.llama3.evaluate.task import Task
+from herd.llama3.evaluate.scores import read_scores, samples
+from herd.llama3.evaluate.task import Likelihood, Task
 from herd.llama3.model.files import save_model
 from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.gates import GateRule

@@ -214,7 +214,7 @@ def kinds(made: list[TaskPair]) -> set[tuple[str, str]]:
     return {(pair.task.kind, pair.task.normalize if pair.task.kind == "choice" else "") for pair in made}
 
 
-ALL = {("choice", "characters"), ("choice", "none"), ("cloze", ""), ("bits", ""), ("generate", "")}
+ALL = {("choice", "characters"), ("choice", "none"), ("cloze", ""), ("rolling", ""), ("generate", "")}
 
 
 @needs_lm_eval

@@ -86,7 +86,7 @@ def test_what_was_asked_and_left_out_is_written_down(room: Room) -> None:
         f"eval/{name}": base for name, base in BASELINES.items()
     }
     for key, task in tasks.items():
-        assert (f"eval/gold_nll/{key[5:]}" in room.scores) == (task["kind"] in ("choice", "cloze"))
+        assert (f"eval/gold_nll/{key[5:]}" in room.scores) == (task["kind"] in ("choice", "letters", "schema", "cloze"))
         assert (task["digest"], task["n"]) == (room.scores[key].requests, room.scores[key].n)
     assert tasks["eval/letters"]["average"] == "groups"
     assert list(tasks["eval/cloze"]["sources"]) == ["words.jsonl"]

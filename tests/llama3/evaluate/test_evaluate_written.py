@@ -12,21 +12,22 @@ import torch
 
 from herd.llama3.evaluate import answer_extraction
 from herd.llama3.evaluate import evaluate as answering
+from herd.llama3.evaluate import task as tasks
 from herd.llama3.evaluate.distributed import EvalRanks
 from herd.llama3.evaluate.evaluate import (
     TOO_LONG,
     GeneratedAnswer,
-    answer_program,
     answer_samples,
     count_too_long,
     count_unjudged,
     generate_answers,
     write_answers,
 )
+from herd.llama3.evaluate.generation_settings import GenerationSettings
 from herd.llama3.evaluate.sandbox import SandboxResult, run_programs, sandbox_error
 from herd.llama3.evaluate.scores import score_samples
 from herd.llama3.evaluate.suite import render_task, suite_tasks
-from herd.llama3.evaluate.task import GenerationSettings, Prompt, Task
+from herd.llama3.evaluate.task import Prompt, Task, answer_program
 from herd.llama3.evaluate.task_yaml import DataPaths, read_rows
 from herd.llama3.model.transformer import Transformer, build_model
 from herd.llama3.recipe.load import load_recipe
@@ -111,7 +112,7 @@ def test_what_was_not_judged_is_neither_right_nor_wrong(
     }
     prompts = tuple(Prompt("eval/c", name, "x = 1", (), name, "x = 1") for name in verdicts)
     task = Task("eval/c", "code", prompts=prompts, writing=GenerationSettings(max_tokens=2))
-    monkeypatch.setattr(answering, "run_programs", lambda programs, *_: [verdicts[p.split()[-1]] for p in programs])
+    monkeypatch.setattr(tasks, "run_programs", lambda programs, *_: [verdicts[p.split()[-1]] for p in programs])
     found = generate_answers(model, coder, task, WINDOW, EvalRanks())
     assert [(one.right, one.judged, one.reason) for one in found] == [
         (True, True, ""), (False, False, "killed"), (False, True, "x"),

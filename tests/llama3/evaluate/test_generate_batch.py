@@ -10,7 +10,8 @@ import torch
 
 from herd.llama3.evaluate import generate as engine
 from herd.llama3.evaluate.generate import IncrementalDecoder, generate, generate_batch
-from herd.llama3.evaluate.task import GenerationSettings, Prompt
+from herd.llama3.evaluate.generation_settings import GenerationSettings
+from herd.llama3.evaluate.task import Prompt
 from herd.llama3.model.transformer import Transformer, build_model
 from herd.llama3.parallel import memory
 from herd.llama3.recipe.sections import Model, RopeScaling

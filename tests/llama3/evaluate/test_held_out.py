@@ -66,7 +66,7 @@ def test_languages_and_documents_are_averaged_as_said(checkout: Path, found: lis
     documents = [
         ValidationDocument(f"{n:02}", "multilingual", "x" * size, name) for n, (name, _, size) in enumerate(found)
     ]
-    task = Task(key, "bits", tuple(document_requests(key, documents)))
+    task = Task(key, "rolling", tuple(document_requests(key, documents)))
     items = [
         Sample(key, d.id, bits, size, 1, None, None, d.language)
         for d, (_, bits, size) in zip(documents, found, strict=True)

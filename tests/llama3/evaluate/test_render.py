@@ -119,7 +119,7 @@ def test_letters_stand_in_the_question_and_are_scored(tmp_path: Path) -> None:
     asked = "Question: What is 0 plus one?\nA. 0\nB. 1\nC. none of them\nAnswer:"
     assert task.requests[0].context == shown + asked
     assert [request.continuation for request in task.requests[:3]] == [" A", " B", " C"]
-    assert (task.kind, task.shots) == ("choice", 1)
+    assert (task.kind, task.shots) == ("letters", 1)
 
 
 def test_a_schema_has_several_beginnings_and_one_ending(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_cloze_and_rolling(tmp_path: Path) -> None:
     write_lines(tmp_path / "t.jsonl", [{"text": " A text.\n"}])
     rolling = rendered(tmp_path, rows, **fields, kind="rolling", context=None, data="t.jsonl").task
     assert [(r.context, r.continuation) for r in rolling.requests] == [("", " A text.\n")]
-    assert (rolling.kind, rolling.chance) == ("bits", None)
+    assert (rolling.kind, rolling.chance) == ("rolling", None)
 
 
 def test_the_model_writes_after_the_question(tmp_path: Path) -> None:

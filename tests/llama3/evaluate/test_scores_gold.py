@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from herd.llama3.evaluate.scores import Likelihood, gold_key, gold_samples, gold_score
-from herd.llama3.evaluate.task import Request, Task
+from herd.llama3.evaluate.scores import gold_key, gold_samples, gold_score
+from herd.llama3.evaluate.task import Likelihood, Request, Task
 from herd.llama3.statistics.estimates import ratio
 
 KEY = "eval/animals"
@@ -46,5 +46,5 @@ def test_the_likelihoods_must_be_those_of_the_requests() -> None:
 def test_a_cloze_is_its_own_gold_and_other_kinds_have_none() -> None:
     request = Request(KEY, "a", 0, "The sea is", " blue", 0)
     assert [item.numerator for item in gold_samples(Task(KEY, "cloze", (request,)), [Likelihood(4.0, 1, True)])] == [4]
-    assert gold_samples(Task(KEY, "bits", (request,)), [Likelihood(4.0, 1)]) == []
+    assert gold_samples(Task(KEY, "rolling", (request,)), [Likelihood(4.0, 1)]) == []
     assert gold_key("eval/mmlu/law") == "eval/gold_nll/mmlu/law"

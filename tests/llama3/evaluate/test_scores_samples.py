@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from herd.llama3.evaluate.generation_settings import GenerationSettings
 from herd.llama3.evaluate.held_out import ValidationDocument
 from herd.llama3.evaluate.requests import document_requests
-from herd.llama3.evaluate.scores import Likelihood, Sample, group_mean, pass_at, samples, score_samples
+from herd.llama3.evaluate.scores import Sample, group_mean, pass_at, samples, score_samples
 from herd.llama3.evaluate.scoring import score_requests
-from herd.llama3.evaluate.task import GenerationSettings, Prompt, Request, Task
+from herd.llama3.evaluate.task import Likelihood, Prompt, Request, Task
 from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 
 TEXTS = ["plain text, of 27 characters", "été 日本 \U0001f600 " * 9, "a", "word " * 300]
@@ -42,7 +43,7 @@ class Bytes:
 @given(st.lists(st.text(min_size=1, max_size=80), min_size=1, max_size=5), st.integers(4, 64))
 def test_bytes_that_are_all_equally_likely_cost_eight_bits_each(texts: list[str], window: int) -> None:
     documents = [ValidationDocument(str(place), "code", text) for place, text in enumerate(texts)]
-    task = Task("eval/bpb/code", "bits", tuple(document_requests("eval/bpb/code", documents)))
+    task = Task("eval/bpb/code", "rolling", tuple(document_requests("eval/bpb/code", documents)))
     found = score_samples(task, samples(task, score_requests(Uniform(256), Bytes(), task.requests, window)))
     assert found.value == pytest.approx(8, rel=1e-14)
 
@@ -51,7 +52,7 @@ def test_two_tokenizers_are_compared_on_the_same_bytes() -> None:
     """The value is log2(rows) x tokens / bytes for any tokenizer: the bytes are those of the text."""
     documents = [ValidationDocument(str(place), "code", text) for place, text in enumerate(TEXTS)]
     requests = document_requests("eval/bpb/code", documents)
-    task = Task("eval/bpb/code", "bits", tuple(requests))
+    task = Task("eval/bpb/code", "rolling", tuple(requests))
     sizes = [len(text.encode()) for text in TEXTS]
     small, large = Tokenizer([bytes([n]) for n in range(256)]), train_tokenizer(TEXTS, 270)
     for coder in (small, large):

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from herd.llama3.evaluate import scoring
-from herd.llama3.evaluate.scores import Likelihood
 from herd.llama3.evaluate.scoring import (
     BUDGETS,
     BatchLimits,
@@ -19,7 +18,7 @@ from herd.llama3.evaluate.scoring import (
     score_requests,
     score_sequences,
 )
-from herd.llama3.evaluate.task import Request
+from herd.llama3.evaluate.task import Likelihood, Request
 from herd.llama3.model.transformer import Transformer, build_model
 from herd.llama3.recipe.sections import Model
 from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer

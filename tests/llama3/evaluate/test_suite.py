@@ -265,10 +265,10 @@ def test_the_published_sets_are_asked_as_published(shared: Path) -> None:
         for planned in suite_tasks(name, str(shared / "eval"))
     }
     assert {name: (task.kind, task.questions, task.shots) for name, task in made.items()} == {
-        "mmlu": ("choice", 300, 5),
+        "mmlu": ("letters", 300, 5),
         "gsm8k": ("generate", 300, 8),
         "humaneval": ("code", 164, 0),
-        "wikitext": ("bits", 62, 0),
+        "wikitext": ("rolling", 62, 0),
     }
     for request in made["mmlu"].requests[::4]:
         assert f"about {request.group.replace('_', ' ')}.\n\n" in request.context

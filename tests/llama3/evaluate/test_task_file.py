@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from herd.llama3.evaluate.task import TASK_KINDS, TaskKind
 from herd.llama3.evaluate.task_yaml import parse_task
 from herd.llama3.recipe.base import read_yaml
+from tests.llama3.evaluate.suite_samples import TASKS
 from tests.llama3.evaluate.task_samples import CHOICE
 
 
@@ -78,3 +81,15 @@ def test_aliases_that_stand_for_too_much_are_refused(tmp_path: Path) -> None:
         read_yaml(tmp_path / "deep.yaml")
     (tmp_path / "shared.yaml").write_text("a: &a [1, 2]\nb: *a\n")
     assert read_yaml(tmp_path / "shared.yaml") == {"a": [1, 2], "b": [1, 2]}
+
+
+def test_every_kind_of_task_is_listed_sampled_and_described(checkout: Path) -> None:
+    """A kind that TASK_KINDS forgets is refused in files; one without a sample is in no test of a whole evaluation."""
+    kinds, page = [TaskKind], (checkout / "docs/tutorials/write-a-task.md").read_text()
+    for kind in kinds:  # grows
+        kinds += kind.__subclasses__()
+    assert [
+        kind for kind in kinds if not inspect.isabstract(kind) and type(TASK_KINDS.get(kind.name)) is not kind
+    ] == []
+    assert {fields.get("kind", CHOICE["kind"]) for fields in TASKS.values()} == TASK_KINDS.keys()
+    assert [name for name in TASK_KINDS if f"\n| `{name}` |" not in page] == []
