@@ -13,6 +13,8 @@ from herd.llama3.evaluate.scores import PREFIX, SAMPLES_FILE, SCORES_FILE, gold_
 from herd.llama3.evaluate.suite import BPB
 from herd.llama3.model.files import CONFIG, read_config
 from herd.llama3.model.flops import parameter_count, recipe_vocab_size
+from herd.llama3.recipe import keys
+from herd.llama3.recipe.load import digest
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import Tokens, tokens
 from herd.llama3.studies.chinchilla import fit_chinchilla
@@ -96,10 +98,10 @@ def outcome(expanded: ExpandedStudy, store: Store, variant: VariantRun, record: 
     config, vocab_size = read_config(checkpoint.path_of(f"model/{CONFIG}").parent)
     scores = read_scores(evaluation.path_of(SCORES_FILE).parent)
     table = pq.read_table(evaluation.path_of(SAMPLES_FILE), columns=["key", "id", "numerator", "denominator", "group"])
-    keys = np.array(table["key"].to_pylist())
+    sample_keys = np.array(table["key"].to_pylist())
     samples = {}
-    for key in sorted(set(keys.tolist()) & set(scores)):
-        own = table.filter(keys == key).sort_by("id")
+    for key in sorted(set(sample_keys.tolist()) & set(scores)):
+        own = table.filter(sample_keys == key).sort_by("id")
         groups = tuple(own["group"].to_pylist())
         samples[key] = Samples(
             tuple(own["id"].to_pylist()),
@@ -125,7 +127,11 @@ def last_artifacts(store: Store, record: RunRecord, recipe: Recipe) -> tuple[Art
     return store.load(record.steps[span.name].artifact), store.load(record.steps[f"evaluate-{stage}"].artifact)
 
 
-def other_data(store: Store, answers: Mapping[str, RunRecord], variants: Sequence[VariantRun]) -> list[str]:
+TOKEN_PARAMETERS = (keys.collected, keys.annotated, keys.curated, keys.tokenizer, keys.tokens)
+"""Each returns what decides a step up to the token shards."""
+
+
+def other_data(answers: Mapping[str, RunRecord], variants: Sequence[VariantRun]) -> list[str]:
     """Return a line for each variant whose token shards differ from the first variant's although its recipe does not.
 
     Then the sources changed between the runs, and the variants differ in more than the study varies.
@@ -136,10 +142,7 @@ def other_data(store: Store, answers: Mapping[str, RunRecord], variants: Sequenc
         record = answers.get(variant.name)
         if record is None or "tokenize" not in record.steps:
             continue
-        fields = {"sources", "curate", "tokenizer", "tokens", "data_seed"}
-        if variant.recipe.tokenizer.train is None:
-            fields.add("mix")
-        label, data = record.steps["tokenize"].artifact, variant.recipe.model_dump_json(include=fields)
+        label, data = record.steps["tokenize"].artifact, digest([of(variant.recipe) for of in TOKEN_PARAMETERS])
         name, other = first.setdefault(data, (variant.name, label))
         if other != label:
             lines.append(

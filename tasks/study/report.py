@@ -39,7 +39,7 @@ def conclude(studies: Studies, expanded: ExpandedStudy, record: StudyRecord, tra
     root = studies.root
     answers = runs_of(Runs(root), expanded, expanded.runs)
     results = outcomes(expanded, open_store(root), answers)
-    analysis = analyze(expanded, results, _weak_points(root, expanded, answers))
+    analysis = analyze(expanded, results, _weak_points(expanded, answers))
     record.verdict = analysis.verdict
     studies.save(record)
     runs = _finished_runs(root, expanded, answers, results, tracker)
@@ -70,9 +70,9 @@ def rewrite(studies: Studies, name: str) -> StudyVerdict:
     return verdict
 
 
-def _weak_points(root: Root, expanded: ExpandedStudy, answers: Mapping[str, RunRecord]) -> list[str]:
+def _weak_points(expanded: ExpandedStudy, answers: Mapping[str, RunRecord]) -> list[str]:
     """Return the weak points of studies of every kind: different data, missing runs, different code."""
-    flags = other_data(open_store(root), answers, expanded.runs)
+    flags = other_data(answers, expanded.runs)
     if missing := [run.name for run in expanded.runs if run.name not in answers]:
         listed = ", ".join(missing[:LISTED]) + (", ..." if len(missing) > LISTED else "")
         flags.append(

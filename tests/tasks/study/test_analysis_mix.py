@@ -7,7 +7,8 @@ from pathlib import Path
 from benchmarks import simulated_studies
 from herd.llama3.studies.expand import ExpandedStudy, load_study
 from herd.llama3.studies.results import HURTS, RunResult
-from herd.tasks.study.analysis import mix_analysis
+from herd.tasks.runs.records import RunRecord, StepRecord
+from herd.tasks.study.analysis import mix_analysis, other_data
 
 BASE = Path("recipes/experiments/base-cpu.yaml").absolute()
 DOCUMENTS = dict.fromkeys(("general", "math", "code", "multilingual"), 48)
@@ -44,3 +45,19 @@ def test_a_variant_may_leave_out_a_domain(tmp_path: Path) -> None:
     assert row[table.columns.index("code")] == "0.0%"
     assert made.verdict.change == []
     assert {one.variant for one in made.verdict.findings} == {run.variant.name for run in study.runs} - {"base"}
+
+
+def test_equal_recipes_with_other_token_shards_are_named(tmp_path: Path) -> None:
+    """Shards may differ by what curates them; other documents from the fields that decide them are a changed source."""
+    study = posed(tmp_path, "mix: {others: {strict: [curate.dedup.jaccard=0.7], fast: [lr.peak=5e-3]}}")
+    records = {}
+    for run in study.runs:
+        shards = StepRecord(artifact=f"tokens/jaccard-{run.recipe.curate.dedup.jaccard}", outcome="created")
+        records[run.name] = RunRecord(
+            name=run.name, family="tried", recipe_digest="d", started="2026", code="abc", steps={"tokenize": shards}
+        )
+    assert other_data(records, study.runs) == []
+    changed = next(run for run in study.runs if run.variant.name == "fast")
+    records[changed.name].steps["tokenize"].artifact = "tokens/other"
+    (line,) = other_data(records, study.runs)
+    assert line.startswith(f"{changed.name}: was trained on tokens/other, {study.runs[0].name} on tokens/jaccard-")
