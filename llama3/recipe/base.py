@@ -36,26 +36,19 @@ class FrozenModel(BaseModel):
 
 # What a field decides, and from when. Keys of artifacts (`keys.py`) and the frozen past (`frozen.py`) derive from it.
 
-ArtifactKind = Literal[
-    "collected",
-    "annotated",
-    "curated",
-    "tokenizer",
-    "tokens",
-    "conversations",
-    "weights",
-    "checkpoint",
-    "evaluation",
-    "gate",
-]
+DataKind = Literal["collected", "annotated", "curated"]
+TokensKind = Literal["tokenizer", "tokens", "conversations"]
+TrainingKind = Literal["weights", "checkpoint"]
+JudgementKind = Literal["evaluation", "gate"]
+ArtifactKind = Literal[DataKind, TokensKind, TrainingKind, JudgementKind]
 """A kind of artifact that a recipe decides."""
 Decided = Literal[ArtifactKind, "promotion"]
 """An artifact, or whether a model is promoted."""
 DECISIONS: dict[str, tuple[Decided, ...]] = {
-    "data": ("collected", "annotated", "curated"),
-    "tokens": ("tokenizer", "tokens", "conversations"),
-    "training": ("weights", "checkpoint"),
-    "judgement": ("evaluation", "gate", "promotion"),
+    "data": get_args(DataKind),
+    "tokens": get_args(TokensKind),
+    "training": get_args(TrainingKind),
+    "judgement": (*get_args(JudgementKind), "promotion"),
 }
 """What a recipe decides -> its kinds of artifacts, in the order of the pipeline."""
 Since = Literal["start", "stage", "use", "never"]

@@ -14,8 +14,6 @@ from herd.llama3.studies.expand import ExpandedStudy, VariantRun, changed_fields
 from herd.llama3.studies.results import distinct_stages
 from herd.llama3.studies.study import ANNEAL
 
-ALWAYS = ("name", "seed", "data_seed")
-"""Fields that the study itself sets."""
 LEAST_BUDGETS, LEAST_SIZES = 3, 3
 """A line needs two minima, and a third to estimate its error; a parabola needs three points."""
 
@@ -46,14 +44,14 @@ def check_study(expanded: ExpandedStudy, runs: Sequence[VariantRun] | None = Non
         raise RecipeError("\n".join(f"{study.name}: {fault}" for fault in dict.fromkeys(faults)))
 
 
-def allowed_fields(expanded: ExpandedStudy) -> tuple[str, ...]:
-    """Return the recipe fields in which variants may differ from the control."""
+def varied_fields(expanded: ExpandedStudy) -> tuple[str, ...]:
+    """Return the recipe fields that the study varies."""
     study = expanded.study
     if study.compare:
-        return (*study.compare.varies, *ALWAYS)
+        return tuple(study.compare.varies)
     if study.mix:
-        return (f"mix.{study.mix.of}", *ALWAYS)
-    return (f"stages.{ANNEAL}", *ALWAYS)
+        return (f"mix.{study.mix.of}",)
+    return (f"stages.{ANNEAL}",)
 
 
 def _check_names(expanded: ExpandedStudy) -> Iterator[str]:
@@ -75,18 +73,19 @@ def _check_against_control(expanded: ExpandedStudy) -> Iterator[str]:
         return
     control = next(run for run in expanded.runs if run.variant.name == expanded.control)
     free_variants = expanded.study.mix.others if expanded.study.mix else {}
-    fields = allowed_fields(expanded)
+    varied = varied_fields(expanded)
+    allowed = (*varied, *expanded.own_fields(expanded.base.seed))
     for run in expanded.runs:
         if run.repeat == control.repeat and run.variant.name not in free_variants:
             extra = [
                 key
                 for key in changed_fields(run.recipe, control.recipe)
-                if not any(key == field or key.startswith(f"{field}.") for field in fields)
+                if not any(key == field or key.startswith(f"{field}.") for field in allowed)
             ]
             if extra:
                 yield (
                     f"{run.variant.name}: also differs from {expanded.control} in {', '.join(extra)}; the study varies "
-                    f"{', '.join(field for field in fields if field not in ALWAYS)}: name it under compare.varies, or "
+                    f"{', '.join(varied)}: name it under compare.varies, or "
                     "give it to all variants with set"
                 )
     for run in expanded.runs:

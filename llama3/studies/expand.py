@@ -187,6 +187,10 @@ class ExpandedStudy:
             return self.study.compare.control
         return {"mix": BASE, "annealing": DEFAULT}.get(self.study.kind, "")
 
+    def own_fields(self, seed: int) -> dict[str, object]:
+        """Return the fields that the study itself sets in the runs with `seed`."""
+        return {"name": self.study.name, "data_seed": self.base.documents_seed, "seed": seed}
+
     @cached_property
     def runs(self) -> list[VariantRun]:
         """All runs, variant by variant. Raises ValueError."""
@@ -231,7 +235,6 @@ def variant_runs(expanded: ExpandedStudy) -> Iterator[VariantRun]:
     """Yield every run of the study. Raises ValueError if its variants are invalid."""
     study, base = expanded.study, expanded.base
     seeds = study.seeds or [base.seed]
-    common = [f"name={study.name}", f"data_seed={base.seed if base.data_seed is None else base.data_seed}"]
     # In an annealing study each repeat reads other documents. Draws count from 1: draw 0 would continue the mix of the
     # stage before, whose last chunks would then differ between control and variants, so the shared checkpoint would be
     # trained twice.
@@ -239,8 +242,8 @@ def variant_runs(expanded: ExpandedStudy) -> Iterator[VariantRun]:
     for variant in study_variants(study, base):
         for index, (seed, draw) in enumerate(product(seeds, draws)):
             offset = [f"stages.{ANNEAL}.data_offset={draw}"] if study.annealing else []
-            recipe = expanded.recipe([*variant.overrides, *common, f"seed={seed}", *offset])
-            yield VariantRun(variant, index + 1, recipe)
+            own = [f"{field}={value}" for field, value in expanded.own_fields(seed).items()]
+            yield VariantRun(variant, index + 1, expanded.recipe([*variant.overrides, *own, *offset]))
 
 
 def changed_fields(recipe: Recipe, other: Recipe) -> list[str]:

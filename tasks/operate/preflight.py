@@ -96,7 +96,7 @@ def _sources(recipe: Recipe) -> tuple[list[str], list[DomainSurvey]]:
     from herd.llama3.evaluate.suite import with_evaluation_sets
 
     recipe = with_evaluation_sets(recipe)
-    key = recipe.model_dump_json(include={"sources", "curate", "data_seed"}) + str(recipe.documents_seed)
+    key = (recipe.sources, recipe.curate, recipe.documents_seed)
     if _last_survey.get("key") != key:
         faults = [*check_sources(recipe), *_curation_faults(recipe.curate)]
         _last_survey.update(key=key, result=(faults, [] if faults else survey(recipe)))

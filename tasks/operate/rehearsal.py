@@ -44,6 +44,7 @@ from herd.tasks.html import render
 from herd.tasks.launch.devices import device_memory, place_evaluation
 from herd.tasks.models.start import known_tokenizer, known_vocab_size
 from herd.tasks.operate.preflight import check_run
+from herd.tasks.pipeline_steps import pipeline_steps
 from herd.tasks.plan.cluster import storage_use
 from herd.tasks.plan.recipe import (
     SURELY,
@@ -521,19 +522,16 @@ def built_layouts(scaled: ScaledRun, root: Root) -> str:
 
 def proofs(scaled: ScaledRun, root: Root, record: RunRecord, killed: str) -> Iterator[tuple[str, str]]:
     """Yield the proofs of the run in small; `killed`: the stage in which a rank was killed, or empty."""
-    steps = record.steps
-    data = ["collect", "annotate", "curate", "tokenizer", "tokenize", "conversations"]
-    if data := [name for name in data if name in steps]:
+    steps = [step for step in pipeline_steps(scaled.recipe) if step.name in record.steps]
+    if data := [step.name for step in steps if step.span is None]:
         yield "data", f"{', '.join(data)} of a sample in {_seconds(record, data)}"
-    trained = [span.name for span in scaled.recipe.schedule.trained if span.name in steps]
-    if trained:
+    if trained := [step.name for step in steps if step.kind == "pretrain"]:
         axes = ", ".join(axes_used(list(scaled.placements.values()))) or "one process"
         yield "training", f"{', '.join(trained)} in {_seconds(record, trained)}; layout axes: {axes}"
-    if killed and killed in steps:
+    if killed and killed in record.steps:
         attempts = len(list((Runs(root).folder(record.name) / "logs" / killed).glob("attempt-*")))
         yield "recovery", f"a rank of {killed} was killed; attempt {attempts} went on from a checkpoint"
-    judged = [name for name in steps if name.startswith(("evaluate", "gate"))]
-    if judged:
+    if judged := [step.name for step in steps if step.span is not None and step.kind != "pretrain"]:
         yield "evaluation", f"{', '.join(judged)} in {_seconds(record, judged)}"
     if record.verdict:
         yield "promotion", f"the gate decided: {record.verdict}"

@@ -149,12 +149,10 @@ def run_work_dir_name(store: Store, recipe: Recipe, record: RunRecord, step: Pip
     """Return the name of the work folder of a step that trains, from the artifacts of the earlier steps of its run."""
     assert step.span is not None
     roles = ("tokens", "conversations", "parent")
-    keys = {role: artifact.key for role in roles if (artifact := artifact_of(store, record, step.inputs[role]))}
-    if any(step.inputs[role] and role not in keys for role in roles):
+    inputs = {role: artifact.key for role in roles if (artifact := artifact_of(store, record, step.inputs[role]))}
+    if any(step.inputs[role] and role not in inputs for role in roles):
         return f"{step.name}-unknown"
-    data = " ".join(keys[role] for role in ("tokens", "conversations") if role in keys)
-    parent = keys.get("parent", "fresh weights")
-    return work_dir_name(recipe, step.span, data, parent, record.work_dir_key(step.name))
+    return work_dir_name(recipe, step.span, {"parent": "fresh weights", **inputs}, record.work_dir_key(step.name))
 
 
 def _stored(root: Root, work: str) -> list[Record]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,13 +36,14 @@ def kept_checkpoints(root: Root, checkpoints: str, work: str) -> str | None:
     return f"{checkpoints.rstrip('/') or root.join(IN_PROGRESS)}/{work}"
 
 
-def work_dir_name(recipe: Recipe, span: StageSpan, tokens: str, parent: str, work_dir_key: str) -> str:
-    """Return the name of the work folder of a stage whose inputs have these keys.
+def work_dir_name(recipe: Recipe, span: StageSpan, inputs: Mapping[str, str], work_dir_key: str) -> str:
+    """Return the name of the work folder of a stage whose checkpoint has these inputs: role -> key.
 
     It depends on the recipe before the stage's start, not on its end: a stage that is lengthened while it trains
     continues (the trainer refuses changed frozen fields). `work_dir_key` is that of the run record.
     """
-    return f"{span.name}-{digest([frozen_fields(recipe, span.start), tokens, parent, work_dir_key])[:16]}"
+    data = " ".join(filter(None, (inputs["tokens"], inputs.get("conversations"))))
+    return f"{span.name}-{digest([frozen_fields(recipe, span.start), data, inputs['parent'], work_dir_key])[:16]}"
 
 
 def newest(folders: Iterable[str]) -> SavedCheckpoint | None:

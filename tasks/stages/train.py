@@ -91,9 +91,7 @@ def train_stage(
     _announce(context, span)
     context = replace(context, cluster=context.cluster.for_stage(span.stage.name, stage))
     spec = _spec(context, span, tokens, parent, conversations)
-    made_from, work_dir_key = spec.inputs, context.record.work_dir_key(stage)
-    data = made_from["tokens"] if conversations is None else f"{tokens.key} {conversations.key}"
-    work = context.scratch / work_dir_name(context.recipe, span, data, made_from["parent"], work_dir_key)
+    work = context.scratch / work_dir_name(context.recipe, span, spec.inputs, context.record.work_dir_key(stage))
     kept = kept_checkpoints(context.root, context.cluster.checkpoints, work.name)
 
     def build(folder: Path, mlflow_run: str) -> dict[str, Any]:
