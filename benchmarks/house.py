@@ -35,7 +35,8 @@ class Registry(NamedTuple):
     name: str
     file: str
     variable: str
-    """The assignment that holds the names: elements, keys, first arguments of calls, or the arguments of a Literal."""
+    """The class with the names as fields, or a regular expression for the assignments that hold them: a string, or the
+    elements, keys, first arguments of calls or arguments of a Literal of the outermost list."""
     least: int = 2
     """Names in one place that repeat the list."""
     alone: bool = False
@@ -48,6 +49,7 @@ REGISTRIES = (
     Registry("launchers", "tasks/launch/base.py", "LAUNCHERS", files=("tasks/cluster.py",)),
     Registry("decays of the learning rate", "llama3/recipe/lr.py", "key"),
     Registry("steps of a run", "tasks/pipeline_steps.py", "PIPELINE", 3),
+    Registry("kinds of artifacts", "llama3/recipe/base.py", r"\w+Kind", 3, True, ("tasks/tracking/steps.py",)),
     Registry("kinds of evaluation tasks", "llama3/evaluate/task.py", "name"),
     Registry("fields of a recipe", "llama3/recipe/schema.py", "Recipe", 3, True, ("llama3/recipe/base.py",)),
     Registry("fields of a stage", "llama3/recipe/sections.py", "Stage", 3, True),
@@ -192,8 +194,9 @@ def registry_names(trees: Trees, registry: Registry) -> set[str]:
             names |= {target.id for target in fields if isinstance(target, ast.Name)}
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
             for target, value in _assigned(node):
-                if isinstance(target, ast.Name) and target.id == registry.variable:
-                    names |= _constants([value]) or {name for each in ast.walk(value) for name in _strings(each)}
+                if isinstance(target, ast.Name) and re.fullmatch(registry.variable, target.id):
+                    outermost = next(filter(None, map(_strings, ast.walk(value))), set())
+                    names |= _constants([value]) or outermost
     if not names:
         raise RuntimeError(f"{registry.name}: {registry.file} has no {registry.variable} with names; mend REGISTRIES")
     return names

@@ -111,11 +111,13 @@ def test_lists_that_repeat_a_registry_count_outside_its_file(tmp_path: Path) -> 
 
 
 def test_a_registry_is_an_assignment_or_the_fields_of_a_class(tmp_path: Path) -> None:
-    code = "class Stage:\n    name: str\n    seq_len: int = 3\nKINDS = (Kind('a', x='z'), Kind('b'))\n"
+    code = "class Stage:\n    name: str\n    seq_len: int = 3\nKINDS = (Kind('a', {'y': 'z'}), Kind('b'))\n"
+    code += "AKind = Literal['c', 'd']\nBKind = Literal['e', 'f']\n"
     trees = house.trees_of(checkout(tmp_path, {"llama3/recipe/sections.py": code}))
     for file, variable, names in (
         ("llama3/recipe/sections.py", "Stage", {"name", "seq_len"}),
         ("llama3/recipe/sections.py", "KINDS", {"a", "b"}),
+        ("llama3/recipe/sections.py", ".Kind", {"c", "d", "e", "f"}),
         ("llama3/recipe/lr.py", "key", {"cosine"}),
         ("storage/base.py", "COLORS", {"red", "green", "blue"}),
     ):
@@ -123,6 +125,11 @@ def test_a_registry_is_an_assignment_or_the_fields_of_a_class(tmp_path: Path) ->
     for file, variable in (("storage/base.py", "SHAPES"), ("storage/none.py", "COLORS")):
         with pytest.raises(RuntimeError, match=f"colors: {file} has no {variable} with names"):
             house.registry_names(trees, Registry("colors", file, variable))
+
+
+def test_nothing_in_this_checkout_repeats_a_registry() -> None:
+    """A list that must agree with another is derived from it; a registry names the files that may repeat it."""
+    assert figure(house.HouseSettings().folder, "registries/repeated").detail["items"] == []
 
 
 def test_a_registry_that_moved_is_a_row_that_fails(tmp_path: Path) -> None:
