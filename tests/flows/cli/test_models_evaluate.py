@@ -25,7 +25,7 @@ from tests.llama3.evaluate.task_samples import CHOICE, quiz, write_lines
 
 TEXTS = [str(row["question"]) for row in quiz(40)]
 TAKES_LONGER_THAN_A_LOOK = "import time\nwhile time.process_time() < 0.3: pass"
-SPEC = Model(layers=2, dim=32, ffn=64, heads=4, kv_heads=2, max_seq_len=256)
+CONFIG = Model(layers=2, dim=32, ffn=64, heads=4, kv_heads=2, max_seq_len=256)
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in three formats, two tasks and their data."""
     place = tmp_path_factory.mktemp("room")
     tokenizer = train_tokenizer(TEXTS * 4, 290)
-    weights = build_model(SPEC, tokenizer.vocab_size, 0, torch.float32, torch.device("cpu")).state_dict()
-    save_model(place / "herd", SPEC, tokenizer.vocab_size, weights)
+    weights = build_model(CONFIG, tokenizer.vocab_size, 0, torch.float32, torch.device("cpu")).state_dict()
+    save_model(place / "herd", CONFIG, tokenizer.vocab_size, weights)
     tokenizer.save(place / "herd")
     convert(place / "herd", "herd", place / "hf", "hf", "fp32")
     convert(place / "herd", "herd", place / "meta", "meta", "fp32")

@@ -20,14 +20,14 @@ from herd.llama3.recipe.sections import Model
 from herd.llama3.tokens.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer([bytes([value]) for value in range(256)])
-SPEC = Model(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, max_seq_len=64)
+CONFIG = Model(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, max_seq_len=64)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model")
-    model = build_model(SPEC, TOKENIZER.vocab_size, 0, torch.float32, torch.device("cpu"))
-    save_model(made, SPEC, TOKENIZER.vocab_size, model.state_dict())
+    model = build_model(CONFIG, TOKENIZER.vocab_size, 0, torch.float32, torch.device("cpu"))
+    save_model(made, CONFIG, TOKENIZER.vocab_size, model.state_dict())
     TOKENIZER.save(made)
     return made
 

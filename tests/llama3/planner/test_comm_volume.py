@@ -14,7 +14,7 @@ from herd.llama3.planner.comm_volume import stage_volumes
 from tests.dist import run
 from tests.llama3.parallel.scale_samples import VOCAB_SIZE, shape, traced
 
-SPEC = shape(layers=4)
+CONFIG = shape(layers=4)
 LOAD = Load(seq_len=128, micro_batch=2, micro_batches=3)
 Case = tuple[int, int, Layout, Load]
 """World, rank, layout, load."""
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.slow
 def traces(names: tuple[str, ...]) -> dict[str, RankTrace]:
     cases = [CASES[name] for name in names]
     requests = [(layout.model_dump(exclude_defaults=True), world, rank, load) for world, rank, layout, load in cases]
-    (texts,) = run(1, traced, SPEC, VOCAB_SIZE, requests)
+    (texts,) = run(1, traced, CONFIG, VOCAB_SIZE, requests)
     return dict(zip(names, map(RankTrace.from_json, texts), strict=True))
 
 
@@ -64,11 +64,11 @@ def sent(found: list[Collective]) -> Counter[tuple[str, ...]]:
 def test_messages_are_those_of_the_engine(names: tuple[str, ...]) -> None:
     for name, trace in traces(names).items():
         world, rank, layout, load = CASES[name]
-        parts = stages(SPEC, layout, RankCoords.from_rank(rank, layout).pp)
+        parts = stages(CONFIG, layout, RankCoords.from_rank(rank, layout).pp)
         for traced_stage, part in zip(trace.stages, parts, strict=True):
-            assert sent(stage_volumes(part, SPEC, VOCAB_SIZE, layout, world, load)) == sent(traced_stage.collectives), (
-                name
-            )
+            assert sent(stage_volumes(part, CONFIG, VOCAB_SIZE, layout, world, load)) == sent(
+                traced_stage.collectives
+            ), name
 
 
 @pytest.mark.parametrize("names", GROUPS, ids=",".join)
@@ -76,8 +76,8 @@ def test_bytes_of_a_step_are_the_traces(names: tuple[str, ...]) -> None:
     for name, trace in traces(names).items():
         world, rank, layout, load = CASES[name]
         total, seen = Counter[str](), Counter[str]()
-        for part in stages(SPEC, layout, RankCoords.from_rank(rank, layout).pp):
-            for one in stage_volumes(part, SPEC, VOCAB_SIZE, layout, world, load):
+        for part in stages(CONFIG, layout, RankCoords.from_rank(rank, layout).pp):
+            for one in stage_volumes(part, CONFIG, VOCAB_SIZE, layout, world, load):
                 total[one.axis] += int(one.bytes * one.count) * (load.micro_batches if one.when == "each" else 1)
         for sent_by in trace.stages:
             for one in sent_by.collectives:

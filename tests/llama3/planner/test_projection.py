@@ -19,32 +19,34 @@ TINY = {"name": "h8", "dense_tflops": 989, "reached_tflops": 795, "memory_gb": 8
 """An H100 with 8 GB."""
 
 
-def made(places: dict[str, StagePlacement] | None = None, gpus: int = 0, *overrides: str, **changes: Any) -> Projection:
-    return project(recipe(*overrides), VOCAB_SIZE, fabric(**changes), curves(), places or {}, gpus)
+def projected(
+    placements: dict[str, StagePlacement] | None = None, gpus: int = 0, *overrides: str, **changes: Any
+) -> Projection:
+    return project(recipe(*overrides), VOCAB_SIZE, fabric(**changes), curves(), placements or {}, gpus)
 
 
 def test_every_stage_has_the_fastest_layout_of_its_gpus() -> None:
-    found = projection()
-    assert [(part.stage, part.best.world) for part in found.segments] == [("main", 64), ("long", 32)]
-    for part in found.segments:
-        assert part.search is not None
-        assert part.best == part.search.fitting[0]
-        assert part.seconds == pytest.approx(part.segment.steps * part.best.time.total)
-        work = flops_per_token(found.recipe.model, VOCAB_SIZE, part.segment.seq_len).causal * part.segment.batch
-        assert part.mfu == pytest.approx(work / part.best.world / part.best.time.total / 989e12)
+    result = projection()
+    assert [(segment.stage, segment.best.world) for segment in result.segments] == [("main", 64), ("long", 32)]
+    for segment in result.segments:
+        assert segment.search is not None
+        assert segment.best == segment.search.fitting[0]
+        assert segment.seconds == pytest.approx(segment.segment.steps * segment.best.time.total)
+        work = flops_per_token(result.recipe.model, VOCAB_SIZE, segment.segment.seq_len).causal * segment.segment.batch
+        assert segment.mfu == pytest.approx(work / segment.best.world / segment.best.time.total / 989e12)
 
 
 def test_the_main_part_is_the_one_with_most_gpu_hours() -> None:
-    found = projection()
-    hours = {part.stage: part.seconds * part.best.world for part in found.segments}
-    assert found.main.stage == max(hours, key=lambda name: hours[name]) == "main"
+    result = projection()
+    hours = {segment.stage: segment.seconds * segment.best.world for segment in result.segments}
+    assert result.main.stage == max(hours, key=lambda name: hours[name]) == "main"
 
 
 def test_stages_may_be_named_or_their_parts_which_come_first() -> None:
     stage = "{name: long, for: 32Mi, seq_len: [8192, 16384], batch: 1Mi, mix: base, gates: [short-context]}"
     gated = f"stages=[{{name: main, until: 64Mi, seq_len: 4096, batch: 1Mi, mix: base}}, {stage}]"
-    found = made({"long": StagePlacement(32), "long-16384": StagePlacement(16)}, 64, gated)
-    assert [(part.stage, part.best.world) for part in found.segments] == [
+    result = projected({"long": StagePlacement(32), "long-16384": StagePlacement(16)}, 64, gated)
+    assert [(segment.stage, segment.best.world) for segment in result.segments] == [
         ("main", 64),
         ("long-8192", 32),
         ("long-16384", 16),
@@ -53,7 +55,7 @@ def test_stages_may_be_named_or_their_parts_which_come_first() -> None:
 
 def test_lengths_that_are_trained_in_one_go_share_a_layout() -> None:
     both = "stages=[{name: main, until: 64Mi, seq_len: [4096, 16384], batch: 1Mi, mix: base}]"
-    short, long = made(None, 32, both).segments
+    short, long = projected(None, 32, both).segments
     assert (short.segment.seq_len, long.segment.seq_len) == (4096, 16384)
     assert short.best.layout == long.best.layout
     assert short.best.load.micro_batch == long.best.load.micro_batch
@@ -63,14 +65,14 @@ def test_lengths_that_are_trained_in_one_go_share_a_layout() -> None:
 
 def test_lengths_that_share_a_layout_take_the_one_with_the_least_time_for_all() -> None:
     stage = "stages=[{name: main, until: 64Mi, seq_len: [2048, 16384], batch: 1Mi, mix: base}]"
-    short, _ = made(None, 16, stage, accelerator=TINY).segments
+    short, _ = projected(None, 16, stage, accelerator=TINY).segments
     assert short.search is not None
     spent = []
     for candidate in short.search.fitting[:12]:
-        place = {"main": StagePlacement(16, candidate.layout, candidate.load.micro_batch)}
-        parts = made(place, 0, stage, accelerator=TINY).segments
-        spent.append(sum(part.seconds for part in parts))
-        steps = sum(part.segment.steps for part in parts)
+        placement = {"main": StagePlacement(16, candidate.layout, candidate.load.micro_batch)}
+        segments = projected(placement, 0, stage, accelerator=TINY).segments
+        spent.append(sum(segment.seconds for segment in segments))
+        steps = sum(segment.segment.steps for segment in segments)
         assert candidate.mean_step_s == pytest.approx(spent[-1] / steps)
     assert spent[0] <= 1.01 * min(spent)
     assert spent[1:] == sorted(spent[1:])
@@ -82,37 +84,37 @@ def test_a_layout_is_found_that_needs_more_recomputation_for_the_longest_sequenc
     stage = "{name: long, until: 64Gi, seq_len: [16384, 131072], batch: 8Mi, mix: base}"
     eight = load_recipe(Path("recipes/llama3-8b.yaml"), [f"stages=[{stage}]", "evaluate.after=[]"])
     lengths = project(eight, VOCAB_SIZE, load_fabric("roce-24k"), curves(), {}, gpus).segments
-    assert [part.segment.seq_len for part in lengths] == [16384, 131072]
+    assert [segment.segment.seq_len for segment in lengths] == [16384, 131072]
     assert lengths[0].best.layout == lengths[1].best.layout
-    assert all(part.best.memory.total <= 0.9 * 80e9 for part in lengths)
-    assert min(part.best.tflops for part in lengths) > 300
+    assert all(segment.best.memory.total <= 0.9 * 80e9 for segment in lengths)
+    assert min(segment.best.tflops for segment in lengths) > 300
 
 
 def test_of_layouts_that_are_as_fast_the_largest_micro_batch_is_proposed() -> None:
     """The smallest is a little faster by arithmetic, which does not count launches: 64 micro-batches in 0.18 s."""
     small = load_recipe(Path("recipes/gpt2-24gb.yaml"))
-    part = project(small, 50_304, load_fabric("h100x8"), curves(), {}).main
-    assert part.best.load.micro_batch * part.segment.seq_len == 8192
-    assert part.search is not None
-    assert part.best == part.search.fitting[0]
-    fastest = min(candidate.time.total for candidate in part.search.fitting)
-    assert part.best.time.total <= 1.01 * fastest
-    assert part.best.memory.total <= 0.9 * 80e9
+    segment = project(small, 50_304, load_fabric("h100x8"), curves(), {}).main
+    assert segment.best.load.micro_batch * segment.segment.seq_len == 8192
+    assert segment.search is not None
+    assert segment.best == segment.search.fitting[0]
+    fastest = min(candidate.time.total for candidate in segment.search.fitting)
+    assert segment.best.time.total <= 1.01 * fastest
+    assert segment.best.memory.total <= 0.9 * 80e9
 
 
 def test_a_given_layout_is_judged_and_nothing_is_searched() -> None:
     layout = Layout(tp=2, cp=2, recompute="full")
-    found = made({name: StagePlacement(16, layout, 2) for name in ("main", "long")})
-    assert [part.best.layout for part in found.segments] == [layout, layout]
-    assert [part.best.load.micro_batch for part in found.segments] == [2, 2]
-    assert [part.search for part in found.segments] == [None, None]
+    result = projected({name: StagePlacement(16, layout, 2) for name in ("main", "long")})
+    assert [segment.best.layout for segment in result.segments] == [layout, layout]
+    assert [segment.best.load.micro_batch for segment in result.segments] == [2, 2]
+    assert [segment.search for segment in result.segments] == [None, None]
 
 
 def test_without_a_wish_as_many_gpus_are_taken_as_can_work() -> None:
-    assert [part.best.world for part in made().segments] == [64, 64]
+    assert [segment.best.world for segment in projected().segments] == [64, 64]
     few = "stages=[{name: main, until: 64Mi, seq_len: 4096, batch: 8Ki, mix: base}]"
-    one = made(None, 0, few, "model.kv_heads=2", "model.tied_embeddings=true").segments[0].best
-    assert (one.world, one.layout.tp, one.dp) == (4, 2, 2)  # two sequences of a step, two heads of keys, no pipeline
+    best = projected(None, 0, few, "model.kv_heads=2", "model.tied_embeddings=true").segments[0].best
+    assert (best.world, best.layout.tp, best.dp) == (4, 2, 2)  # two sequences of a step, two heads of keys, no pipeline
 
 
 def test_the_most_gpus_follow_from_sequences_of_the_smallest_step() -> None:
@@ -126,51 +128,55 @@ def test_the_most_gpus_follow_from_sequences_of_the_smallest_step() -> None:
 def test_a_layout_that_does_not_fit_is_refused_with_one_that_does() -> None:
     with pytest.raises(
         ValueError, match=r"main: tp 1 x cp 1 x pp 1 x dp 16.* does not fit: [0-9.]+ GB of 7\.5: "
-    ) as told:
-        made({name: StagePlacement(16, Layout()) for name in ("main", "long")}, accelerator=TINY)
-    remedy = str(told.value).rsplit("; ", 1)[1]
+    ) as raised:
+        projected({name: StagePlacement(16, Layout()) for name in ("main", "long")}, accelerator=TINY)
+    remedy = str(raised.value).rsplit("; ", 1)[1]
     assert remedy.startswith("tp ")
     assert float(remedy.rsplit(" ", 1)[1]) <= 7.5  # GB that it needs
     assert "micro-batch 1, compile would, with" in remedy
 
 
 def test_what_fits_nowhere_names_the_smallest_number_of_gpus_that_would_do() -> None:
-    with pytest.raises(ValueError, match=r"main: no layout of 1 GPU fits sequences of 4,096 \(memory: ") as told:
-        made(None, 1, accelerator=TINY)
-    enough = int(str(told.value).rsplit("; ", 1)[1].split()[0])
+    with pytest.raises(ValueError, match=r"main: no layout of 1 GPU fits sequences of 4,096 \(memory: ") as raised:
+        projected(None, 1, accelerator=TINY)
+    enough = int(str(raised.value).rsplit("; ", 1)[1].split()[0])
     assert 1 < enough <= 64
-    asked = layout_query(memory_bytes=8e9, world=1)
-    assert nearest_gpus(asked, fabric(accelerator=TINY), curves()) == [enough]
-    assert nearest_gpus(replace(asked, world=64), fabric(accelerator=TINY), curves()) == [32]
-    made(None, enough, "stages=[{name: main, until: 64Mi, seq_len: 4096, batch: 1Mi, mix: base}]", accelerator=TINY)
+    query = layout_query(memory_bytes=8e9, world=1)
+    assert nearest_gpus(query, fabric(accelerator=TINY), curves()) == [enough]
+    assert nearest_gpus(replace(query, world=64), fabric(accelerator=TINY), curves()) == [32]
+    projected(
+        None, enough, "stages=[{name: main, until: 64Mi, seq_len: 4096, batch: 1Mi, mix: base}]", accelerator=TINY
+    )
     with pytest.raises(ValueError, match="no layout of"):
-        made(None, enough // 2, accelerator=TINY)
+        projected(None, enough // 2, accelerator=TINY)
 
 
 def test_what_no_size_of_the_cluster_fits_says_so() -> None:
     with pytest.raises(ValueError, match=r"no layout of 64 GPUs .*; no number of GPUs of small would do; take a"):
-        made(None, 64, accelerator={**TINY, "memory_gb": 0.1})
+        projected(None, 64, accelerator={**TINY, "memory_gb": 0.1})
 
 
 def test_without_a_number_the_error_names_the_gpus_of_the_cluster() -> None:
     """All halves of the cluster are tried first; the last of them, 1 GPU, is not what the user has."""
     tiers = [{"name": "cluster", "gpus": 8}]
     with pytest.raises(ValueError, match=r"main: no layout of 8 GPUs fits .*; no number of GPUs of small would do"):
-        made(accelerator={**TINY, "memory_gb": 0.1}, tiers=tiers)
+        projected(accelerator={**TINY, "memory_gb": 0.1}, tiers=tiers)
 
 
 def test_lengths_that_no_layout_serves_may_get_their_own() -> None:
     stage = "stages=[{name: main, until: 64Mi, seq_len: [4096, 16384], batch: 1Mi, mix: base}]"
-    told = r"no layout of 2 GPUs fits sequences of 4,096 to 16,384 \(memory: .*; or let the stage advance from length"
-    with pytest.raises(ValueError, match=told):
-        made(None, 2, stage, accelerator=TINY)
+    pattern = (
+        r"no layout of 2 GPUs fits sequences of 4,096 to 16,384 \(memory: .*; or let the stage advance from length"
+    )
+    with pytest.raises(ValueError, match=pattern):
+        projected(None, 2, stage, accelerator=TINY)
 
 
 def test_more_gpus_than_the_cluster_has_are_refused() -> None:
-    for places, gpus in [({}, 65), ({"long": StagePlacement(128)}, 0)]:
-        most = max(gpus, *(place.gpus for place in places.values()), 0)
+    for placements, gpus in [({}, 65), ({"long": StagePlacement(128)}, 0)]:
+        most = max(gpus, *(placement.gpus for placement in placements.values()), 0)
         with pytest.raises(ValueError, match=f"gpus: {most} are more than the 64 of small; ask for fewer"):
-            made(places, gpus)
+            projected(placements, gpus)
 
 
 def test_gpus_that_no_layout_divides_are_told_with_the_reason() -> None:
@@ -178,20 +184,20 @@ def test_gpus_that_no_layout_divides_are_told_with_the_reason() -> None:
     with pytest.raises(
         ValueError, match=r"main: no layout of 37 GPUs fits .*37 must divide them.*; 32 or 64 GPUs would do"
     ):
-        made(None, 37)
+        projected(None, 37)
 
 
 def test_the_search_result_knows_what_was_asked() -> None:
-    part = projection().segments[0]
-    assert isinstance(part.search, SearchResult)
-    assert (part.search.query.world, part.search.query.seq_len) == (64, 4096)
-    assert part.search.query.config.layers == SMALL["layers"]
+    segment = projection().segments[0]
+    assert isinstance(segment.search, SearchResult)
+    assert (segment.search.query.world, segment.search.query.seq_len) == (64, 4096)
+    assert segment.search.query.config.layers == SMALL["layers"]
 
 
 def test_a_proposal_leaves_a_tenth_of_the_memory_free() -> None:
     """On a GPU that the fastest layout would fill to 92 %, which `herd run` allows, another one is proposed."""
     fastest = projection().segments[0].best
     memory_gb = fastest.memory.total / 0.92 / 1e9
-    found = made({"long": StagePlacement(32)}, accelerator={**TINY, "memory_gb": memory_gb})
-    assert (found.segments[0].best.layout, found.segments[0].best.load) != (fastest.layout, fastest.load)
-    assert all(part.best.memory.total <= 0.9 * memory_gb * 1e9 for part in found.segments)
+    result = projected({"long": StagePlacement(32)}, accelerator={**TINY, "memory_gb": memory_gb})
+    assert (result.segments[0].best.layout, result.segments[0].best.load) != (fastest.layout, fastest.load)
+    assert all(segment.best.memory.total <= 0.9 * memory_gb * 1e9 for segment in result.segments)

@@ -18,38 +18,38 @@ TRUTH = PlantedEffects(DOMAINS, {"arithmetic": 100}, {"base": {}, "gsm": {"math"
 BPB = [f"eval/bpb/{name}" for name in DOMAINS]
 
 
-def contrast(
-    found: Sequence[RunResult], variant: str, control: str, scores: Sequence[str] | None = None
+def contrasts_of(
+    results: Sequence[RunResult], variant: str, control: str, scores: Sequence[str] | None = None
 ) -> list[Contrast]:
     """Return the gain of a single variant on each score."""
-    return uncorrected_contrasts(found, control, [variant], scores)
+    return uncorrected_contrasts(results, control, [variant], scores)
 
 
-def by_score(found: Sequence[Contrast]) -> dict[str, Contrast]:
-    return {one.score: one for one in found}
+def by_score(contrasts: Sequence[Contrast]) -> dict[str, Contrast]:
+    return {contrast.score: contrast for contrast in contrasts}
 
 
-def without(made: list[RunResult], variant: str, *repeats: int) -> list[RunResult]:
-    return [one for one in made if one.variant != variant or one.repeat not in repeats]
+def without(results: list[RunResult], variant: str, *repeats: int) -> list[RunResult]:
+    return [result for result in results if result.variant != variant or result.repeat not in repeats]
 
 
-def with_score(one: RunResult, key: str, **changes: object) -> RunResult:
-    score: Score = dataclasses.replace(one.scores[key], **changes)  # type: ignore[arg-type]
-    return dataclasses.replace(one, scores={**one.scores, key: score})
+def with_score(result: RunResult, key: str, **changes: object) -> RunResult:
+    score: Score = dataclasses.replace(result.scores[key], **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(result, scores={**result.scores, key: score})
 
 
 def test_gain_is_above_zero_where_bits_fall_and_where_answers_rise() -> None:
     truth = PlantedEffects({"math": 32}, {"arithmetic": 400}, {"base": {}, "variant": {"math": 0.5, "arithmetic": 0.4}})
-    made = outcomes(truth, 0)
-    found = by_score(contrast(made, "variant", "base"))
-    assert found["eval/bpb/math"].gain == pytest.approx(0.5, abs=0.05)
-    assert found["eval/arithmetic"].gain == pytest.approx(0.4, abs=0.1)
+    results = outcomes(truth, 0)
+    contrasts = by_score(contrasts_of(results, "variant", "base"))
+    assert contrasts["eval/bpb/math"].gain == pytest.approx(0.5, abs=0.05)
+    assert contrasts["eval/arithmetic"].gain == pytest.approx(0.4, abs=0.1)
     scores = [
-        np.mean([one.scores["eval/bpb/math"].value for one in made if one.variant == variant])
+        np.mean([result.scores["eval/bpb/math"].value for result in results if result.variant == variant])
         for variant in ("base", "variant")
     ]
-    assert found["eval/bpb/math"].gain == pytest.approx(scores[0] - scores[1])
-    assert [one.unit for one in found.values()] == ["bpb", "accuracy"]
+    assert contrasts["eval/bpb/math"].gain == pytest.approx(scores[0] - scores[1])
+    assert [contrast.unit for contrast in contrasts.values()] == ["bpb", "accuracy"]
 
 
 @pytest.mark.parametrize("repeats", [2, pytest.param(3, marks=pytest.mark.slow), 5])
@@ -57,8 +57,10 @@ def test_gain_is_above_zero_where_bits_fall_and_where_answers_rise() -> None:
 def test_intervals_cover_the_truth(repeats: int, luck: float) -> None:
     truth = dataclasses.replace(TRUTH, questions={}, repeats=repeats, luck=luck)
     effects = {f"eval/bpb/{name}": truth.effects["gsm"].get(name, 0.0) for name in DOMAINS}
-    found = [one for seed in range(150) for one in uncorrected_contrasts(outcomes(truth, seed), "base", ["gsm"])]
-    inside = np.mean([one.low <= effects[one.score] <= one.high for one in found])
+    contrasts = [
+        contrast for seed in range(150) for contrast in uncorrected_contrasts(outcomes(truth, seed), "base", ["gsm"])
+    ]
+    inside = np.mean([contrast.low <= effects[contrast.score] <= contrast.high for contrast in contrasts])
     assert inside >= 0.93
 
 
@@ -66,7 +68,7 @@ def test_intervals_cover_the_truth(repeats: int, luck: float) -> None:
 def test_variants_that_do_not_differ_are_seldom_found_to() -> None:
     truth = dataclasses.replace(TRUTH, effects={"base": {}, "one": {}, "two": {}, "three": {}})
     wrong = sum(
-        any(one.says != NOTHING for one in findings(outcomes(truth, seed), "base", ["one", "two", "three"]))
+        any(contrast.says != NOTHING for contrast in findings(outcomes(truth, seed), "base", ["one", "two", "three"]))
         for seed in range(150)
     )
     assert wrong <= 10
@@ -74,107 +76,110 @@ def test_variants_that_do_not_differ_are_seldom_found_to() -> None:
 
 def test_what_is_there_is_found() -> None:
     truth = dataclasses.replace(TRUTH, effects={"base": {}, "gsm": {"math": 0.04, "code": -0.04}}, repeats=5)
-    said = [
-        {one.score: one.says for one in findings(outcomes(truth, seed), "base", ["gsm"], BPB)} for seed in range(60)
+    verdicts_by_seed = [
+        {contrast.score: contrast.says for contrast in findings(outcomes(truth, seed), "base", ["gsm"], BPB)}
+        for seed in range(60)
     ]
-    assert np.mean([one["eval/bpb/math"] == HELPS for one in said]) > 0.9
-    assert np.mean([one["eval/bpb/code"] == HURTS for one in said]) > 0.9
+    assert np.mean([verdicts["eval/bpb/math"] == HELPS for verdicts in verdicts_by_seed]) > 0.9
+    assert np.mean([verdicts["eval/bpb/code"] == HURTS for verdicts in verdicts_by_seed]) > 0.9
 
 
 @pytest.mark.slow
 def test_three_standard_errors_are_mostly_found() -> None:
     """Five repeats, one score, noise of documents and of repeats alike."""
     truth = dataclasses.replace(TRUTH, questions={}, effects={"base": {}, "variant": {"math": 1e-9}}, repeats=5)
-    gains = [contrast(outcomes(truth, seed), "variant", "base", ["eval/bpb/math"])[0].gain for seed in range(200)]
+    gains = [contrasts_of(outcomes(truth, seed), "variant", "base", ["eval/bpb/math"])[0].gain for seed in range(200)]
     truth = dataclasses.replace(truth, effects={"base": {}, "variant": {"math": 3 * float(np.std(gains))}})
-    said = [findings(outcomes(truth, seed), "base", ["variant"], ["eval/bpb/math"])[0].says for seed in range(200)]
-    assert said.count(HELPS) > 100
-    assert HURTS not in said
+    verdicts = [findings(outcomes(truth, seed), "base", ["variant"], ["eval/bpb/math"])[0].says for seed in range(200)]
+    assert verdicts.count(HELPS) > 100
+    assert HURTS not in verdicts
 
 
 def test_one_repeat_finds_nothing_however_large() -> None:
     truth = dataclasses.replace(TRUTH, effects={"base": {}, "gsm": {"math": 1.0}}, repeats=1)
-    made = outcomes(truth, 0)
-    found = {one.score: one for one in findings(made, "base", ["gsm"])}
-    assert found["eval/bpb/math"].low > 0.9
-    assert {one.says for one in found.values()} == {NOTHING}
-    assert any("one repeat" in flag and "add seeds" in flag for flag in comparison_flags(made, "base", ["gsm"]))
+    results = outcomes(truth, 0)
+    contrasts = {contrast.score: contrast for contrast in findings(results, "base", ["gsm"])}
+    assert contrasts["eval/bpb/math"].low > 0.9
+    assert {contrast.says for contrast in contrasts.values()} == {NOTHING}
+    assert any("one repeat" in flag and "add seeds" in flag for flag in comparison_flags(results, "base", ["gsm"]))
 
 
 def test_a_missing_repeat_is_left_out_on_both_sides() -> None:
-    made = outcomes(TRUTH, 0)
-    found = contrast(without(made, "gsm", 2), "gsm", "base", BPB)
-    whole = without(without(made, "gsm", 2), "base", 2)
-    assert found == contrast(whole, "gsm", "base", BPB)
-    assert found[0].repeats == 2
-    flags = comparison_flags(without(made, "gsm", 2), "base", ["gsm"])
+    results = outcomes(TRUTH, 0)
+    contrasts = contrasts_of(without(results, "gsm", 2), "gsm", "base", BPB)
+    whole = without(without(results, "gsm", 2), "base", 2)
+    assert contrasts == contrasts_of(whole, "gsm", "base", BPB)
+    assert contrasts[0].repeats == 2
+    flags = comparison_flags(without(results, "gsm", 2), "base", ["gsm"])
     assert "gsm: repeat 2 of gsm is missing, its counterpart is left out; run it" in flags
-    assert comparison_flags(made, "base", ["gsm"]) == []
+    assert comparison_flags(results, "base", ["gsm"]) == []
 
 
 def test_variants_without_a_common_repeat_are_not_judged() -> None:
-    made = without(without(outcomes(TRUTH, 0), "gsm", 1), "base", 2, 3)
-    assert findings(made, "base", ["gsm"]) == []
-    assert any("no repeat in common" in flag for flag in comparison_flags(made, "base", ["gsm"]))
+    results = without(without(outcomes(TRUTH, 0), "gsm", 1), "base", 2, 3)
+    assert findings(results, "base", ["gsm"]) == []
+    assert any("no repeat in common" in flag for flag in comparison_flags(results, "base", ["gsm"]))
 
 
 def test_other_questions_are_left_out_and_said() -> None:
-    made = outcomes(TRUTH, 0)
-    place = next(place for place, one in enumerate(made) if one.run == "gsm-2")
-    made[place] = with_score(made[place], "eval/arithmetic", requests="others")
-    assert "eval/arithmetic" not in by_score(uncorrected_contrasts(made, "base", ["gsm"]))
-    (flag,) = comparison_flags(made, "base", ["gsm"])
-    assert all(words in flag for words in ("eval/arithmetic", "gsm-2", "left out"))
+    results = outcomes(TRUTH, 0)
+    index = next(index for index, result in enumerate(results) if result.run == "gsm-2")
+    results[index] = with_score(results[index], "eval/arithmetic", requests="others")
+    assert "eval/arithmetic" not in by_score(uncorrected_contrasts(results, "base", ["gsm"]))
+    (flag,) = comparison_flags(results, "base", ["gsm"])
+    assert all(text in flag for text in ("eval/arithmetic", "gsm-2", "left out"))
 
 
 def test_other_documents_are_left_out_and_said() -> None:
-    made = outcomes(TRUTH, 0)
-    samples = made[0].samples["eval/bpb/math"]
+    results = outcomes(TRUTH, 0)
+    samples = results[0].samples["eval/bpb/math"]
     moved = dataclasses.replace(samples, ids=samples.ids[::-1])
-    made[0] = dataclasses.replace(made[0], samples={**made[0].samples, "eval/bpb/math": moved})
-    assert "eval/bpb/math" not in by_score(uncorrected_contrasts(made, "base", ["gsm"]))
-    assert any("other documents" in flag for flag in comparison_flags(made, "base", ["gsm"]))
+    results[0] = dataclasses.replace(results[0], samples={**results[0].samples, "eval/bpb/math": moved})
+    assert "eval/bpb/math" not in by_score(uncorrected_contrasts(results, "base", ["gsm"]))
+    assert any("other documents" in flag for flag in comparison_flags(results, "base", ["gsm"]))
 
 
 def test_the_mean_over_domains_is_that_of_their_gains() -> None:
-    made = outcomes(TRUTH, 0)
+    results = outcomes(TRUTH, 0)
     weights = {"general": 2.0, "math": 1.0, "code": 1.0}
-    found = by_score(uncorrected_contrasts(made, "base", ["gsm"], ["eval/bpb", *BPB], weights))
-    parts = {name: found[f"eval/bpb/{name}"] for name in DOMAINS}
-    assert found["eval/bpb"].gain == pytest.approx(sum(weights[name] / 4 * one.gain for name, one in parts.items()))
-    spread = np.sqrt(sum((weights[name] / 4 * one.documents) ** 2 for name, one in parts.items()))
-    assert found["eval/bpb"].documents == pytest.approx(spread)
-    unmeasured = uncorrected_contrasts(made, "base", ["gsm"], ["eval/bpb"], {**weights, "multilingual": 4.0})
-    assert unmeasured[0].gain == pytest.approx(found["eval/bpb"].gain)
+    contrasts = by_score(uncorrected_contrasts(results, "base", ["gsm"], ["eval/bpb", *BPB], weights))
+    by_domain = {name: contrasts[f"eval/bpb/{name}"] for name in DOMAINS}
+    assert contrasts["eval/bpb"].gain == pytest.approx(
+        sum(weights[name] / 4 * contrast.gain for name, contrast in by_domain.items())
+    )
+    spread = np.sqrt(sum((weights[name] / 4 * contrast.documents) ** 2 for name, contrast in by_domain.items()))
+    assert contrasts["eval/bpb"].documents == pytest.approx(spread)
+    unmeasured = uncorrected_contrasts(results, "base", ["gsm"], ["eval/bpb"], {**weights, "multilingual": 4.0})
+    assert unmeasured[0].gain == pytest.approx(contrasts["eval/bpb"].gain)
 
 
 def test_a_score_without_samples_is_compared_more_cautiously() -> None:
-    made = outcomes(TRUTH, 0)
-    bare = [dataclasses.replace(one, samples={}) for one in made]
-    paired, apart = contrast(made, "gsm", "base", BPB[:1])[0], contrast(bare, "gsm", "base", BPB[:1])[0]
+    results = outcomes(TRUTH, 0)
+    bare = [dataclasses.replace(result, samples={}) for result in results]
+    paired, apart = contrasts_of(results, "gsm", "base", BPB[:1])[0], contrasts_of(bare, "gsm", "base", BPB[:1])[0]
     assert apart.gain == pytest.approx(paired.gain)
     assert apart.documents > paired.documents
 
 
 def test_no_variants_to_compare_are_refused() -> None:
-    for control, variants, words in [
+    for control, variants, message in [
         ("nobody", ["gsm"], "control: 'nobody' has no finished run"),
         ("base", ["absent"], "absent: has no finished run"),
         ("base", [], "at least one other variant"),
         ("base", ["base"], "at least one other variant"),
     ]:
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             comparison_flags(outcomes(TRUTH, 0), control, variants)
 
 
 def test_unequal_tokens_are_refused_with_both_numbers() -> None:
-    made = outcomes(TRUTH, 0)
-    made[-1] = dataclasses.replace(made[-1], tokens=200_000)
+    results = outcomes(TRUTH, 0)
+    results[-1] = dataclasses.replace(results[-1], tokens=200_000)
     with pytest.raises(ValueError, match=r"gsm-3 trained on 200,000 tokens, base on 160,000"):
-        findings(made, "base", ["gsm"])
+        findings(results, "base", ["gsm"])
 
 
 def test_two_runs_of_one_repeat_are_refused() -> None:
-    made = outcomes(TRUTH, 0)
+    results = outcomes(TRUTH, 0)
     with pytest.raises(ValueError, match="two runs of one repeat"):
-        comparison_flags([*made, made[0]], "base", ["gsm"])
+        comparison_flags([*results, results[0]], "base", ["gsm"])

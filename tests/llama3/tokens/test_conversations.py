@@ -51,13 +51,15 @@ def sft(folder: Path, rows: list[dict[str, Any]] = CHATS, tokens: int = 60 * SEQ
     return recipe([*before, tuned], tokens=more.pop("epochs", {"max_epochs": 1e6}), **more)
 
 
-def prepared(folder: Path, asked: Recipe) -> tuple[ConversationStream, dict[str, Any]]:
-    """Return the stream of the last stage, and the facts about its conversations."""
+def prepared(folder: Path, sft_recipe: Recipe) -> tuple[ConversationStream, dict[str, Any]]:
+    """Return the stream of the last stage, and the metadata about its conversations."""
     for name in ("tokens", "chats"):
         (folder / name).mkdir(exist_ok=True)
-    write_shards(folder / "tokens", asked, LENGTHS)
-    facts = prepare_conversations(asked, CODER, folder / "chats")
-    return ConversationStream(folder / "chats", TokenStream(folder / "tokens", asked), Schedule(asked).spans[-1]), facts
+    write_shards(folder / "tokens", sft_recipe, LENGTHS)
+    metadata = prepare_conversations(sft_recipe, CODER, folder / "chats")
+    return ConversationStream(
+        folder / "chats", TokenStream(folder / "tokens", sft_recipe), Schedule(sft_recipe).spans[-1]
+    ), metadata
 
 
 def all_of(stream: ConversationStream) -> list[np.ndarray]:
@@ -65,16 +67,16 @@ def all_of(stream: ConversationStream) -> list[np.ndarray]:
 
 
 def test_every_conversation_is_whole_in_one_sequence_once_an_epoch(tmp_path: Path) -> None:
-    stream, facts = prepared(tmp_path, sft(tmp_path, curate={"validation_fraction": "0%"}, stage={"replay": "0%"}))
+    stream, metadata = prepared(tmp_path, sft(tmp_path, curate={"validation_fraction": "0%"}, stage={"replay": "0%"}))
     count = stream.sequences_per_epoch
     tokens, targets, segments, domains = stream.sequences(stream.span.start, SEQ, count)
-    found: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
+    sequences: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
     for row in range(count):
         for number in range(int(segments[row].max()) + 1):
             own = segments[row] == number
             ids = tuple(tokens[row][own].tolist())
             if ids[0] == CODER.begin:  # the rest is padding
-                found[ids, tuple(targets[row][own].tolist())] += 1
+                sequences[ids, tuple(targets[row][own].tolist())] += 1
             else:
                 assert set(targets[row][own].tolist()) == {IGNORED}
     expected = []
@@ -82,13 +84,13 @@ def test_every_conversation_is_whole_in_one_sequence_once_an_epoch(tmp_path: Pat
         ids, mask = encode_conversation(CODER, each["messages"])
         after = [token if target else IGNORED for token, target in zip(ids[1:], mask[1:], strict=True)]
         expected.append((tuple(ids), (*after, IGNORED)))
-    assert found == Counter(expected)
+    assert sequences == Counter(expected)
     assert set(domains.ravel().tolist()) == {len(DOMAINS)}
-    assert facts["tokens"] == sum(len(ids) for ids, _ in expected)
-    assert facts["target_tokens"] == sum(token != IGNORED for _, targets in expected for token in targets)
-    assert (facts["conversations"], facts["turns"], facts["held_out"]) == (30, 40, 0)
-    assert facts["packing"][str(SEQ)]["padding"] == count * SEQ - facts["tokens"]
-    assert facts["licenses"] == {"CC0": facts["tokens"]}
+    assert metadata["tokens"] == sum(len(ids) for ids, _ in expected)
+    assert metadata["target_tokens"] == sum(token != IGNORED for _, targets in expected for token in targets)
+    assert (metadata["conversations"], metadata["turns"], metadata["held_out"]) == (30, 40, 0)
+    assert metadata["packing"][str(SEQ)]["padding"] == count * SEQ - metadata["tokens"]
+    assert metadata["licenses"] == {"CC0": metadata["tokens"]}
 
 
 def test_attention_stays_inside_a_conversation(tmp_path: Path) -> None:
@@ -111,24 +113,24 @@ def test_attention_stays_inside_a_conversation(tmp_path: Path) -> None:
 @given(st.integers(1, 60), st.integers(0, 95), st.integers(1, 7))
 def test_replay_is_exact_and_evenly_spread(sequences: int, percent: int, batch: int) -> None:
     share = Fraction(percent, 100)
-    asked = recipe(
+    sft_recipe = recipe(
         [stage("chat", sequences * SEQ, SEQ, SEQ) | {"kind": "sft", "replay": f"{percent}%"}],
         conversations=[{"uri": "problems", "limit": 1}],
     )
-    span = Schedule(asked).spans[0]
+    span = Schedule(sft_recipe).spans[0]
     replayed = span.mix_tokens // SEQ
     assert abs(replayed - sequences * share) <= Fraction(1, 2)
     assert sum(span.shares.values()) == share
 
 
 def test_replayed_sequences_continue_the_documents(tmp_path: Path) -> None:
-    asked = sft(tmp_path, tokens=40 * SEQ)
-    stream, _ = prepared(tmp_path, asked)
+    sft_recipe = sft(tmp_path, tokens=40 * SEQ)
+    stream, _ = prepared(tmp_path, sft_recipe)
     tokens, targets, segments, domains = all_of(stream)
     replayed = (domains != len(DOMAINS)).all(1)
     assert replayed.sum() == 4
     assert [number // 10 for number in np.flatnonzero(replayed)] == [0, 1, 2, 3], "one in ten"
-    documents = TokenStream(tmp_path / "tokens", asked)
+    documents = TokenStream(tmp_path / "tokens", sft_recipe)
     assert documents.tokens == 80 + 4 * SEQ
     window = documents.sequences(80, SEQ, 4)  # from where the stage before ended
     for column, expected in zip((tokens, targets, segments, domains), window, strict=True):
@@ -146,46 +148,46 @@ def test_any_part_reads_as_the_whole_does(tmp_path: Path) -> None:
     whole = all_of(stream)
     again = ConversationStream(tmp_path / "chats", TokenStream(tmp_path / "tokens", stream.recipe), stream.span)
     for first, count in ((0, 1), (59, 1), (7, 4), (3, 30), (20, 40), (5, 0)):
-        part = again.sequences(again.span.start + first * SEQ, SEQ, count)
-        assert all((got == column[first : first + count]).all() for got, column in zip(part, whole, strict=True))
+        read = again.sequences(again.span.start + first * SEQ, SEQ, count)
+        assert all((got == column[first : first + count]).all() for got, column in zip(read, whole, strict=True))
     with pytest.raises(ValueError, match="are not in stage chat"):
         stream.sequences(stream.span.start, SEQ, 61)
 
 
 def test_epochs_are_shuffled_and_the_seed_decides(tmp_path: Path) -> None:
-    asked = sft(tmp_path, stage={"replay": "0%"}, curate={"validation_fraction": "0%"})
-    stream, _ = prepared(tmp_path, asked)
+    sft_recipe = sft(tmp_path, stage={"replay": "0%"}, curate={"validation_fraction": "0%"})
+    stream, _ = prepared(tmp_path, sft_recipe)
     tokens, count = all_of(stream)[0], stream.sequences_per_epoch
     first, second = tokens[:count], tokens[count : 2 * count]
     assert (first != second).any()
     assert sorted(map(bytes, first)) == sorted(map(bytes, second))
-    other = prepared(tmp_path, asked.model_copy(update={"seed": 5}))[0]
+    other = prepared(tmp_path, sft_recipe.model_copy(update={"seed": 5}))[0]
     assert (all_of(other)[0][:count] != first).any()
 
 
 def test_held_out_and_repeated_conversations_are_not_trained_on(tmp_path: Path) -> None:
     rows = [*CHATS, *CHATS[:7], chat(" q1 q1 ", "x"), chat("q1 q1", "x\n")]
     quarter = {"curate": {"validation_fraction": "25%"}, "stage": {"replay": "0%"}}
-    stream, facts = prepared(tmp_path, sft(tmp_path, rows, **quarter))
-    assert facts["dropped"] == {"duplicate": 8}, "white space around a content does not count"
-    assert facts["conversations"] + facts["held_out"] == 31
-    assert 2 <= facts["held_out"] <= 15
+    stream, metadata = prepared(tmp_path, sft(tmp_path, rows, **quarter))
+    assert metadata["dropped"] == {"duplicate": 8}, "white space around a content does not count"
+    assert metadata["conversations"] + metadata["held_out"] == 31
+    assert 2 <= metadata["held_out"] <= 15
     held_out = [json.loads(line) for line in (tmp_path / "chats" / HELD_OUT).read_text().splitlines()]
     text = "".join(CODER.decode(row) for row in all_of(stream)[0].tolist())
-    assert len(held_out) == facts["held_out"]
+    assert len(held_out) == metadata["held_out"]
     for row in held_out:
         ids, _ = encode_conversation(CODER, row["messages"])
         assert CODER.decode(ids) not in text
     again = prepared(tmp_path, sft(tmp_path, rows[::-1], **quarter))[1]
-    assert again["held_out"] == facts["held_out"], "a conversation's text decides, not its place"
+    assert again["held_out"] == metadata["held_out"], "a conversation's text decides, not its place"
 
 
 def test_what_is_longer_than_a_sequence_is_cut_and_counted(tmp_path: Path) -> None:
     rows = [chat("q", "a" * 200), chat("q" * 200, "a"), chat("q", "a")]
-    stream, facts = prepared(
+    stream, metadata = prepared(
         tmp_path, sft(tmp_path, rows, curate={"validation_fraction": "0%"}, stage={"replay": "0%"})
     )
-    packed = facts["packing"][str(SEQ)]
+    packed = metadata["packing"][str(SEQ)]
     assert (packed["cut"], packed["dropped"], packed["sequences"]) == (1, 1, 2)
     tokens, targets, _, _ = stream.sequences(stream.span.start, SEQ, 2)
     ids, mask = encode_conversation(CODER, rows[0]["messages"])
@@ -238,8 +240,8 @@ def test_a_length_that_contradicts_the_epochs_is_refused_with_the_one_to_write(t
 
 
 def test_a_stage_of_conversations_alone_needs_no_documents(tmp_path: Path) -> None:
-    asked = sft(tmp_path, before=[], stage={"replay": "0%"})
-    stream, _ = prepared(tmp_path, asked)
+    sft_recipe = sft(tmp_path, before=[], stage={"replay": "0%"})
+    stream, _ = prepared(tmp_path, sft_recipe)
     assert stream.replay.tokens == 0
     assert stream.block_bytes == 0
     assert stream.identity(0, 4 * SEQ)["replay"] is None
@@ -248,10 +250,10 @@ def test_a_stage_of_conversations_alone_needs_no_documents(tmp_path: Path) -> No
 
 def test_documents_are_read_as_without_conversations(tmp_path: Path) -> None:
     """Fine-tuning added to a recipe moves no token of the stages before it."""
-    asked = sft(tmp_path)
+    sft_recipe = sft(tmp_path)
     plain = recipe([stage("main", 80)])
-    write_shards(tmp_path / "tokens", asked, LENGTHS)
-    with_chat, without = TokenStream(tmp_path / "tokens", asked), TokenStream(tmp_path / "tokens", plain)
+    write_shards(tmp_path / "tokens", sft_recipe, LENGTHS)
+    with_chat, without = TokenStream(tmp_path / "tokens", sft_recipe), TokenStream(tmp_path / "tokens", plain)
     assert (with_chat.read(0, 80).tokens == without.read(0, 80).tokens).all()
     assert with_chat.identity(0, 80) == without.identity(0, 80)
 

@@ -36,12 +36,12 @@ def tokenizer(tmp_path: Path) -> Path:
 
 
 def rows() -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {
+    rows_by_domain: dict[str, list[dict[str, Any]]] = {
         domain: [{"text": text, "source_index": number % 2} for number, text in enumerate(texts)]
         for domain, texts in TEXTS.items()
     }
-    found["general"].append({"text": "kept for evaluation", "split": "held_out"})
-    return found
+    rows_by_domain["general"].append({"text": "kept for evaluation", "split": "held_out"})
+    return rows_by_domain
 
 
 @pytest.fixture
@@ -50,9 +50,9 @@ def documents(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def parts(tmp_path: Path) -> Path:
+def split_documents(tmp_path: Path) -> Path:
     """The same documents in three files for each domain."""
-    return write_documents(tmp_path / "parts", rows(), files=3)
+    return write_documents(tmp_path / "split", rows(), files=3)
 
 
 def tables(folder: Path, dataset: str) -> list[dict[str, Any]]:
@@ -60,12 +60,12 @@ def tables(folder: Path, dataset: str) -> list[dict[str, Any]]:
 
 
 def read_back(folder: Path, dataset: str) -> list[list[int]]:
-    found = []
+    texts = []
     for file in sorted((folder / dataset).glob("*.parquet")):
         stem = file.with_name(file.stem.replace("documents", "tokens"))
         for row in pq.read_table(file).to_pylist():
-            found.append(open_pair(stem).tokens[row["offset"] : row["offset"] + row["length"]].tolist())
-    return found
+            texts.append(open_pair(stem).tokens[row["offset"] : row["offset"] + row["length"]].tolist())
+    return texts
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -93,15 +93,15 @@ def test_documents_come_back_whole_in_order_and_only_for_training(
             assert max(ids[1:-1], default=0) < len(encoder.base)
 
 
-def test_facts_and_index_count_what_is_there(parts: Path, tokenizer: Path, tmp_path: Path) -> None:
-    facts = tokenize(ASKED, parts, tokenizer, tmp_path / "tokens")
+def test_facts_and_index_count_what_is_there(split_documents: Path, tokenizer: Path, tmp_path: Path) -> None:
+    metadata = tokenize(ASKED, split_documents, tokenizer, tmp_path / "tokens")
     index = json.loads((tmp_path / "tokens" / "tokens.json").read_text())
     languages: Counter[str] = Counter()
     for domain, texts in TEXTS.items():
         written = tables(tmp_path / "tokens", domain)
         tokens = sum(row["length"] for row in written)
         counted = {"tokens": tokens, "documents": len(texts), "bytes": sum(len(text.encode()) for text in texts)}
-        assert facts["datasets"][domain] == {name: facts[name][domain] for name in counted} == counted
+        assert metadata["datasets"][domain] == {name: metadata[name][domain] for name in counted} == counted
         described = index["datasets"][domain]
         assert {name: described[name] for name in counted} == counted
         assert sum(described["shards"]["tokens"]) == tokens
@@ -114,28 +114,30 @@ def test_facts_and_index_count_what_is_there(parts: Path, tokenizer: Path, tmp_p
         for row in written:
             by_source[row["source"]] += row["length"]
             languages[row["language"]] += row["length"]
-        assert facts["sources"][domain] == by_source
-    assert facts["languages"] == languages
+        assert metadata["sources"][domain] == by_source
+    assert metadata["languages"] == languages
     assert (index["dtype"], index["vocab_size"], index["begin"], index["end"]) == ("uint16", 556, 300, 301)
 
 
-def test_weighted_sources_are_leaves_of_their_own(parts: Path, tokenizer: Path, tmp_path: Path) -> None:
-    asked = recipe([stage("a", 80)], weights={"general": [3, 1], "code": [1, 1]})
-    facts = tokenize(asked, parts, tokenizer, tmp_path / "tokens")
-    assert list(facts["datasets"]) == ["general-0", "general-1", "math", "code-0", "code-1", "multilingual"]
-    assert facts["tokens"]["general"] == sum(facts["datasets"][name]["tokens"] for name in ("general-0", "general-1"))
+def test_weighted_sources_are_separate_datasets(split_documents: Path, tokenizer: Path, tmp_path: Path) -> None:
+    weighted = recipe([stage("a", 80)], weights={"general": [3, 1], "code": [1, 1]})
+    metadata = tokenize(weighted, split_documents, tokenizer, tmp_path / "tokens")
+    assert list(metadata["datasets"]) == ["general-0", "general-1", "math", "code-0", "code-1", "multilingual"]
+    assert metadata["tokens"]["general"] == sum(
+        metadata["datasets"][name]["tokens"] for name in ("general-0", "general-1")
+    )
     encoder = Tokenizer.load(tokenizer)
     for source in (0, 1):
         read = {encoder.decode(ids) for ids in read_back(tmp_path / "tokens", f"general-{source}")}
         assert read == set(TEXTS["general"][source::2])
-    assert facts["datasets"]["code-1"] == {"tokens": 0, "documents": 0, "bytes": 0}
+    assert metadata["datasets"]["code-1"] == {"tokens": 0, "documents": 0, "bytes": 0}
     assert not list((tmp_path / "tokens" / "code-1").glob("*.bin"))
 
 
 def test_document_of_an_unknown_source_is_refused(documents: Path, tokenizer: Path, tmp_path: Path) -> None:
-    asked = recipe([stage("a", 80)], weights={"general": [3]})
+    weighted = recipe([stage("a", 80)], weights={"general": [3]})
     with pytest.raises(ValueError, match=r"sources\.general: document \w+ comes from source 1, the recipe has 1"):
-        tokenize(asked, documents, tokenizer, tmp_path / "tokens")
+        tokenize(weighted, documents, tokenizer, tmp_path / "tokens")
 
 
 def backwards(job: TokenJob, step: str, work: Callable[[Any, int], None], items: Sequence[int]) -> None:
@@ -148,19 +150,19 @@ def pooled(job: TokenJob, step: str, work: Callable[[Any, int], None], items: Se
         list(pool.map(lambda item: work(job, item), items))
 
 
-def test_threads_runner_and_repetition_change_no_byte(parts: Path, tokenizer: Path, tmp_path: Path) -> None:
+def test_threads_runner_and_repetition_change_no_byte(split_documents: Path, tokenizer: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    tokenize(ASKED, parts, tokenizer, whole)
+    tokenize(ASKED, split_documents, tokenizer, whole)
     expected = contents(whole)
     assert len([name for name in expected if name.endswith("parquet")]) == 12
     for name, more in (("threads", {"threads": 3}), ("backwards", {"runner": backwards}), ("pool", {"runner": pooled})):
-        tokenize(ASKED, parts, tokenizer, tmp_path / name, **more)
+        tokenize(ASKED, split_documents, tokenizer, tmp_path / name, **more)
         assert contents(tmp_path / name) == expected
 
 
-def test_a_killed_job_goes_on_to_the_same_bytes(parts: Path, tokenizer: Path, tmp_path: Path) -> None:
+def test_a_killed_job_goes_on_to_the_same_bytes(split_documents: Path, tokenizer: Path, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    facts = tokenize(ASKED, parts, tokenizer, whole)
+    metadata = tokenize(ASKED, split_documents, tokenizer, whole)
 
     def killed(job: TokenJob, step: str, work: Callable[[Any, int], None], items: Sequence[int]) -> None:
         for item in items[:5]:
@@ -168,7 +170,7 @@ def test_a_killed_job_goes_on_to_the_same_bytes(parts: Path, tokenizer: Path, tm
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tokenize(ASKED, parts, tokenizer, cut, runner=killed)
+        tokenize(ASKED, split_documents, tokenizer, cut, runner=killed)
     assert not (cut / "tokens.json").exists()
     half_done = cut / "general" / "documents-00001.parquet"
     half_done.unlink()
@@ -179,24 +181,24 @@ def test_a_killed_job_goes_on_to_the_same_bytes(parts: Path, tokenizer: Path, tm
         seen.extend(items)
         backwards(job, step, work, items)
 
-    assert tokenize(ASKED, parts, tokenizer, cut, runner=counting) == facts
+    assert tokenize(ASKED, split_documents, tokenizer, cut, runner=counting) == metadata
     assert seen == [1, *range(5, 12)]
     assert contents(cut) == contents(whole)
 
 
-def test_shards_follow_the_number_of_their_file(parts: Path, tokenizer: Path, tmp_path: Path) -> None:
-    for file in sorted((parts / "documents").glob("math-*.parquet")):
+def test_shards_follow_the_number_of_their_file(split_documents: Path, tokenizer: Path, tmp_path: Path) -> None:
+    for file in sorted((split_documents / "documents").glob("math-*.parquet")):
         number = int(file.stem[-1])
         file.rename(file.with_name(f"math-{(99_999, 100_000, 7)[number]:05}.parquet"))
-    tokenize(ASKED, parts, tokenizer, tmp_path / "tokens")
+    tokenize(ASKED, split_documents, tokenizer, tmp_path / "tokens")
     index = json.loads((tmp_path / "tokens" / "tokens.json").read_text())
     assert index["datasets"]["math"]["shards"]["number"] == [7, 99_999, 100_000]
     assert (tmp_path / "tokens" / "math" / "tokens-100000.idx").exists()
 
 
 def test_dtype_goes_by_the_vocabulary() -> None:
-    def dtype(asked: str, vocab_size: int) -> str:
-        return token_dtype(recipe([stage("a", 80)], tokens={"dtype": asked}), vocab_size).name
+    def dtype(dtype_field: str, vocab_size: int) -> str:
+        return token_dtype(recipe([stage("a", 80)], tokens={"dtype": dtype_field}), vocab_size).name
 
     assert dtype("auto", 65_499) == "uint16"
     assert dtype("auto", 65_500) == "int32"

@@ -37,7 +37,7 @@ from tests.llama3.evaluate.test_generate_batch import TOKENIZER, made
 from tests.llama3.serve.test_engine import await_idle
 
 WINDOW = 20_000
-SPEC = Model(layers=2, dim=32, ffn=48, heads=4, kv_heads=2, max_seq_len=WINDOW, tied_embeddings=False)
+CONFIG = Model(layers=2, dim=32, ffn=48, heads=4, kv_heads=2, max_seq_len=WINDOW, tied_embeddings=False)
 NAME = "tiny@champion"
 """As in the tutorial."""
 EOT = 256 + 9
@@ -61,7 +61,7 @@ def serving(served: Served, page: str = "") -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    engine = BatchEngine(made(SPEC), TOKENIZER, max_batch=4, queue=8)
+    engine = BatchEngine(made(CONFIG), TOKENIZER, max_batch=4, queue=8)
     yield Served(NAME, engine, chat=True)
     engine.stop()
 
@@ -188,7 +188,7 @@ def test_a_chat_is_encoded_with_the_template_and_ends_at_its_end(
 
 
 def test_the_end_of_a_turn_ends_a_chat_but_no_completion() -> None:
-    model = made(SPEC)
+    model = made(CONFIG)
     favour(model, EOT)
     favour(model, ord("x"), 5e3)
     engine = BatchEngine(model, TOKENIZER)
@@ -385,7 +385,7 @@ def test_the_tutorial_s_program_and_requests_are_answered_as_printed(
     page = (checkout / "docs/tutorials/talk-to-your-model.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     requests = re.findall(r"\$ curl -s localhost:8000(\S+).*?-d '(.*?)'\n    (.*?)\n", page, re.DOTALL)
-    engine = BatchEngine(made(SPEC.model_copy(update={"max_seq_len": 512})), TOKENIZER)
+    engine = BatchEngine(made(CONFIG.model_copy(update={"max_seq_len": 512})), TOKENIZER)
     with serving(Served(NAME, engine, chat=False)) as address, httpx.Client(base_url=address, timeout=60) as http:
         exec(program.replace("http://127.0.0.1:8000", address), {})
         for path, body, printed in requests:
@@ -403,7 +403,7 @@ def test_the_tutorial_s_program_and_requests_are_answered_as_printed(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    save_model(path, SPEC, TOKENIZER.vocab_size, made(SPEC).state_dict())
+    save_model(path, CONFIG, TOKENIZER.vocab_size, made(CONFIG).state_dict())
     TOKENIZER.save(path)
     return path
 
@@ -429,7 +429,7 @@ def test_herd_serve_serves_until_ctrl_c(folder: Path, tmp_path: Path) -> None:
     assert (result.exit_code, result.output) == (
         0, f"loading the model\n{folder} is served at {address} and {address}v1; Ctrl-C stops it\n",
     )  # fmt: skip
-    assert answers[0]["choices"][0]["text"] == generate(made(SPEC), TOKENIZER, "The", 16)
+    assert answers[0]["choices"][0]["text"] == generate(made(CONFIG), TOKENIZER, "The", 16)
     assert answers[1].startswith("<!doctype html>")
 
 

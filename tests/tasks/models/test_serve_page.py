@@ -22,7 +22,7 @@ from herd.storage.root import Root
 from herd.tasks.models.serve import Served, render_page
 from tests.llama3.evaluate.test_generate_batch import TOKENIZER, made
 from tests.llama3.serve.test_engine import await_idle
-from tests.tasks.models.test_serve import SPEC, serving
+from tests.tasks.models.test_serve import CONFIG, serving
 from tests.tasks.trained_run import TrainedRun
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PAT
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[BatchEngine]:
-    engine = BatchEngine(made(SPEC), TOKENIZER)
+    engine = BatchEngine(made(CONFIG), TOKENIZER)
     yield engine
     engine.stop()
 

@@ -23,7 +23,7 @@ from herd.storage.processes import free_port
 from herd.tasks.models.lookup import check_layout, choose_layout
 from tests.dist import Forked
 from tests.llama3.evaluate.test_generate_batch import TOKENIZER, made
-from tests.tasks.models.test_serve import SPEC
+from tests.tasks.models.test_serve import CONFIG
 
 WAIT_S = 60
 
@@ -31,7 +31,7 @@ WAIT_S = 60
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    save_model(path, SPEC, TOKENIZER.vocab_size, made(SPEC).state_dict())
+    save_model(path, CONFIG, TOKENIZER.vocab_size, made(CONFIG).state_dict())
     TOKENIZER.save(path)
     return path
 
@@ -61,7 +61,7 @@ def test_a_split_model_is_served_until_ctrl_c(folder: Path, tmp_path: Path) -> N
     with serving(folder, tmp_path) as (process, client, _):
         body = {"model": str(folder), "prompt": "The", "temperature": 0}
         (choice,) = client.post("/v1/completions", json=body).json()["choices"]
-        assert choice["text"] == generate(made(SPEC), TOKENIZER, "The", 16)
+        assert choice["text"] == generate(made(CONFIG), TOKENIZER, "The", 16)
         with client.stream("POST", "/v1/completions", json={**body, "max_tokens": 20, "stream": True}) as answer:
             lines = (line for line in answer.iter_lines() if line)
             next(lines)
@@ -103,7 +103,7 @@ def test_no_rank_outlives_the_server(folder: Path, tmp_path: Path, number: int) 
 
 @pytest.mark.slow
 def test_a_split_model_generates_the_text_of_one_process(tmp_path: Path) -> None:
-    model = made(SPEC.model_copy(update={"max_seq_len": 24}))
+    model = made(CONFIG.model_copy(update={"max_seq_len": 24}))
     save_model(tmp_path, model.config, TOKENIZER.vocab_size, model.state_dict())
     TOKENIZER.save(tmp_path)
     words = ["generate", str(tmp_path), "--tokens", "40", "--tp", "2", "--pp", "2", "--dtype", "fp32"]
@@ -134,10 +134,10 @@ def test_a_layout_that_does_not_fit_the_model_is_refused(
 
 
 def test_more_processes_than_gpus_are_refused() -> None:
-    check_layout(SPEC, TOKENIZER.vocab_size, Layout(tp=2), 2)
-    check_layout(SPEC, TOKENIZER.vocab_size, Layout(tp=2), 0)
+    check_layout(CONFIG, TOKENIZER.vocab_size, Layout(tp=2), 2)
+    check_layout(CONFIG, TOKENIZER.vocab_size, Layout(tp=2), 0)
     with pytest.raises(ValueError, match=r"--tp 2 x --pp 2: needs 4 GPUs, and this machine has 2; write less"):
-        check_layout(SPEC, TOKENIZER.vocab_size, Layout(tp=2, pp=2), 2)
+        check_layout(CONFIG, TOKENIZER.vocab_size, Layout(tp=2, pp=2), 2)
 
 
 def test_a_model_takes_as_few_gpus_as_it_fits() -> None:
