@@ -149,14 +149,14 @@ def _grade(
         yield graded
 
 
-def answer_samples(task: Task, found: Sequence[GeneratedAnswer]) -> list[Sample]:
+def answer_samples(task: Task, answers: Sequence[GeneratedAnswer]) -> list[Sample]:
     """Return one sample per prompt: the share of right answers, or pass@k with `writing.k`.
 
     A prompt with an answer that was not judged has no sample.
     """
     writing, samples = task.writing, []
     for index, prompt in enumerate(task.prompts):
-        group = found[index * writing.samples : (index + 1) * writing.samples]
+        group = answers[index * writing.samples : (index + 1) * writing.samples]
         if not all(item.judged for item in group):
             continue
         share = pass_at(writing.k, sum(item.right for item in group), writing.samples)
@@ -164,23 +164,23 @@ def answer_samples(task: Task, found: Sequence[GeneratedAnswer]) -> list[Sample]
     return samples
 
 
-def write_answers(found: Iterable[GeneratedAnswer], folder: Path) -> None:
+def write_answers(answers: Iterable[GeneratedAnswer], folder: Path) -> None:
     """Write all answers into `folder`, by key, question and sample."""
-    rows = [asdict(item) for item in sorted(found, key=lambda item: (item.key, item.id, item.sample))]
+    rows = [asdict(item) for item in sorted(answers, key=lambda item: (item.key, item.id, item.sample))]
     columns = {"key": pa.string(), "id": pa.string(), "sample": pa.int64(), "text": pa.string()}
     columns |= {"extracted": pa.string(), "right": pa.bool_(), "reason": pa.string(), "judged": pa.bool_()}
     pq.write_table(pa.Table.from_pylist(rows, pa.schema(list(columns.items()))), folder / ANSWERS_FILE)
 
 
-def count_too_long(found: Iterable[GeneratedAnswer]) -> dict[str, int]:
+def count_too_long(answers: Iterable[GeneratedAnswer]) -> dict[str, int]:
     """Return how many questions of each task were not asked because they do not fit the model's window."""
-    questions = {(item.key, item.id) for item in found if item.reason.startswith(TOO_LONG)}
+    questions = {(item.key, item.id) for item in answers if item.reason.startswith(TOO_LONG)}
     return dict(sorted(Counter(key for key, _ in questions).items()))
 
 
-def count_unjudged(found: Iterable[GeneratedAnswer]) -> dict[str, int]:
+def count_unjudged(answers: Iterable[GeneratedAnswer]) -> dict[str, int]:
     """Return how many questions of each task have an answer that was not judged."""
-    questions = {(item.key, item.id) for item in found if not item.judged}
+    questions = {(item.key, item.id) for item in answers if not item.judged}
     return dict(sorted(Counter(key for key, _ in questions).items()))
 
 
@@ -341,17 +341,23 @@ def evaluate(
 
 
 def evaluate_tasks(
-    network: Transformer, coder: Tokenizer, asked: LoadedSuite, folder: Path | None = None, *, threads: int, device: str
+    network: Transformer,
+    coder: Tokenizer,
+    loaded: LoadedSuite,
+    folder: Path | None = None,
+    *,
+    threads: int,
+    device: str,
 ) -> EvaluationResult:
-    """Evaluate an fp32 model on `device` on the tasks of `asked`; write the tables into `folder` if given."""
+    """Evaluate an fp32 model on `device` on the tasks of `loaded`; write the tables into `folder` if given."""
     with _threads(threads):
-        results = _run_tasks(network, coder, asked.tasks, network.config.max_seq_len, device, EvalRanks())
-    baselines = asked.baselines() if asked.suite.name else {}
-    scores, all_samples = score_table(None, asked.tasks, results.samples, baselines)
+        results = _run_tasks(network, coder, loaded.tasks, network.config.max_seq_len, device, EvalRanks())
+    baselines = loaded.baselines() if loaded.suite.name else {}
+    scores, all_samples = score_table(None, loaded.tasks, results.samples, baselines)
     if folder is not None:
-        _write_tables(folder, scores, all_samples, asked, results, baselines)
+        _write_tables(folder, scores, all_samples, loaded, results, baselines)
         write_answers(results.answers, folder)
-    return EvaluationResult(scores, asked, count_too_long(results.answers))
+    return EvaluationResult(scores, loaded, count_too_long(results.answers))
 
 
 @contextmanager

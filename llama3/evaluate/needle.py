@@ -176,12 +176,12 @@ def find_needles(
         pool = concat_tokens(coder, texts, 2 * length)
         text_tokens = max(text_tokens, len(pool))
         for kind in kinds:
-            asked, number = make_haystacks(coder, pool, length, count, kind), 0
-            for first in asked:
+            questions, number = make_haystacks(coder, pool, length, count, kind), 0
+            for first in questions:
                 # The scorer reads a haystack once for all of its choices: 55 needles at 131,072 tokens are 7M tokens,
                 # not 29M.
                 more = max(1, POSITIONS // (length * CHOICES * len(first.asks))) - 1
-                batch = [first, *islice(asked, more)]
+                batch = [first, *islice(questions, more)]
                 sequences = [sequence for question in batch for sequence in question.sequences]
                 likelihoods = iter(score_sequences(model, sequences, length, device, ranks=ranks))
                 for question in batch:

@@ -109,11 +109,11 @@ def write_requests(rendered: Rendered, folder: Path) -> None:
     task = rendered.task
     rules = {name: value for name, value in asdict(task).items() if name not in ("requests", "prompts")}
     facts = {**rules, "digest": task.digest, "chance": task.chance, "sources": rendered.sources}
-    asked: tuple[Request | Prompt, ...] = task.prompts or task.requests
+    items: tuple[Request | Prompt, ...] = task.prompts or task.requests
     with io.BytesIO() as buffer:
         # mtime=0: equal tasks give equal bytes
         with gzip.GzipFile(filename="", mode="wb", fileobj=buffer, compresslevel=6, mtime=0) as file:
-            for request in asked:
+            for request in items:
                 row = {name: value for name, value in asdict(request).items() if name != "task" and value is not None}
                 file.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
         write_atomic(folder / REQUESTS_FILE, buffer.getvalue())

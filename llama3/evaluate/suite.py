@@ -218,7 +218,7 @@ def with_evaluation_sets(recipe: Recipe) -> Recipe:
     """
     if "evaluated" not in recipe.curate.decontaminate:
         return recipe
-    skip, found = recipe.evaluate.on_missing_data == "skip", dict[str, Benchmark]()
+    skip, benchmarks = recipe.evaluate.on_missing_data == "skip", dict[str, Benchmark]()
     for planned in all_tasks(recipe):
         if isinstance(planned.definition, Path):
             continue
@@ -227,9 +227,9 @@ def with_evaluation_sets(recipe: Recipe) -> Recipe:
             uri = planned.data_paths.uri(file)
             if fields and not uri.endswith(".txt") and not (skip and not list_files(uri)):
                 label = f"{planned.name}-{number}" if number else planned.name
-                found.setdefault(uri, Benchmark(name=label, uri=uri, fields=fields))
+                benchmarks.setdefault(uri, Benchmark(name=label, uri=uri, fields=fields))
     sets = [one for one in recipe.curate.decontaminate if one != "evaluated"]
-    curate = recipe.curate.model_copy(update={"decontaminate": [*sets, *found.values()]})
+    curate = recipe.curate.model_copy(update={"decontaminate": [*sets, *benchmarks.values()]})
     return recipe.model_copy(update={"curate": curate})
 
 
@@ -338,8 +338,8 @@ def render_task(planned: SuiteTask, most: int | None = None) -> Rendered:
     task = rendered.task
     if most is None or task.questions <= most:
         return rendered
-    asked: tuple[Request | Prompt, ...] = task.requests or task.prompts
-    kept = set(sorted({item.document for item in asked})[:most])  # the smallest ids, as `render` chooses
+    items: tuple[Request | Prompt, ...] = task.requests or task.prompts
+    kept = set(sorted({item.document for item in items})[:most])  # the smallest ids, as `render` chooses
     requests = tuple(request for request in task.requests if request.document in kept)
     prompts = tuple(prompt for prompt in task.prompts if prompt.document in kept)
     return Rendered(replace(task, requests=requests, prompts=prompts), rendered.sources)
@@ -515,15 +515,17 @@ def _recipe_task(text: str, data: str | None, questions: int | None) -> SuiteTas
 # Means over tasks.
 
 
-def mean_bits_per_byte(recipe: Recipe, parts: Mapping[str, Estimate], prefix: str = BPB) -> Estimate:
+def mean_bits_per_byte(recipe: Recipe, estimates: Mapping[str, Estimate], prefix: str = BPB) -> Estimate:
     """Return `eval/bpb` from `eval/bpb/<domain>`: their mean by the first stage's mix.
 
     The shares of the domains present are scaled to sum to 1. Also averages differences of two models, and other
     `<prefix>/<domain>`.
     """
     shares = recipe.first_mix
-    weights = [float(share) for domain, share in shares.items() if f"{prefix}/{domain}" in parts]
-    return weighted_mean([parts[f"{prefix}/{domain}"] for domain in shares if f"{prefix}/{domain}" in parts], weights)
+    weights = [float(share) for domain, share in shares.items() if f"{prefix}/{domain}" in estimates]
+    return weighted_mean(
+        [estimates[f"{prefix}/{domain}"] for domain in shares if f"{prefix}/{domain}" in estimates], weights
+    )
 
 
 def core_score(accuracies: Sequence[tuple[Estimate, float]]) -> Estimate:

@@ -153,21 +153,21 @@ class TaskFile(FrozenModel):
         return [*self.data, *([self.shots.data] if self.shots.data and self.shots.count else [])]
 
 
-def parse_task(data: object, place: str) -> TaskFile:
-    """Return the task that the mapping `data` describes; `place` is its name in error messages.
+def parse_task(data: object, location: str) -> TaskFile:
+    """Return the task that the mapping `data` describes; `location` is its name in error messages.
 
     Raises ValueError with one line per fault: file, field, remedy.
     """
     if not isinstance(data, dict):
-        raise ValueError(f"{place}: must be a mapping with the keys {', '.join(TaskFile.model_fields)}")
+        raise ValueError(f"{location}: must be a mapping with the keys {', '.join(TaskFile.model_fields)}")
     try:
         return TaskFile.model_validate(data)
     except ValidationError as error:
-        raise ValueError("\n".join(validation_errors(error, place))) from None
+        raise ValueError("\n".join(validation_errors(error, location))) from None
 
 
-def validation_errors(error: ValidationError, place: str) -> list[str]:
-    """Return one line per fault that pydantic found in the file `place`."""
+def validation_errors(error: ValidationError, location: str) -> list[str]:
+    """Return one line per fault that pydantic found in the file `location`."""
     lines = []
     for fault in error.errors():
         field = ".".join(str(key) for key in fault["loc"])
@@ -181,7 +181,7 @@ def validation_errors(error: ValidationError, place: str) -> list[str]:
                 text = f"{field}: is missing"
             case _:
                 text = f"{field}: {fault['input']!r}: {message[0].lower()}{message[1:]}"
-        lines.append(f"{place}: {text}")
+        lines.append(f"{location}: {text}")
     return lines
 
 
@@ -316,10 +316,10 @@ def _json_list(uri: str, text: str) -> Iterator[DataRow]:
     yield from (_json_row(f"{uri}:{number}", row) for number, row in enumerate(rows, 1))
 
 
-def _json_row(place: str, row: object) -> DataRow:
+def _json_row(location: str, row: object) -> DataRow:
     if not isinstance(row, dict):
-        raise ValueError(f'{place}: is not a JSON object with fields; write one such as {{"question": ...}}')
-    return DataRow(place, row)
+        raise ValueError(f'{location}: is not a JSON object with fields; write one such as {{"question": ...}}')
+    return DataRow(location, row)
 
 
 def _texts(uri: str, text: str, split_at: str) -> Iterator[DataRow]:
