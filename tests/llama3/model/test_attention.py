@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from herd.llama3.model.attention import AttentionMask, _blocks, _flex, attend, can_attend, document_lengths
+from herd.llama3.model.attention import AttentionMask, _blocks, _flex, _starts, attend, can_attend, document_lengths
 from herd.llama3.model.comms import NoComms
 from herd.llama3.model.linear import RMSNorm
 
@@ -50,6 +53,51 @@ def test_documents_one_by_one_equal_the_mask(rows: list[list[int]], seed: int) -
     reference = written_out(*qkv, mask)
     equal(attend(*qkv, AttentionMask(mask=mask)), reference, qkv)
     equal(attend(*qkv, AttentionMask(lengths=document_lengths(documents))), reference, qkv)
+
+
+def documented_varlen_attn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts_q: torch.Tensor,
+    starts_k: torch.Tensor,
+    longest_q: int,
+    longest_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention as the documentation of torch's CUDA function defines each argument."""
+    assert enable_gqa
+    assert scale is None
+    assert starts_q.dtype == starts_k.dtype == torch.int32
+    outputs = []
+    bounds_q, bounds_k = ([*pairwise(starts)] for starts in (starts_q, starts_k))
+    for (start, end), (first, last) in zip(bounds_q, bounds_k, strict=True):
+        assert end - start <= longest_q
+        assert last - first <= longest_k
+        distance = torch.arange(int(last - first)) - torch.arange(int(end - start)).unsqueeze(1)
+        left, right = window_size
+        mask = ((distance >= -left) | (left < 0)) & ((distance <= right) | (right < 0))
+        outputs.append(written_out(q[None, start:end], k[None, first:last], v[None, first:last], mask)[0])
+    return torch.cat(outputs)
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=3), seed=st.integers(0, 9)
+)
+def test_what_the_packed_kernel_is_asked_for_equals_the_mask(rows: list[list[int]], seed: int) -> None:
+    """The form that CUDA takes for documents; only its kernel is replaced."""
+    seq_len = max(map(sum, rows))
+    numbers = [[n for n, length in enumerate([*row, seq_len - sum(row)]) for _ in range(length)] for row in rows]
+    documents, positions = torch.tensor(numbers), torch.arange(seq_len)
+    qkv = inputs(len(rows), seq_len, seed)
+    starts = _starts(document_lengths(documents))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.nn.attention.varlen.varlen_attn", documented_varlen_attn)
+        packed = attend(*qkv, AttentionMask(starts=starts))
+    equal(packed, written_out(*qkv, can_attend(documents, positions, positions)), qkv)
 
 
 def test_no_form_is_plain_causal() -> None:

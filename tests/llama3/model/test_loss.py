@@ -86,6 +86,22 @@ def test_bf16_products_keep_fp32_sums_and_gradients() -> None:
     assert (weight.grad - expected).norm() / expected.norm() < 0.02
 
 
+def test_the_error_of_a_bf16_gradient_does_not_grow_with_the_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 2048, 16, generator=generator)
+    weight = torch.randn(64, 16, generator=generator).requires_grad_()
+    targets = torch.randint(64, (1, 2048), generator=generator)
+    exact = torch.autograd.grad(plain(hidden.double(), weight.double(), targets).sum(), weight)[0]
+    errors = []
+    for tokens in (2048, 256, 16):
+        monkeypatch.setattr(herd.llama3.model.loss, "CPU_TOKENS", tokens)
+        monkeypatch.setattr(herd.llama3.model.loss, "CPU_CHUNK", 64 * tokens)
+        nll = token_nll(hidden.bfloat16(), weight, targets)
+        gradient = torch.autograd.grad(nll.sum(), weight)[0]
+        errors.append(float((gradient - exact).norm() / exact.norm()))
+    assert max(errors) < 1.1 * errors[0]
+
+
 def test_no_gradients_are_made_where_none_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bool] = []
     sweep = herd.llama3.model.loss._sweep
