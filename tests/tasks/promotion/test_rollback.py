@@ -180,6 +180,27 @@ def test_aliases_and_tags_follow_also_after_a_crash_before_they_did(
         assert found["versions"][label]["rollback"].endswith(f"by Ada at {record.time}: it was not the model")
 
 
+def test_a_record_that_another_process_adds_while_aliases_are_written_is_shown_too(
+    runs: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, (first, second) = PromotionLog(runs, FAMILY), [record.artifact for record in read_log(runs, FAMILY)[:2]]
+    other = first if current_label(log.records, CHAMPION) == second else second
+    set_aliases, written = Registry.set_aliases, list[int]()
+
+    def set_while_the_log_grows(registry: Registry, records: list[Promotion]) -> list[str]:
+        changes = set_aliases(registry, records)
+        written.append(len(records))
+        if len(written) == 1:
+            add(runs, 3, artifact=other)
+        return changes
+
+    monkeypatch.setattr(Registry, "set_aliases", set_while_the_log_grows)
+    tracker = MLflowTracker(runs, FAMILY)
+    Registry(tracker).publish(log)
+    assert models(tracker)["aliases"][CHAMPION] == other
+    assert written == [written[0], written[0] + 1]
+
+
 @pytest.mark.slow
 def test_of_many_who_show_the_log_the_last_to_write_has_read_all(runs: Root) -> None:
     root, labels = runs, [record.artifact for record in read_log(runs, FAMILY)[:2]] * 2

@@ -33,10 +33,13 @@ from herd.tasks.cluster import Cluster, Slurm
 from herd.tasks.console import TerminalConsole
 from herd.tasks.errors import SchedulerRefused, TrainingFailed
 from herd.tasks.launch import base as launch_base
+from herd.tasks.launch.base import Launch
 from herd.tasks.launch.hosts import Hosts
 from herd.tasks.launch.local import Agents, LocalLauncher, rank_process
 from herd.tasks.runs.records import Runs
+from herd.tasks.stages import train
 from herd.tasks.stages.alerts import Alerts, read_alerts
+from herd.tasks.stages.evaluate import CheckpointOffers
 from herd.tasks.stages.follow import HUNG, JournalTailer
 from herd.tasks.stages.train import StageAttempts, _resumes
 from herd.tasks.step import Context
@@ -400,6 +403,34 @@ def test_an_attempt_that_excludes_a_host_is_followed_by_another(
     attempts.excluded = hosts.excluded()  # as at the next start
     with pytest.raises(TrainingFailed, match="killed"):
         attempts.ended(killed, progress=False)
+
+
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_a_trainer_that_always_dies_at_once_is_started_as_often_as_the_cluster_allows(
+    attempts: int, context: Context, launcher: LocalLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context.cluster = context.cluster.model_copy(update={"attempts": attempts, "processes": 1})
+    started: list[Path] = []
+
+    class Dying:
+        """Its trainers are killed before their first step."""
+
+        capacity, live = launcher.capacity, launcher.live
+
+        def start(self, path: Path, processes: int, logs: Path) -> Launch:
+            assert len(started) < attempts, "started once more"
+            started.append(logs)
+            launch = launcher.start(path, processes, logs)
+            while True:
+                with suppress(LookupError):
+                    rank_process(0).kill()
+                    return launch
+
+    monkeypatch.setattr(train, "launcher_of", lambda *_: Dying())
+    offers = CheckpointOffers(context, SPAN, str(tmp_path / "work" / "checkpoints"))
+    with pytest.raises(TrainingFailed, match=rf"no new step, {attempts} time\(s\) in a row"):
+        train._train(context, SPAN, job(tmp_path, ASKED), [context.record.mlflow_run], offers)
+    assert [logs.name for logs in started] == [f"attempt-{number}" for number in range(1, attempts + 1)]
 
 
 def test_attempts_end_when_none_gets_further(

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 
 from herd.llama3.recipe.load import load_recipe
 from herd.storage.filesystem import cache_folder
 from herd.storage.root import Root
 from herd.tasks.runs.records import Runs
-from herd.tasks.tracking.mlflow import MetricPoint, MLflowTracker
+from herd.tasks.tracking.mlflow import CircuitBreaker, MetricPoint, MLflowTracker
 from herd.tasks.tracking.mlflow_store import prepare_database
 from tests.dist import forkserver
 
@@ -49,6 +51,30 @@ def test_steps_that_another_machine_trains_again_count_once(tracker: MLflowTrack
     assert other.series(run, "train/loss") == [(point.position, point.value) for point in wanted]
     assert [position // 4096 for position, _ in other.series(run, "train/lr")] == [10, 11, 12, 13]
     assert [position // 4096 for position, _ in other.series(run, "checkpoint/write_s")] == [8]
+
+
+def test_one_call_that_fails_is_sent_again_and_a_refusal_is_not() -> None:
+    """An outage may begin and end between two points: nothing else is skipped then."""
+    reached = True
+
+    def probe() -> None:
+        if not reached:
+            raise ConnectionError("refused")
+
+    def fail() -> str:
+        raise ConnectionError("reset by peer")
+
+    def refuse() -> str:
+        raise MlflowException("no such metric", error_code=INVALID_PARAMETER_VALUE)
+
+    reach = CircuitBreaker(probe)
+    assert reach.attempt(refuse, "instead") == "instead"
+    assert (reach.stale, reach.away) == (False, False)
+    assert reach.attempt(fail, "instead") == "instead"
+    assert (reach.stale, reach.away) == (True, True)
+    reach._retry_at = 0.0
+    assert reach.attempt(lambda: "sent", "instead") == "sent"
+    assert (reach.stale, reach.away) == (True, False), "until the run was sent again"
 
 
 def test_a_run_and_its_children_are_found_again(tracker: MLflowTracker) -> None:

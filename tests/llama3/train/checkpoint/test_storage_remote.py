@@ -105,6 +105,19 @@ def test_checkpoints_are_found_without_listing_their_files(
     assert sorted(listed) == [uri, f"{uri}/{3:018}", f"{uri}/{6:018}"]
 
 
+def test_an_attempt_that_another_one_followed_commits_nothing_and_ends(uri: str, tmp_path: Path) -> None:
+    """Its machine was given up, and was not dead."""
+    first, second = (opened(tmp_path / name, uri=uri) for name in ("first", "second"))
+    first.resume(State())
+    first.save(State(position=3), "main")
+    second.resume(State())
+    with pytest.raises(remote.SupersededError, match=r"attempt 000002 trains this stage now, .* is number 1"):
+        first.save(State(position=6), "main")
+    assert not [name for name in objects(uri) if f"{6:018}" in name]
+    second.save(State(position=9), "main")
+    assert load(uri, tmp_path / "third")[0].position == 9
+
+
 def flip(uri: str) -> None:
     place = only(uri, 6, "02.safetensors")
     data = bytearray(filesystem_of(uri).cat_file(place))
