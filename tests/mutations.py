@@ -35,7 +35,7 @@ class Mutant(NamedTuple):
     tests: list[str]
 
     @property
-    def room(self) -> str:
+    def folder(self) -> str:
         first, second = self.file.split("/")[:2]
         return second if first == "llama3" else first
 
@@ -122,11 +122,11 @@ def plant(folder: Path, mutant: Mutant, number: int) -> Result:
 
 
 def table(results: list[Result]) -> str:
-    lines = ["| id | room | fault | verdict | caught by | s |", "|---|---|---|---|---|---|"]
+    lines = ["| id | folder | fault | verdict | caught by | s |", "|---|---|---|---|---|---|"]
     for mutant, verdict, by, seconds in results:
         said = verdict if verdict == "caught" else f"**{verdict}**"
         name = by.replace("|", "/").removeprefix("tests/")
-        lines.append(f"| {mutant.id} | {mutant.room} | {mutant.fault} | {said} | {name} | {seconds:.0f} |")
+        lines.append(f"| {mutant.id} | {mutant.folder} | {mutant.fault} | {said} | {name} | {seconds:.0f} |")
     return "\n".join(lines)
 
 

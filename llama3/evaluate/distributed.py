@@ -227,11 +227,11 @@ class SplitRunner:
             self._failure = self._ranks.failure()
         return self._failure
 
-    def read(self, tokens: Sequence[int], known: int, room: int) -> None:
-        self._send("read", tokens, known, room)
+    def read(self, tokens: Sequence[int], known: int, capacity: int) -> None:
+        self._send("read", tokens, known, capacity)
 
-    def join(self, room: int, rows: int) -> None:
-        self._send("join", room, rows)
+    def join(self, capacity: int, rows: int) -> None:
+        self._send("join", capacity, rows)
 
     def leave(self, row: int) -> None:
         self._send("leave", row)

@@ -178,13 +178,13 @@ def stream(
 def _stream(runner: Runner, sampler: Sampler, text: GeneratedText) -> Iterator[str]:
     """The generator of `stream`: apart, because the checks must run before the first `next()`."""
     longest, tokens, known = runner.config.max_seq_len, list(text.tokens), 0
-    room = min(longest, len(tokens) + text.left)
+    capacity = min(longest, len(tokens) + text.left)
     while text.left:
         if len(tokens) > longest:
             tokens, known = tokens[-(longest // 2) :], 0
-        runner.read(tokens[known:], known, room)
+        runner.read(tokens[known:], known, capacity)
         (token,) = runner.pick(sampler, [0], [text.dice], [text.tokens])
-        known, room = len(tokens), 0
+        known, capacity = len(tokens), 0
         tokens.append(token)
         yield text.add(token)
 
@@ -344,9 +344,9 @@ class IncrementalDecoder:
     decoder share only their common beginning, so give each its own; the weights are shared.
     """
 
-    def __init__(self, model: Transformer, room: int) -> None:
-        """Make a decoder for sequences of at most `room` tokens; `model` itself is not changed."""
-        self.cache = Cache(room)
+    def __init__(self, model: Transformer, capacity: int) -> None:
+        """Make a decoder for sequences of at most `capacity` tokens; `model` itself is not changed."""
+        self.cache = Cache(capacity)
         """Of the sequence that was read last."""
         self.device = next(model.parameters()).device
         self._model = with_cache(model, self.cache)
@@ -391,14 +391,14 @@ class Runner(Protocol):
     processes: int
     """That hold the model."""
 
-    def read(self, tokens: Sequence[int], known: int, room: int) -> None:
+    def read(self, tokens: Sequence[int], known: int, capacity: int) -> None:
         """Read `tokens` after the first `known` tokens of what was read before.
 
-        `room` above 0 makes a new cache for that many; then `known` is 0.
+        `capacity` above 0 makes a new cache for that many; then `known` is 0.
         """
         ...
 
-    def join(self, room: int, rows: int) -> None:
+    def join(self, capacity: int, rows: int) -> None:
         """Add what was read to the batch, whose cache grows as `BatchCache.join` says."""
         ...
 
@@ -437,15 +437,15 @@ class ModelRunner:
         self._decoder: IncrementalDecoder | None = None
         self._empty_batch()
 
-    def read(self, tokens: Sequence[int], known: int, room: int) -> None:
-        if room:
-            self._decoder = IncrementalDecoder(self.model, room)
+    def read(self, tokens: Sequence[int], known: int, capacity: int) -> None:
+        if capacity:
+            self._decoder = IncrementalDecoder(self.model, capacity)
         assert self._decoder is not None
         self._logits_BV = self._decoder.read([*self._decoder.tokens[:known], *tokens])
 
-    def join(self, room: int, rows: int) -> None:
+    def join(self, capacity: int, rows: int) -> None:
         assert self._decoder is not None
-        self.batch.join(self._decoder.cache, room, rows)
+        self.batch.join(self._decoder.cache, capacity, rows)
 
     def leave(self, row: int) -> None:
         self.batch.leave(row)

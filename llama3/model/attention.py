@@ -100,8 +100,8 @@ def document_lengths(documents_BS: Tensor) -> tuple[int, ...]:
 
 def _starts(lengths: tuple[int, ...]) -> Tensor:
     """Return the starts, padded to a power of two so that a compiled layer meets few different shapes."""
-    room = 2 ** len(lengths).bit_length()
-    padded = torch.tensor([0, *lengths, *[0] * (room - len(lengths))], dtype=torch.int64)
+    capacity = 2 ** len(lengths).bit_length()
+    padded = torch.tensor([0, *lengths, *[0] * (capacity - len(lengths))], dtype=torch.int64)
     return padded.cumsum(0).to(torch.int32)
 
 

@@ -31,9 +31,9 @@ class KeyValues(Protocol):
 class Cache:
     """Keys and values of every layer; each call of the model appends its tokens."""
 
-    def __init__(self, room: int) -> None:
-        """Create a cache for at most `room` tokens per sequence."""
-        self.room = room
+    def __init__(self, capacity: int) -> None:
+        """Create a cache for at most `capacity` tokens per sequence."""
+        self.capacity = capacity
         self.length = 0
         """Cached tokens, T."""
         self._stores: list[tuple[Tensor, Tensor]] = []
@@ -43,7 +43,7 @@ class Cache:
         """Return keys and values [B, T, K, E] of all tokens so far, those of this call last."""
         begin, end = self.length - k.shape[1], self.length
         if self._layer == len(self._stores):
-            size = k.shape[0], k.shape[2], self.room, k.shape[3]
+            size = k.shape[0], k.shape[2], self.capacity, k.shape[3]
             self._stores.append((k.new_empty(size), v.new_empty(size)))
         stores = self._stores[self._layer]
         self._layer += 1
@@ -56,9 +56,9 @@ class Cache:
 
         Raises ValueError if they do not fit.
         """
-        if self.length + seq_len > self.room:
+        if self.length + seq_len > self.capacity:
             raise ValueError(
-                f"a cache with room for {self.room} tokens cannot hold {self.length + seq_len}; make it larger"
+                f"a cache with room for {self.capacity} tokens cannot hold {self.length + seq_len}; make it larger"
             )
         self._layer = 0
         self.length += seq_len
@@ -95,9 +95,9 @@ class PaddedCache(Cache):
     Filled from caches of one sequence each (`put`); then each call adds one token per sequence.
     """
 
-    def __init__(self, room: int, sequences: int, length: int) -> None:
+    def __init__(self, capacity: int, sequences: int, length: int) -> None:
         """Create a cache for as many `sequences`, the longest of which has `length` tokens so far."""
-        super().__init__(room)
+        super().__init__(capacity)
         self.length = length
         self._padding = torch.full((sequences,), length)
 
@@ -107,7 +107,7 @@ class PaddedCache(Cache):
         if not self._stores:  # zeros: padding is multiplied by 0, and uninitialized memory may hold NaN
             size = len(self._padding)
             for k, v in other._stores:
-                shape = size, k.shape[1], self.room, k.shape[3]
+                shape = size, k.shape[1], self.capacity, k.shape[3]
                 self._stores.append((k.new_zeros(shape), v.new_zeros(shape)))
         for targets, sources in zip(self._stores, other._stores, strict=True):
             for target, source in zip(targets, sources, strict=True):
@@ -150,17 +150,17 @@ class BatchCache(Cache):
         """Return the number of sequences."""
         return len(self._lengths)
 
-    def join(self, other: Cache, room: int, sequences: int) -> None:
+    def join(self, other: Cache, capacity: int, sequences: int) -> None:
         """Add the only sequence of `other` as the last one.
 
-        Storage grows to at most `sequences` sequences of `room` tokens, or of as many as an earlier one needed.
+        Storage grows to at most `sequences` sequences of `capacity` tokens, or of as many as an earlier one needed.
         """
-        count, self.room = len(self), max(self.room, room)
+        count, self.capacity = len(self), max(self.capacity, capacity)
         for index, sources in enumerate(other._stores):
             if index == len(self._stores):
                 self._stores.append((sources[0][:0, :, :0], sources[1][:0, :, :0]))
             allocated, _, slots, _ = self._stores[index][0].shape
-            if count == allocated or slots < self.room:
+            if count == allocated or slots < self.capacity:
                 # twice as many sequences at once, so that few joins copy the others
                 size = max(count + 1, min(sequences, 2 * count))
                 k, v = self._stores[index]
@@ -172,7 +172,7 @@ class BatchCache(Cache):
 
     def _grown(self, store: Tensor, size: int) -> Tensor:
         # zeros: padding is multiplied by 0, and uninitialized memory may hold NaN
-        grown = store.new_zeros(size, store.shape[1], self.room, store.shape[3])
+        grown = store.new_zeros(size, store.shape[1], self.capacity, store.shape[3])
         grown[: len(self), :, : store.shape[2]] = store[: len(self)]
         return grown
 
@@ -192,9 +192,9 @@ class BatchCache(Cache):
         _, slots = super().positions(seq_len, device)
         self._lengths = [length + 1 for length in self._lengths]
         if self._stores:  # a pipeline stage may have no layer
-            heads, room = self._stores[0][0].shape[1:3]
+            heads, capacity = self._stores[0][0].shape[1:3]
             heads_BK = torch.arange(len(self) * heads, device=device).view(len(self), heads)
-            self._write_indices = (heads_BK * room + before_B1).flatten()
+            self._write_indices = (heads_BK * capacity + before_B1).flatten()
         return before_B1, slots
 
     def all_gather_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

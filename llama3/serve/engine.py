@@ -126,7 +126,7 @@ class BatchEngine:
         self._read: list[int] = []
         """Tokens of prompts that the runner has read last, into a cache for `_read_room`."""
         self._read_room = 0
-        self._batch_room = 0
+        self._batch_capacity = 0
         """Positions of a row of the batch."""
         self.runner.clear()
 
@@ -169,10 +169,10 @@ class BatchEngine:
                     return
                 generation = self._waiting[0]
             tokens = generation.text.tokens
-            room = len(tokens) + generation.text.left
+            capacity = len(tokens) + generation.text.left
             if not self._active:
-                self._batch_room = 0
-            rows = min(self.max_batch, max(1, self.runner.positions // max(room, self._batch_room)))
+                self._batch_capacity = 0
+            rows = min(self.max_batch, max(1, self.runner.positions // max(capacity, self._batch_capacity)))
             if len(self._active) >= rows:
                 return
             pairs = zip(self._read, tokens, strict=False)
@@ -196,8 +196,8 @@ class BatchEngine:
                     continue
                 self._active.append(self._waiting.popleft())
             self._reading = []
-            self._batch_room = max(self._batch_room, room)
-            self.runner.join(room, rows)
+            self._batch_capacity = max(self._batch_capacity, capacity)
+            self.runner.join(capacity, rows)
             self._add_tokens([generation])
 
     def _decode(self) -> None:

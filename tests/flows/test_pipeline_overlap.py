@@ -14,7 +14,7 @@ import pytest
 from herd.flows.pipeline import StageOverlap
 from herd.tasks.pipeline_steps import pipeline_steps
 from herd.tasks.step import Context, PipelineStep
-from tests.tasks.promotion_room import PromotionRoom
+from tests.tasks.promotion_workspace import PromotionWorkspace
 
 TINY = ("evaluate.next_stage=overlap", "evaluate.after=[ramp-1, main]")
 
@@ -26,7 +26,7 @@ def step(context: Context, name: str, task: Callable[..., Any]) -> PipelineStep:
 
 
 def test_a_failure_ends_the_run_before_the_stage_after_next(tmp_path: Path) -> None:
-    context = PromotionRoom(tmp_path, *TINY).context
+    context = PromotionWorkspace(tmp_path, *TINY).context
     goes_on = threading.Event()
 
     def fail(own: Context, stage: str) -> None:
@@ -45,7 +45,7 @@ def test_a_failure_ends_the_run_before_the_stage_after_next(tmp_path: Path) -> N
 
 
 def test_the_last_model_is_evaluated_before_the_gate_and_everything_is_waited_for(tmp_path: Path) -> None:
-    context = PromotionRoom(tmp_path, *TINY).context
+    context = PromotionWorkspace(tmp_path, *TINY).context
     done: list[str] = []
     with StageOverlap(context) as overlap:
         overlap.run(step(context, "evaluate-main", lambda *_: done.append("main")), {})
@@ -56,6 +56,6 @@ def test_the_last_model_is_evaluated_before_the_gate_and_everything_is_waited_fo
 
 
 def test_without_overlap_nothing_runs_beside_training(tmp_path: Path) -> None:
-    context = PromotionRoom(tmp_path, "evaluate.after=[main]").context
+    context = PromotionWorkspace(tmp_path, "evaluate.after=[main]").context
     with StageOverlap(context) as overlap:
         assert overlap.run(step(context, "evaluate-main", lambda own, _: own is context), {}) is True

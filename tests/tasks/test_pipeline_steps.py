@@ -27,7 +27,7 @@ from herd.tasks.pipeline_steps import (
     step_names,
 )
 from herd.tasks.step import Context, reaches
-from tests.tasks.promotion_room import PromotionRoom
+from tests.tasks.promotion_workspace import PromotionWorkspace
 
 QUICKSTART = load_recipe(Path("recipes/quickstart.yaml"))
 LARGE = load_recipe(Path("recipes/llama3-405b.yaml"))
@@ -154,7 +154,7 @@ def test_a_new_step_is_a_line_of_the_table() -> None:
 
 @pytest.mark.usefixtures("with_count")
 def test_the_run_loop_does_a_new_step_with_its_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    context = PromotionRoom(tmp_path).context
+    context = PromotionWorkspace(tmp_path).context
     context.steps = pipeline_steps(context.recipe)
     assert run_chain(context, "tokenize") is None
     assert "counts" not in capsys.readouterr().out

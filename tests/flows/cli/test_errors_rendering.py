@@ -22,7 +22,7 @@ from herd.tasks.errors import GateFailed, TrainingFailed
 from tests.llama3.evaluate.task_samples import CHOICE, quiz, write_lines
 
 
-def room(folder: Path) -> Path:
+def workspace(folder: Path) -> Path:
     write_lines(folder / "data/quiz.jsonl", quiz(30))
     (folder / "quiz.yaml").write_text(yaml.safe_dump({**CHOICE, "shots": 2}))
     (folder / "suite.yaml").write_text(yaml.safe_dump({"tasks": ["quiz.yaml", "mmlu"]}))
@@ -35,7 +35,7 @@ def ask(*arguments: object) -> tuple[int, str]:
 
 
 def test_a_suite_is_rendered_and_what_is_missing_is_said(tmp_path: Path) -> None:
-    place = room(tmp_path)
+    place = workspace(tmp_path)
     code, text = ask(place / "suite.yaml", place / "out", "--data", place / "data", "--limit", 5)
     task = read_requests(place / "out/quiz").task
     assert code == 0
@@ -47,7 +47,7 @@ def test_a_suite_is_rendered_and_what_is_missing_is_said(tmp_path: Path) -> None
 
 
 def test_mistakes_are_lines_and_status_2(tmp_path: Path) -> None:
-    place = room(tmp_path)
+    place = workspace(tmp_path)
     for arguments, message in (
         (("nothing", place / "out"), "'nothing' is not a task of the library"),
         (("quick", place / "out"), "quick needs no data files"),

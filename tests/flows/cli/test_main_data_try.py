@@ -16,7 +16,7 @@ PROSE = "The lighthouse keeper counted ships at dusk and wrote number {n} into a
 
 
 @pytest.fixture
-def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A recipe with two files of general text: every tenth is too short, and the second copies the first."""
     monkeypatch.chdir(tmp_path)
     texts = [PROSE.format(n=n) * 3 if n % 10 else "tiny" for n in range(40)]
@@ -43,7 +43,7 @@ def ask(*words: object) -> Result:
     return CliRunner().invoke(app, ["data", "try", *map(str, words)], env={"COLUMNS": "120"})
 
 
-def test_each_rule_is_shown_with_what_it_drops(room: Path) -> None:
+def test_each_rule_is_shown_with_what_it_drops(workspace: Path) -> None:
     found = ask("sampled.yaml", "--sample", 30)
     assert found.exit_code == 0, found.output
     lines = found.stdout.splitlines()
@@ -52,11 +52,11 @@ def test_each_rule_is_shown_with_what_it_drops(room: Path) -> None:
     (short,) = [line for line in lines[: lines.index("")] if " too_short " in line and "characters" in line]
     assert short.split()[:2] == ["3", "10.0%"]
     assert "  too_short general/a/0 tiny" in lines
-    assert not (room / "herd-data").exists(), "nothing is left"
+    assert not (workspace / "herd-data").exists(), "nothing is left"
 
 
-def test_what_cannot_be_read_is_counted(room: Path) -> None:
-    with (room / "general/a.jsonl").open("a") as file:
+def test_what_cannot_be_read_is_counted(workspace: Path) -> None:
+    with (workspace / "general/a.jsonl").open("a") as file:
         file.write("not JSON\n" * 3)
     found = ask("sampled.yaml", "--sample", 100, "--set", "curate.on_error=skip", "--set", "curate.max_lost=50%")
     assert found.exit_code == 0, found.output
@@ -68,7 +68,7 @@ def test_what_cannot_be_read_is_counted(room: Path) -> None:
     assert told in " ".join(found.output.split())
 
 
-def test_an_outcome_of_several_sources_has_one_line(room: Path) -> None:
+def test_an_outcome_of_several_sources_has_one_line(workspace: Path) -> None:
     small = "sources.general=[{uri: general}, {uri: code.jsonl}]"
     found = ask("sampled.yaml", "--set", small, "--set", "curate.validation_fraction=40%", "--examples", 0)
     assert found.exit_code == 0, found.output
@@ -78,7 +78,7 @@ def test_an_outcome_of_several_sources_has_one_line(room: Path) -> None:
     assert sum(map(int, counts.values())) == int(general.split()[1])
 
 
-def test_one_rule_is_shown_at_length_and_an_idle_one_is_refused(room: Path) -> None:
+def test_one_rule_is_shown_at_length_and_an_idle_one_is_refused(workspace: Path) -> None:
     found = ask("sampled.yaml", "--rule", "exact_duplicate", "--examples", 1)
     assert found.exit_code == 0, found.output
     assert "too_short" not in found.output
@@ -91,7 +91,7 @@ def test_one_rule_is_shown_at_length_and_an_idle_one_is_refused(room: Path) -> N
     assert "--rule: 'kept' is not a rule; rules: " in ask("sampled.yaml", "--rule", "kept").output
 
 
-def test_a_domain_that_keeps_nothing_is_shown_and_is_a_fault(room: Path) -> None:
+def test_a_domain_that_keeps_nothing_is_shown_and_is_a_fault(workspace: Path) -> None:
     found = ask("sampled.yaml", "--set", "curate.quality.min_chars=5000")
     assert found.exit_code == 1
     assert "100.0%" in found.output

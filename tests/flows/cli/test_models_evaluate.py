@@ -29,9 +29,9 @@ CONFIG = Model(layers=2, dim=32, ffn=64, heads=4, kv_heads=2, max_seq_len=256)
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in three formats, two tasks and their data."""
-    place = tmp_path_factory.mktemp("room")
+    place = tmp_path_factory.mktemp("workspace")
     tokenizer = train_tokenizer(TEXTS * 4, 290)
     weights = build_model(CONFIG, tokenizer.vocab_size, 0, torch.float32, torch.device("cpu")).state_dict()
     save_model(place / "herd", CONFIG, tokenizer.vocab_size, weights)
@@ -66,10 +66,12 @@ def results(*arguments: object) -> dict[str, Any]:
     return content
 
 
-def test_every_format_of_a_model_gets_the_same_scores(room: Path, tmp_path: Path) -> None:
+def test_every_format_of_a_model_gets_the_same_scores(workspace: Path, tmp_path: Path) -> None:
     """No root, no recipe and no server are needed."""
     scores = [
-        results(room / form, room / "quiz.yaml", "--data", room / "data", "--root", tmp_path / "none")["scores"]
+        results(workspace / form, workspace / "quiz.yaml", "--data", workspace / "data", "--root", tmp_path / "none")[
+            "scores"
+        ]
         for form in ("herd", "hf", "meta")
     ]
     assert scores[0] == scores[1] == scores[2]
@@ -80,9 +82,9 @@ def test_every_format_of_a_model_gets_the_same_scores(room: Path, tmp_path: Path
     assert not (tmp_path / "none").exists()
 
 
-def test_a_table_is_shown_and_a_file_and_tables_are_written(room: Path, tmp_path: Path) -> None:
-    options = ("--data", room / "data", "--limit", 8, "--shots", 2, "--output", tmp_path / "made/out.json")
-    found = herd(room / "herd", room / "quiz.yaml", *options, "--tables", tmp_path / "tables")
+def test_a_table_is_shown_and_a_file_and_tables_are_written(workspace: Path, tmp_path: Path) -> None:
+    options = ("--data", workspace / "data", "--limit", 8, "--shots", 2, "--output", tmp_path / "made/out.json")
+    found = herd(workspace / "herd", workspace / "quiz.yaml", *options, "--tables", tmp_path / "tables")
     assert found.exit_code == 0, found.output
     head, line = found.stdout.splitlines()
     assert head.split() == ["task", "score", "95", "%", "n", "chance", "shots", "unit", "digest"]
@@ -98,8 +100,8 @@ def test_a_table_is_shown_and_a_file_and_tables_are_written(room: Path, tmp_path
     }  # fmt: skip
 
 
-def test_a_suite_is_scored_without_what_needs_a_run(room: Path) -> None:
-    arguments = (room / "herd", room / "suite.yaml", "--data", room / "data", "--limit", 5)
+def test_a_suite_is_scored_without_what_needs_a_run(workspace: Path) -> None:
+    arguments = (workspace / "herd", workspace / "suite.yaml", "--data", workspace / "data", "--limit", 5)
     refused = herd(*arguments)
     assert refused.exit_code == 2
     assert "mmlu/test.jsonl: is not a file; put it there, or give --missing skip" in refused.output.replace("\n", " ")
@@ -111,8 +113,8 @@ def test_a_suite_is_scored_without_what_needs_a_run(room: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(sandbox_error()), reason=f"no sandbox here: {sandbox_error()}")
-def test_what_could_not_be_judged_is_shown(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = (room / "herd", room / "code.yaml", "--data", room / "data")
+def test_what_could_not_be_judged_is_shown(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = (workspace / "herd", workspace / "code.yaml", "--data", workspace / "data")
     assert results(*arguments)["scores"]["eval/code"]["unjudged"] == 0
     monkeypatch.setattr(sandbox, "WALL", (0.0, 0.0))
     found = herd(*arguments)
@@ -123,24 +125,26 @@ def test_what_could_not_be_judged_is_shown(room: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("{room}/none", "{room}/quiz.yaml"), "run '{room}/none'"),
-        (("{room}/herd", "riddles"), "'riddles' is not a task of the library"),
-        (("{room}/herd", "{room}/quiz.yaml"), "evaluate.data: is not set"),
-        (("{room}/data", "{room}/quiz.yaml", "--data", "{room}/data"), "run '{room}/data'"),
-        (("{room}/herd", "wikitext", "--shots", "2"), "shots: kind rolling scores whole texts and takes none"),
+        (("{workspace}/none", "{workspace}/quiz.yaml"), "run '{workspace}/none'"),
+        (("{workspace}/herd", "riddles"), "'riddles' is not a task of the library"),
+        (("{workspace}/herd", "{workspace}/quiz.yaml"), "evaluate.data: is not set"),
+        (("{workspace}/data", "{workspace}/quiz.yaml", "--data", "{workspace}/data"), "run '{workspace}/data'"),
+        (("{workspace}/herd", "wikitext", "--shots", "2"), "shots: kind rolling scores whole texts and takes none"),
     ],
 )
-def test_mistakes_are_lines_and_status_2(room: Path, arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    found = herd(*(argument.format(room=room) for argument in arguments), "--root", tmp_path)
+def test_mistakes_are_lines_and_status_2(
+    workspace: Path, arguments: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    found = herd(*(argument.format(workspace=workspace) for argument in arguments), "--root", tmp_path)
     assert found.exit_code == 2
-    assert message.format(room=room) in found.output.replace("\n", " ")
+    assert message.format(workspace=workspace) in found.output.replace("\n", " ")
 
 
-def test_a_model_without_its_tokenizer_is_refused(room: Path, tmp_path: Path) -> None:
-    for file in (room / "hf").iterdir():
+def test_a_model_without_its_tokenizer_is_refused(workspace: Path, tmp_path: Path) -> None:
+    for file in (workspace / "hf").iterdir():
         if not file.name.startswith("tokenizer"):
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    arguments = (tmp_path, room / "quiz.yaml", "--data", room / "data")
+    arguments = (tmp_path, workspace / "quiz.yaml", "--data", workspace / "data")
     assert "has no tokenizer.json; put the tokenizer of the model there" in herd(*arguments).output.replace("\n", " ")
     Tokenizer([bytes([n]) for n in range(256)]).save(tmp_path)
     assert herd(*arguments).exit_code == 2

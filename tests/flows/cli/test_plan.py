@@ -16,7 +16,7 @@ from tests.llama3.planner.plan_samples import cluster_file, recipe
 
 
 @pytest.fixture
-def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a recipe and a cluster, and no root."""
     made = recipe().model_copy(update={"name": "small"})
     (tmp_path / "recipe.yaml").write_text(to_yaml(made))
@@ -33,7 +33,7 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-def test_a_recipe_alone_is_its_stage_table(room: Path) -> None:
+def test_a_recipe_alone_is_its_stage_table(workspace: Path) -> None:
     found = ask("recipe.yaml")
     assert found.exit_code == 0
     assert found.output.split()[0] == "stage"
@@ -41,16 +41,16 @@ def test_a_recipe_alone_is_its_stage_table(room: Path) -> None:
     assert found.output == ask("recipe", "recipe.yaml").output  # the word may be left out
 
 
-def test_on_a_cluster_there_are_layouts_days_and_failures(room: Path) -> None:
+def test_on_a_cluster_there_are_layouts_days_and_failures(workspace: Path) -> None:
     found = ask("recipe.yaml", "--cluster", "small.yaml", "--gpus", "64", "--gpus", "long=32", "--top", 2)
     assert found.exit_code == 0
     for words in ("cluster  small: 64 h100", "layouts,", "takes", "failures 64 GPUs", "failures 32 GPUs"):
         assert words in found.output
     assert ask("--cluster", "small.yaml", "recipe.yaml").exit_code == 0  # options may come first
-    assert sorted(path.name for path in room.iterdir()) == ["recipe.yaml", "small.yaml"]  # a plan leaves nothing
+    assert sorted(path.name for path in workspace.iterdir()) == ["recipe.yaml", "small.yaml"]  # a plan leaves nothing
 
 
-def test_json_is_json_though_files_are_written_too(room: Path) -> None:
+def test_json_is_json_though_files_are_written_too(workspace: Path) -> None:
     words = ("recipe.yaml", "--cluster", "small.yaml", "--gpus", 16, "--json", "--html", "p.html", "--write", "w.yaml")
     found = ask(*words)
     assert found.exit_code == 0
@@ -58,15 +58,15 @@ def test_json_is_json_though_files_are_written_too(room: Path) -> None:
     assert sorted(told) == sorted([*documented("herd plan RECIPE"), *documented("herd plan RECIPE --cluster")])
     assert [part["gpus"] for part in told["stages"]] == [16, 16]
     assert "p.html" in found.stderr
-    assert (room / "p.html").read_text().startswith("<!doctype html>")
-    assert load_cluster(room / "w.yaml").processes == 16
+    assert (workspace / "p.html").read_text().startswith("<!doctype html>")
+    assert load_cluster(workspace / "w.yaml").processes == 16
     again = ask("recipe.yaml", "--cluster", "w.yaml", "--json")
     assert again.exit_code == 0
     assert [part["step_s"] for part in strict(again.stdout)["stages"]] == [part["step_s"] for part in told["stages"]]
 
 
 @pytest.mark.slow
-def test_prices_are_the_users(room: Path) -> None:
+def test_prices_are_the_users(workspace: Path) -> None:
     def budget(*words: object) -> Any:
         return strict(ask("recipe.yaml", "--cluster", "small.yaml", "--gpus", 16, "--json", *words).stdout)["budget"]
 
@@ -76,8 +76,8 @@ def test_prices_are_the_users(room: Path) -> None:
     assert budget("--pue", 2.2)["mwh"] == pytest.approx(2 * usual["mwh"])
 
 
-def test_a_runs_file_without_a_fabric_tells_memory_and_no_speed(room: Path) -> None:
-    (room / "run.yaml").write_text("processes: 8\nlayout: {tp: 2}\n")
+def test_a_runs_file_without_a_fabric_tells_memory_and_no_speed(workspace: Path) -> None:
+    (workspace / "run.yaml").write_text("processes: 8\nlayout: {tp: 2}\n")
     found = ask("recipe.yaml", "--cluster", "run.yaml")
     assert found.exit_code == 0
     assert "memory " in found.output
@@ -97,8 +97,8 @@ FAULTS = [
 
 @pytest.mark.parametrize("fabric_line", ["", "fabric: small.yaml\n"])
 @pytest.mark.parametrize(("lines", "told"), FAULTS)
-def test_a_runs_file_is_checked_as_herd_run_does(room: Path, fabric_line: str, lines: str, told: str) -> None:
-    (room / "run.yaml").write_text(lines + fabric_line)
+def test_a_runs_file_is_checked_as_herd_run_does(workspace: Path, fabric_line: str, lines: str, told: str) -> None:
+    (workspace / "run.yaml").write_text(lines + fabric_line)
     found = ask("recipe.yaml", "--cluster", "run.yaml")
     assert found.exit_code == 2
     assert told in " ".join(found.stderr.split())
@@ -119,37 +119,37 @@ MISTAKES = [
 ]
 
 
-def test_mistakes_are_lines_and_status_2(room: Path) -> None:
-    (room / "run.yaml").write_text("processes: 8\n")
+def test_mistakes_are_lines_and_status_2(workspace: Path) -> None:
+    (workspace / "run.yaml").write_text("processes: 8\n")
     tiers = [{"name": "rack", "gpus": 16}, {"name": "pod", "gpus": 24}]
-    wrong = {**yaml.safe_load((room / "small.yaml").read_text()), "tiers": tiers}
-    (room / "wrong.yaml").write_text(yaml.safe_dump(wrong))
+    wrong = {**yaml.safe_load((workspace / "small.yaml").read_text()), "tiers": tiers}
+    (workspace / "wrong.yaml").write_text(yaml.safe_dump(wrong))
     for words, told in MISTAKES:
         found = ask("recipe.yaml", *words)
         assert found.exit_code == 2, words
         assert told in " ".join(found.stderr.split())
         assert found.stdout == ""
-        assert not (room / "w.yaml").exists()
+        assert not (workspace / "w.yaml").exists()
 
 
-def test_a_recipe_that_is_not_there_is_told(room: Path) -> None:
+def test_a_recipe_that_is_not_there_is_told(workspace: Path) -> None:
     found = ask("none.yaml")
     assert found.exit_code == 2
     assert "none.yaml: cannot be read" in found.stderr
 
 
-def test_presets_are_listed_and_printed_to_be_copied(room: Path) -> None:
+def test_presets_are_listed_and_printed_to_be_copied(workspace: Path) -> None:
     listed = ask("presets")
     assert listed.exit_code == 0
     kinds = dict(line.split()[:2] for line in listed.output.splitlines()[1:] if line[0] != " ")
     assert kinds.items() >= {("h100", "GPU"), ("grand-teton", "server"), ("roce-24k", "cluster")}
-    (room / "copy.yaml").write_text(ask("presets", "roce-24k").stdout)
+    (workspace / "copy.yaml").write_text(ask("presets", "roce-24k").stdout)
     assert ask("recipe.yaml", "--cluster", "copy.yaml", "--gpus", 8).exit_code == 0
     assert ask("presets", "none").exit_code == 2
 
 
 @pytest.mark.slow
-def test_fabrics_compares_clusters(room: Path) -> None:
+def test_fabrics_compares_clusters(workspace: Path) -> None:
     words = ("compare", "recipe.yaml", "--cluster", "small.yaml", "--gpus", 16, "--root", "root", "--json")
     found = ask(*words)
     assert found.exit_code == 0
@@ -165,7 +165,7 @@ def test_without_words_there_is_help() -> None:
     assert "calibrate" in ask("--help").output
 
 
-def test_a_pod_that_is_too_small_for_a_save_is_refused(room: Path) -> None:
-    (room / "run.yaml").write_text("{launcher: kubernetes, processes: 8, kubernetes: {memory: 8Gi}}")
+def test_a_pod_that_is_too_small_for_a_save_is_refused(workspace: Path) -> None:
+    (workspace / "run.yaml").write_text("{launcher: kubernetes, processes: 8, kubernetes: {memory: 8Gi}}")
     told = " ".join(ask("recipe.yaml", "--cluster", "run.yaml").output.split())
     assert "cluster.kubernetes.memory: 8Gi is 8.6 GB, and a save of main copies" in told

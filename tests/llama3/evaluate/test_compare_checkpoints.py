@@ -30,7 +30,7 @@ CHECKPOINTS = (60, 100)
 pytestmark = pytest.mark.slow
 
 
-class Room:
+class Workspace:
     def __init__(self, root: Path, recipe: Recipe) -> None:
         self.root, self.recipe = root, recipe
         texts = [document(3, place) for place in range(200)]
@@ -80,15 +80,15 @@ def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Room:
+def workspace(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Workspace:
     shape = "model={layers: 1, dim: 32, ffn: 64, heads: 2, kv_heads: 1, max_seq_len: 512, tied_embeddings: true}"
     stages = [f"stages.{name}.seq_len=128" for name in ("ramp-1", "ramp-2", "main", "anneal")]
     recipe = load_recipe(checkout / "recipes/quickstart.yaml", [shape, *stages, "evaluate.documents=60"])
-    return Room(tmp_path_factory.mktemp("checkpoints"), recipe)
+    return Workspace(tmp_path_factory.mktemp("checkpoints"), recipe)
 
 
-def test_bits_per_byte_separate_what_answers_do_not(room: Room) -> None:
-    found = room.compare()
+def test_bits_per_byte_separate_what_answers_do_not(workspace: Workspace) -> None:
+    found = workspace.compare()
     bits, answers = found["eval/bpb/math"], found["eval/arithmetic"]
     assert (bits.method, answers.method) == (DOCUMENTS, QUESTIONS)
     assert bits.high < 0
@@ -97,11 +97,11 @@ def test_bits_per_byte_separate_what_answers_do_not(room: Room) -> None:
     assert answers.p > 0.05
 
 
-def test_the_later_checkpoint_is_promoted_over_the_earlier_and_not_the_other_way(room: Room) -> None:
-    later, earlier = (read_scores(room.root / f"scores-{step}") for step in reversed(CHECKPOINTS))
-    differences = room.compare()
-    rules = room.recipe.promote.when
+def test_the_later_checkpoint_is_promoted_over_the_earlier_and_not_the_other_way(workspace: Workspace) -> None:
+    later, earlier = (read_scores(workspace.root / f"scores-{step}") for step in reversed(CHECKPOINTS))
+    differences = workspace.compare()
+    rules = workspace.recipe.promote.when
     assert decide(rules, later, earlier, differences).accepted
-    back = compare(room.recipe, *(room.root / f"scores-{step}" for step in CHECKPOINTS))
+    back = compare(workspace.recipe, *(workspace.root / f"scores-{step}" for step in CHECKPOINTS))
     refused = decide(rules, earlier, later, back)
     assert {row.metric for row in refused.rows if not row.passed} >= {"eval/bpb", "eval/bpb/math"}

@@ -51,7 +51,7 @@ KEYS = [
 
 
 @dataclass(frozen=True)
-class Room:
+class Workspace:
     root: Path
     recipe: Recipe
     tokenizer: Tokenizer
@@ -97,7 +97,7 @@ def code(place: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Room:
+def workspace(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Workspace:
     root = tmp_path_factory.mktemp("evaluate")
     texts = {
         "math": [document(7, place) for place in range(12)],
@@ -124,27 +124,27 @@ def room(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Room:
             f"evaluate.tasks=[{root / 'trivia.jsonl'}]",
         ],
     )
-    return Room(root, recipe, tokenizer)
+    return Workspace(root, recipe, tokenizer)
 
 
 @pytest.fixture(scope="module")
-def facts(room: Room) -> dict[str, Any]:
+def facts(workspace: Workspace) -> dict[str, Any]:
     """Evaluate a random model into the folder `random-scores`, which several tests read."""
-    return room.evaluate(room.model("random"), "random-scores")
+    return workspace.evaluate(workspace.model("random"), "random-scores")
 
 
-def rows_of(room: Room, folder: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = pq.read_table(room.root / folder / "samples.parquet").to_pylist()
+def rows_of(workspace: Workspace, folder: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(workspace.root / folder / "samples.parquet").to_pylist()
     return rows
 
 
-def test_scores_samples_and_facts_agree(room: Room, facts: dict[str, Any]) -> None:
-    scores = read_scores(room.root / "random-scores")
+def test_scores_samples_and_facts_agree(workspace: Workspace, facts: dict[str, Any]) -> None:
+    scores = read_scores(workspace.root / "random-scores")
     assert sorted(scores) == KEYS
     assert {key: facts[key] for key in KEYS} == {key: score.value for key, score in scores.items()}
     assert (facts["window"], facts["document_bytes"]) == (WINDOW, CUT)
     assert facts["documents"] == 2 * DOCUMENTS
-    rows = rows_of(room, "random-scores")
+    rows = rows_of(workspace, "random-scores")
     for key in (key for key in KEYS if key not in ("eval/bpb", "eval/bpb_macro", "eval/core")):
         mine = [row for row in rows if row["key"] == key]
         assert scores[key].n == len(mine)
@@ -161,8 +161,8 @@ def test_scores_samples_and_facts_agree(room: Room, facts: dict[str, Any]) -> No
 
 
 @pytest.mark.usefixtures("facts")
-def test_means_are_those_that_the_recipe_and_chance_give(room: Room) -> None:
-    scores = read_scores(room.root / "random-scores")
+def test_means_are_those_that_the_recipe_and_chance_give(workspace: Workspace) -> None:
+    scores = read_scores(workspace.root / "random-scores")
     weights = {"math": 25 / 42, "code": 17 / 42}  # of the base mix, the two domains that have documents
     mean = sum(weight * scores[f"eval/bpb/{domain}"].value for domain, weight in weights.items())
     assert scores["eval/bpb"].value == pytest.approx(mean)
@@ -175,43 +175,45 @@ def test_means_are_those_that_the_recipe_and_chance_give(room: Room) -> None:
     assert scores["eval/core"].value == pytest.approx(sum(above) / 3)
 
 
-def test_equal_inputs_give_equal_bytes(room: Room, facts: dict[str, Any]) -> None:
-    assert room.evaluate(room.model("random"), "again") == facts
+def test_equal_inputs_give_equal_bytes(workspace: Workspace, facts: dict[str, Any]) -> None:
+    assert workspace.evaluate(workspace.model("random"), "again") == facts
     for name in ("scores.parquet", "samples.parquet", "generations.json"):
-        assert (room.root / "random-scores" / name).read_bytes() == (room.root / "again" / name).read_bytes()
+        assert (workspace.root / "random-scores" / name).read_bytes() == (workspace.root / "again" / name).read_bytes()
 
 
 @pytest.fixture(scope="module")
-def uniform(room: Room) -> None:
-    room.evaluate(room.model("uniform", uniform=True), "uniform-scores")
+def uniform(workspace: Workspace) -> None:
+    workspace.evaluate(workspace.model("uniform", uniform=True), "uniform-scores")
 
 
 @pytest.mark.usefixtures("uniform")
-def test_a_uniform_model_has_the_bits_of_its_vocabulary(room: Room) -> None:
+def test_a_uniform_model_has_the_bits_of_its_vocabulary(workspace: Workspace) -> None:
     """Every token costs log2(rows) bits, so bits per byte is that times tokens over bytes, document by document."""
-    rows = {row["id"]: row for row in rows_of(room, "uniform-scores") if row["key"].startswith("eval/bpb/")}
+    rows = {row["id"]: row for row in rows_of(workspace, "uniform-scores") if row["key"].startswith("eval/bpb/")}
     sizes = []
     for domain in ("math", "code"):
-        table = pq.read_table(room.root / "curated" / "documents" / f"{domain}-00000.parquet").to_pylist()
+        table = pq.read_table(workspace.root / "curated" / "documents" / f"{domain}-00000.parquet").to_pylist()
         held_out = [row for row in table if row["split"] == "held_out"]
         for held in sorted(held_out, key=lambda row: row["id"])[:DOCUMENTS]:
             text = held["text"].encode()[:CUT].decode(errors="ignore")
             row = rows.pop(held["id"])
             sizes.append(row["denominator"])
             assert row["denominator"] == len(text.encode())
-            assert row["tokens"] == len(room.tokenizer.encode(text))
-            assert row["numerator"] == pytest.approx(math.log2(room.tokenizer.vocab_size) * row["tokens"], rel=1e-5)
+            assert row["tokens"] == len(workspace.tokenizer.encode(text))
+            assert row["numerator"] == pytest.approx(
+                math.log2(workspace.tokenizer.vocab_size) * row["tokens"], rel=1e-5
+            )
     assert not rows
     assert max(sizes) > CUT - 4 > min(sizes), "some documents must be cut and some not"
 
 
 @pytest.mark.slow
-def test_a_random_model_answers_at_chance(room: Room) -> None:
+def test_a_random_model_answers_at_chance(workspace: Workspace) -> None:
     """Three random models, 60 questions each: the pooled accuracy lies in its own interval around one in four."""
     right = 0
     for seed in (1, 2, 3):
-        room.evaluate(room.model(f"random-{seed}", seed), f"chance-{seed}")
-        rows = [row for row in rows_of(room, f"chance-{seed}") if row["key"] == "eval/arithmetic"]
+        workspace.evaluate(workspace.model(f"random-{seed}", seed), f"chance-{seed}")
+        rows = [row for row in rows_of(workspace, f"chance-{seed}") if row["key"] == "eval/arithmetic"]
         assert len({row["picked"] for row in rows}) == 4
         right += sum(row["numerator"] == 1 for row in rows)
     pooled = proportion(right, 3 * QUESTIONS)
@@ -219,8 +221,8 @@ def test_a_random_model_answers_at_chance(room: Room) -> None:
 
 
 @pytest.mark.usefixtures("facts")
-def test_generations_show_each_domain_and_a_question(room: Room) -> None:
-    shown = json.loads((room.root / "random-scores" / "generations.json").read_text())
+def test_generations_show_each_domain_and_a_question(workspace: Workspace) -> None:
+    shown = json.loads((workspace.root / "random-scores" / "generations.json").read_text())
     assert [item["of"] for item in shown] == ["code", "math", "eval/arithmetic"]
     assert shown[2]["prompt"].endswith("Answer:")
     assert all(item["text"] and "<|" not in item["text"] for item in shown)
@@ -237,12 +239,16 @@ def test_the_answer_has_the_fewest_nats_per_byte() -> None:
 
 
 @pytest.mark.usefixtures("facts", "uniform")
-def test_a_champion_is_compared_sample_by_sample(room: Room) -> None:
+def test_a_champion_is_compared_sample_by_sample(workspace: Workspace) -> None:
     """Two models without knowledge differ little on any document: the paired interval is far narrower than theirs."""
-    random, uniform = room.root / "random-scores", room.root / "uniform-scores"
-    same = compare(room.recipe, random, random)
+    random, uniform = workspace.root / "random-scores", workspace.root / "uniform-scores"
+    same = compare(workspace.recipe, random, random)
     assert all(difference.value == 0 for difference in same.values())
-    differences, champion, candidate = compare(room.recipe, uniform, random), read_scores(random), read_scores(uniform)
+    differences, champion, candidate = (
+        compare(workspace.recipe, uniform, random),
+        read_scores(random),
+        read_scores(uniform),
+    )
     assert sorted(differences) == KEYS
     for key, difference in differences.items():
         assert difference.value == pytest.approx(candidate[key].value - champion[key].value, abs=1e-9)
@@ -252,8 +258,8 @@ def test_a_champion_is_compared_sample_by_sample(room: Room) -> None:
 
 
 @pytest.mark.usefixtures("facts")
-def test_the_gate_reads_what_was_written(room: Room) -> None:
-    scores = read_scores(room.root / "random-scores")
+def test_the_gate_reads_what_was_written(workspace: Workspace) -> None:
+    scores = read_scores(workspace.root / "random-scores")
     rules = {
         key: GateRule.parse(text) for key, text in {"eval/bpb": "no worse than 0.5%", "eval/core": "better"}.items()
     }
@@ -262,35 +268,41 @@ def test_the_gate_reads_what_was_written(room: Room) -> None:
     assert decide(rules, scores, None).accepted
 
 
-def test_a_model_of_nan_is_refused_by_the_gate(room: Room) -> None:
-    broken = build_model(room.recipe.model, room.tokenizer.vocab_size, 0, torch.float32, torch.device("cpu"))
+def test_a_model_of_nan_is_refused_by_the_gate(workspace: Workspace) -> None:
+    broken = build_model(workspace.recipe.model, workspace.tokenizer.vocab_size, 0, torch.float32, torch.device("cpu"))
     torch.nn.init.constant_(broken.norm.weight, math.nan)
-    save_model(room.root / "nan", room.recipe.model, room.tokenizer.vocab_size, broken.state_dict())
-    room.evaluate(room.root / "nan", "nan-scores")
-    decision = decide({}, read_scores(room.root / "nan-scores"), None)
+    save_model(workspace.root / "nan", workspace.recipe.model, workspace.tokenizer.vocab_size, broken.state_dict())
+    workspace.evaluate(workspace.root / "nan", "nan-scores")
+    decision = decide({}, read_scores(workspace.root / "nan-scores"), None)
     assert not decision.accepted
     assert "eval/bpb is nan" in decision.refusals[0]
 
 
-def test_a_tokenizer_of_another_model_is_refused(room: Room) -> None:
-    train_tokenizer([document(7, place) for place in range(4)], 300).save(room.root / "other")
-    model = room.model("random")
+def test_a_tokenizer_of_another_model_is_refused(workspace: Workspace) -> None:
+    train_tokenizer([document(7, place) for place in range(4)], 300).save(workspace.root / "other")
+    model = workspace.model("random")
     with pytest.raises(ValueError, match=r"vocab_size 576, tokenizer .* 556: give the tokenizer"):
-        evaluate(room.recipe, model, room.root / "other", room.root / "curated", room.root / "no")
-    assert not (room.root / "no").exists()
+        evaluate(workspace.recipe, model, workspace.root / "other", workspace.root / "curated", workspace.root / "no")
+    assert not (workspace.root / "no").exists()
 
 
-def test_curated_folders_without_held_out_documents_are_refused(room: Room, tmp_path: Path) -> None:
-    model = room.model("random")
+def test_curated_folders_without_held_out_documents_are_refused(workspace: Workspace, tmp_path: Path) -> None:
+    model = workspace.model("random")
     write_documents(tmp_path / "documents", "math", ["only this, which is for training"])
     with pytest.raises(ValueError, match=r"no document with split 'held_out'; raise curate\.validation_fraction"):
-        evaluate(room.recipe, model, room.root / "tokenizer", tmp_path, tmp_path / "out")
+        evaluate(workspace.recipe, model, workspace.root / "tokenizer", tmp_path, tmp_path / "out")
 
 
 @pytest.mark.parametrize(("name", "why"), [("core", "taken"), ("Trivia 2", "not a metric name")])
-def test_task_files_need_a_name_of_their_own(room: Room, tmp_path: Path, name: str, why: str) -> None:
-    path = Path(shutil.copy(room.root / "trivia.jsonl", tmp_path / f"{name}.jsonl"))
-    section = room.recipe.evaluate.model_copy(update={"tasks": [str(path)]})
-    recipe = room.recipe.model_copy(update={"evaluate": section})
+def test_task_files_need_a_name_of_their_own(workspace: Workspace, tmp_path: Path, name: str, why: str) -> None:
+    path = Path(shutil.copy(workspace.root / "trivia.jsonl", tmp_path / f"{name}.jsonl"))
+    section = workspace.recipe.evaluate.model_copy(update={"tasks": [str(path)]})
+    recipe = workspace.recipe.model_copy(update={"evaluate": section})
     with pytest.raises(ValueError, match=rf"evaluate\.tasks: .*{name}' .*is {why}"):
-        evaluate(recipe, room.model("random"), room.root / "tokenizer", room.root / "curated", tmp_path / "out")
+        evaluate(
+            recipe,
+            workspace.model("random"),
+            workspace.root / "tokenizer",
+            workspace.root / "curated",
+            tmp_path / "out",
+        )

@@ -33,7 +33,7 @@ DOCUMENTS = [ValidationDocument(f"{n}", "code", f"text number {n}\n" * 40, "") f
 
 
 @pytest.fixture
-def room(tmp_path: Path) -> Path:
+def workspace(tmp_path: Path) -> Path:
     """A folder with data, a task and a suite of a user."""
     write_lines(tmp_path / "data/quiz.jsonl", quiz(30, subjects=3))
     (tmp_path / "quiz.yaml").write_text(yaml.safe_dump({**CHOICE, "group": "{{ subject }}"}))
@@ -48,8 +48,8 @@ def room(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def recipe(checkout: Path, room: Path, **fields: object) -> Recipe:
-    section = {"suite": str(room / "mine.yaml"), "data": str(room / "data"), **fields}
+def recipe(checkout: Path, workspace: Path, **fields: object) -> Recipe:
+    section = {"suite": str(workspace / "mine.yaml"), "data": str(workspace / "data"), **fields}
     return load_recipe(
         checkout / "recipes/quickstart.yaml",
         [f"evaluate.{name}={json.dumps(value)}" for name, value in section.items()],
@@ -64,23 +64,23 @@ def test_quick_asks_for_no_data(checkout: Path) -> None:
     assert [task.key for task in render_recipe_suite(plain, DOCUMENTS).tasks] == ["eval/bpb/code", "eval/arithmetic"]
 
 
-def test_training_text_is_searched_for_what_the_suites_ask(checkout: Path, room: Path) -> None:
+def test_training_text_is_searched_for_what_the_suites_ask(checkout: Path, workspace: Path) -> None:
     """Each data file once, in the words of its questions and answers; those of the last suite too."""
-    write_lines(room / "own.jsonl", [{"text": "some text of nine words that nobody else has"}])
-    (room / "last.yaml").write_text(yaml.safe_dump({"tasks": ["quiz.yaml", "boolq"]}))
-    asked = recipe(checkout, room, final=str(room / "last.yaml"), tasks=["arc_easy", "wikitext"])
-    own = {"name": "own", "uri": str(room / "own.jsonl"), "fields": ["text"]}
+    write_lines(workspace / "own.jsonl", [{"text": "some text of nine words that nobody else has"}])
+    (workspace / "last.yaml").write_text(yaml.safe_dump({"tasks": ["quiz.yaml", "boolq"]}))
+    asked = recipe(checkout, workspace, final=str(workspace / "last.yaml"), tasks=["arc_easy", "wikitext"])
+    own = {"name": "own", "uri": str(workspace / "own.jsonl"), "fields": ["text"]}
     curate = asked.curate.model_validate({**asked.curate.model_dump(), "decontaminate": [own, "evaluated"]})
     asked = asked.model_copy(update={"curate": curate})
     found = {one.name: one for one in with_evaluation_sets(asked).curate.benchmarks}
     assert list(found) == ["own", "quiz", "arc_easy", "boolq"]
-    assert found["quiz"].uri == str(room / "data/quiz.jsonl")
+    assert found["quiz"].uri == str(workspace / "data/quiz.jsonl")
     assert found["quiz"].fields == ["question", "choices"], "and no index of an answer"
     evaluate = asked.evaluate.model_copy(update={"on_missing_data": "skip"})
     skipping = with_evaluation_sets(asked.model_copy(update={"evaluate": evaluate}))
     assert [one.name for one in skipping.curate.benchmarks] == ["own", "quiz"]
     check_benchmarks(skipping.curate.benchmarks)
-    plain = recipe(checkout, room)
+    plain = recipe(checkout, workspace)
     assert with_evaluation_sets(plain) is plain
 
 
@@ -122,8 +122,8 @@ def test_core_is_dclms_without_two_and_full_adds_four() -> None:
     assert (shots["hellaswag"], shots["hellaswag_zeroshot"], shots["agi_eval_lsat_ar"]) == (10, 0, 3)
 
 
-def test_a_suite_changes_what_it_lists(checkout: Path, room: Path) -> None:
-    asked = render_recipe_suite(recipe(checkout, room), DOCUMENTS)
+def test_a_suite_changes_what_it_lists(checkout: Path, workspace: Path) -> None:
+    asked = render_recipe_suite(recipe(checkout, workspace), DOCUMENTS)
     first, second = asked.tasks[-2:]
     assert (first.key, first.questions, first.shots, first.version) == ("eval/quiz", 30, 0, 1)
     assert (second.key, second.questions, second.shots, second.version) == ("eval/quiz_3", 5, 3, 2)
@@ -133,22 +133,22 @@ def test_a_suite_changes_what_it_lists(checkout: Path, room: Path) -> None:
     assert asked.baselines() == pytest.approx({"eval/arithmetic": 1 / 4, "eval/quiz": 1 / 3, "eval/quiz_3": 1 / 3})
 
 
-def test_only_tasks_of_the_table_count_in_core(checkout: Path, room: Path) -> None:
-    (room / "table.yaml").write_text("version: 4\nbaselines: {quiz: 0.5, elsewhere: 0.1}\n")
-    (room / "mine.yaml").write_text("core: table.yaml\nbuilt_in: [arithmetic]\ntasks: [quiz.yaml]\n")
-    (room / "outer.yaml").write_text("include: [mine.yaml]\n")
-    asked = render_recipe_suite(recipe(checkout, room, suite=str(room / "outer.yaml")), DOCUMENTS)
+def test_only_tasks_of_the_table_count_in_core(checkout: Path, workspace: Path) -> None:
+    (workspace / "table.yaml").write_text("version: 4\nbaselines: {quiz: 0.5, elsewhere: 0.1}\n")
+    (workspace / "mine.yaml").write_text("core: table.yaml\nbuilt_in: [arithmetic]\ntasks: [quiz.yaml]\n")
+    (workspace / "outer.yaml").write_text("include: [mine.yaml]\n")
+    asked = render_recipe_suite(recipe(checkout, workspace, suite=str(workspace / "outer.yaml")), DOCUMENTS)
     assert asked.baselines() == {"eval/quiz": 0.5}
     assert asked.suite.baselines is not None
     assert (asked.suite.table, asked.suite.baselines.version) == ("table", 4)
 
 
-def test_a_recipe_adds_tasks_of_every_form(checkout: Path, room: Path) -> None:
+def test_a_recipe_adds_tasks_of_every_form(checkout: Path, workspace: Path) -> None:
     rows = [{"query": f"Is it {n}? Answer:", "choices": ["yes", "no"], "gold": n % 2} for n in range(40)]
-    write_lines(room / "old.jsonl", rows)
-    write_requests(rendered(room / "elsewhere", quiz(4), name="frozen"), room / "folder")
-    more = [str(room / "old.jsonl"), str(room / "folder"), str(room / "quiz.yaml")]
-    chosen = recipe(checkout, room, suite="quick", tasks=more, questions=7)
+    write_lines(workspace / "old.jsonl", rows)
+    write_requests(rendered(workspace / "elsewhere", quiz(4), name="frozen"), workspace / "folder")
+    more = [str(workspace / "old.jsonl"), str(workspace / "folder"), str(workspace / "quiz.yaml")]
+    chosen = recipe(checkout, workspace, suite="quick", tasks=more, questions=7)
     assert check_suite(chosen) == []
     tasks = {task.key: task for task in render_recipe_suite(chosen, DOCUMENTS).tasks}
     assert {key: tasks[key].questions for key in ("eval/old", "eval/frozen", "eval/quiz")} == {
@@ -160,15 +160,15 @@ def test_a_recipe_adds_tasks_of_every_form(checkout: Path, room: Path) -> None:
     assert asked.continuation == " yes"
 
 
-def test_a_missing_file_is_refused_or_its_task_left_out_aloud(checkout: Path, room: Path) -> None:
-    (room / "data/quiz.jsonl").rename(room / "data/other.jsonl")
-    refusing = recipe(checkout, room)
+def test_a_missing_file_is_refused_or_its_task_left_out_aloud(checkout: Path, workspace: Path) -> None:
+    (workspace / "data/quiz.jsonl").rename(workspace / "data/other.jsonl")
+    refusing = recipe(checkout, workspace)
     for work in (check_suite, lambda chosen: render_recipe_suite(chosen, DOCUMENTS)):
         with pytest.raises(
             ValueError, match=r"data/quiz\.jsonl: is not a file; put it there, or set evaluate\.on_missing_data"
         ):
             work(refusing)
-    skipping = recipe(checkout, room, on_missing_data="skip")
+    skipping = recipe(checkout, workspace, on_missing_data="skip")
     (first, second) = check_suite(skipping)
     assert first.startswith("quiz: ")
     assert second.startswith("quiz_3: ")
@@ -180,11 +180,11 @@ def test_a_missing_file_is_refused_or_its_task_left_out_aloud(checkout: Path, ro
 
 
 def test_code_is_refused_or_left_out_where_no_program_can_be_contained(
-    checkout: Path, room: Path, monkeypatch: pytest.MonkeyPatch
+    checkout: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (room / "code.yaml").write_text("{name: code, kind: code, data: quiz.jsonl, context: 'x = 1 #', tests: 'x'}")
+    (workspace / "code.yaml").write_text("{name: code, kind: code, data: quiz.jsonl, context: 'x = 1 #', tests: 'x'}")
     chosen, skipping = (
-        recipe(checkout, room, tasks=[str(room / "code.yaml")], on_missing_data=missing)
+        recipe(checkout, workspace, tasks=[str(workspace / "code.yaml")], on_missing_data=missing)
         for missing in ("refuse", "skip")
     )
     if not sandbox_error():
@@ -210,28 +210,28 @@ def test_code_is_refused_or_left_out_where_no_program_can_be_contained(
         sandbox_error.cache_clear()
 
 
-def test_a_check_finds_every_fault_of_the_first_rows(checkout: Path, room: Path) -> None:
-    write_lines(room / "data/quiz.jsonl", [{**quiz(1)[0], "answer": 9}])
-    (room / "other.yaml").write_text(yaml.safe_dump({**CHOICE, "name": "other", "sha256": {"quiz.jsonl": "00"}}))
+def test_a_check_finds_every_fault_of_the_first_rows(checkout: Path, workspace: Path) -> None:
+    write_lines(workspace / "data/quiz.jsonl", [{**quiz(1)[0], "answer": 9}])
+    (workspace / "other.yaml").write_text(yaml.safe_dump({**CHOICE, "name": "other", "sha256": {"quiz.jsonl": "00"}}))
     with pytest.raises(ValueError) as error:  # noqa: PT011
-        check_suite(recipe(checkout, room, tasks=[str(room / "other.yaml")]))
+        check_suite(recipe(checkout, workspace, tasks=[str(workspace / "other.yaml")]))
     first, second = str(error.value).splitlines()
     assert "quiz.jsonl:1: gold: 9 must be the place" in first
     assert "the task was written for 00" in second
 
 
-def test_inputs_follow_templates_data_and_baselines(checkout: Path, room: Path) -> None:
-    chosen = recipe(checkout, room)
+def test_inputs_follow_templates_data_and_baselines(checkout: Path, workspace: Path) -> None:
+    chosen = recipe(checkout, workspace)
     before = suite_inputs(chosen)
     assert suite_inputs(chosen) == before
     assert list(before) == ["suite", "task.quiz", "task.quiz_3"]
-    write_lines(room / "data/quiz.jsonl", quiz(29))
+    write_lines(workspace / "data/quiz.jsonl", quiz(29))
     data = suite_inputs(chosen)
     assert {name for name in before if data[name] != before[name]} == {"task.quiz", "task.quiz_3"}
-    (room / "quiz.yaml").write_text(yaml.safe_dump({**CHOICE, "version": 2}))
+    (workspace / "quiz.yaml").write_text(yaml.safe_dump({**CHOICE, "version": 2}))
     assert suite_inputs(chosen)["task.quiz"] != data["task.quiz"]
-    (room / "table.yaml").write_text("version: 1\nbaselines: {quiz: 0.5}\n")
-    (room / "mine.yaml").write_text("core: table.yaml\ntasks: [quiz.yaml]\n")
+    (workspace / "table.yaml").write_text("version: 1\nbaselines: {quiz: 0.5}\n")
+    (workspace / "mine.yaml").write_text("core: table.yaml\ntasks: [quiz.yaml]\n")
     assert suite_inputs(chosen)["suite"] != before["suite"]
 
 
@@ -249,10 +249,10 @@ def test_inputs_follow_templates_data_and_baselines(checkout: Path, room: Path) 
         (["quiz.yaml"], "mine.yaml: "),
     ],
 )
-def test_suites_that_cannot_be_resolved_are_refused(checkout: Path, room: Path, suite: Any, message: str) -> None:
-    (room / "mine.yaml").write_text(yaml.safe_dump(suite))
+def test_suites_that_cannot_be_resolved_are_refused(checkout: Path, workspace: Path, suite: Any, message: str) -> None:
+    (workspace / "mine.yaml").write_text(yaml.safe_dump(suite))
     with pytest.raises(ValueError) as error:  # noqa: PT011
-        check_suite(recipe(checkout, room))
+        check_suite(recipe(checkout, workspace))
     assert message in str(error.value)
 
 

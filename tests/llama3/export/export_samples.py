@@ -1,4 +1,4 @@
-"""Models for the tests of this room, and the comparison of two model folders."""
+"""Models for the tests of this package, and the comparison of two model folders."""
 
 from __future__ import annotations
 

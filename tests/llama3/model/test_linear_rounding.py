@@ -12,12 +12,12 @@ def product_moves() -> None:
     os.environ.pop(MKL_MODE, None)
     use_reproducible_matmul()
     torch.manual_seed(0)
-    room = torch.empty(64 * 64 + 16)
+    buffer = torch.empty(64 * 64 + 16)
     for rows in (1, 3, 16):
         for inner in (16, 32, 64):
             left, right = torch.randn(rows, inner), torch.randn(64, inner)
             for start in range(16):
-                moved = room[start : start + right.numel()].view(right.shape).copy_(right)
+                moved = buffer[start : start + right.numel()].view(right.shape).copy_(right)
                 assert torch.equal(left @ moved.T, left @ right.T), (rows, inner, start)
 
 

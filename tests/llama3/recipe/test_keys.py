@@ -97,11 +97,11 @@ OTHER: dict[str, tuple[str, ...]] = {
     "evaluate.after": ("evaluate.after=[long]",),
     "evaluate.val_interval": ("evaluate.val_interval=1Ki", "evaluate.val_interval=never"),
     "evaluate.every": ("evaluate.every=1Ki",),
-    "evaluate.suite": ("evaluate.suite={room}/one.yaml",),
-    "evaluate.final": ("evaluate.final={room}/one.yaml",),
-    "evaluate.deferred_suite": ("evaluate.deferred_suite={room}/one.yaml",),
-    "evaluate.data": ("evaluate.data={room}/other",),
-    "evaluate.tasks": ("evaluate.tasks=[{room}/one-task.yaml]",),
+    "evaluate.suite": ("evaluate.suite={workspace}/one.yaml",),
+    "evaluate.final": ("evaluate.final={workspace}/one.yaml",),
+    "evaluate.deferred_suite": ("evaluate.deferred_suite={workspace}/one.yaml",),
+    "evaluate.data": ("evaluate.data={workspace}/other",),
+    "evaluate.tasks": ("evaluate.tasks=[{workspace}/one-task.yaml]",),
     "promote.when": ("promote.when={eval/bpb: better}",),
     "studies.changed": ("studies.0.changed=[lr.peak]",),
     "sources.annealing_verdict.says": ("sources.math.gsm.annealing_verdict.says=mixed",),
@@ -111,7 +111,7 @@ OTHER: dict[str, tuple[str, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with suites, their tasks and two sets of their data."""
     folder = tmp_path_factory.mktemp("suites")
     for name, data in (("quiz", "quiz.jsonl"), ("one-task", "one.jsonl"), ("gone", "gone.jsonl")):
@@ -129,23 +129,25 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def rich(room: Path, *overrides: str) -> Recipe:
-    text = RICH.read_text().replace("{room}", str(room))
-    return parse_recipe(yaml.safe_load(text), "rich", [override.replace("{room}", str(room)) for override in overrides])
+def rich(workspace: Path, *overrides: str) -> Recipe:
+    text = RICH.read_text().replace("{workspace}", str(workspace))
+    return parse_recipe(
+        yaml.safe_load(text), "rich", [override.replace("{workspace}", str(workspace)) for override in overrides]
+    )
 
 
-def shards(room: Path, recipe: Recipe) -> Path:
+def shards(workspace: Path, recipe: Recipe) -> Path:
     """Return a folder with token shards of the datasets of `recipe`."""
-    folder = room / f"tokens-{digest(keys.tokens(recipe))[:8]}"
+    folder = workspace / f"tokens-{digest(keys.tokens(recipe))[:8]}"
     if not folder.exists():
         folder.mkdir()
         write_tokens(folder, recipe)
     return folder
 
 
-def chats(room: Path, recipe: Recipe) -> Path:
+def chats(workspace: Path, recipe: Recipe) -> Path:
     """Return a folder with packed conversations of the lengths of `recipe`."""
-    folder = room / f"chats-{digest(recipe.sft_lengths)[:8]}"
+    folder = workspace / f"chats-{digest(recipe.sft_lengths)[:8]}"
     folder.mkdir(exist_ok=True)
     packing = {"sequences": 7, "padding": 0, "cut": 0, "dropped": 0}
     (folder / "conversations.json").write_text(json.dumps({"packing": {str(n): packing for n in recipe.sft_lengths}}))
@@ -155,13 +157,13 @@ def chats(room: Path, recipe: Recipe) -> Path:
     return folder
 
 
-def run_keys(room: Path, recipe: Recipe) -> dict[Decided, Any]:
+def run_keys(workspace: Path, recipe: Recipe) -> dict[Decided, Any]:
     """Return what the keys of all artifacts of a run have of its recipe, and the rules of its promotion."""
-    schedule, stream = Schedule(recipe), TokenStream(shards(room, recipe), recipe)
+    schedule, stream = Schedule(recipe), TokenStream(shards(workspace, recipe), recipe)
     checkpoints, gates = [], []
     for span in schedule.trained:
         tuned = span.stage.kind == "sft"
-        data = ConversationStream(chats(room, recipe), stream, span) if tuned else stream
+        data = ConversationStream(chats(workspace, recipe), stream, span) if tuned else stream
         checkpoints.append(keys.checkpoint(recipe, span, data.identity(span.start, span.end)))
         if span.stage.gates:
             first = next(at for at, segment in enumerate(schedule.segments) if segment.stage == span.stage.name)
@@ -191,9 +193,9 @@ def past(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 @lru_cache
-def described(room: Path, overrides: tuple[str, ...]) -> tuple[Recipe, dict[Decided, Any], list[dict[str, Any]]]:
-    recipe = rich(room, *overrides)
-    return recipe, run_keys(room, recipe), past(recipe)
+def described(workspace: Path, overrides: tuple[str, ...]) -> tuple[Recipe, dict[Decided, Any], list[dict[str, Any]]]:
+    recipe = rich(workspace, *overrides)
+    return recipe, run_keys(workspace, recipe), past(recipe)
 
 
 def changes(path: str, recipe: Recipe) -> Iterator[str]:
@@ -239,14 +241,14 @@ def another(annotation: Any, value: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", FIELDS)
-def test_a_field_changes_the_keys_that_it_says_and_no_other(path: str, room: Path) -> None:
+def test_a_field_changes_the_keys_that_it_says_and_no_other(path: str, workspace: Path) -> None:
     base = next((given for lacking, given in VARIANTS.items() if f"{path}.".startswith(f"{lacking}.")), ())
     mark, changed, moved = FIELDS[path], set[str](), False
-    before, keys_before, past_before = described(room, base)
+    before, keys_before, past_before = described(workspace, base)
     for change in changes(path, before):
-        after = rich(room, *base, *change.split(" & "))
+        after = rich(workspace, *base, *change.split(" & "))
         assert after != before, change
-        keys_after = run_keys(room, after)
+        keys_after = run_keys(workspace, after)
         changed |= {kind for kind in KINDS if keys_after[kind] != keys_before[kind]}
         moved |= past(after) != past_before
     assert changed == set(mark.kinds)
@@ -304,12 +306,12 @@ def with_field(model: type[Section], path: str, mark: Decides) -> type[Section]:
 
 
 @pytest.mark.parametrize(("path", "mark"), [(path, mark) for path, marks in PLANTED.items() for mark in marks])
-def test_a_new_field_is_in_the_keys_and_the_past_as_it_says(path: str, mark: Decides, room: Path) -> None:
+def test_a_new_field_is_in_the_keys_and_the_past_as_it_says(path: str, mark: Decides, workspace: Path) -> None:
     model, place = with_field(Recipe, path, mark), f"{PLACES.get(path, path)}.planted".lstrip(".")
-    without, planted = (yaml.safe_load(RICH.read_text().replace("{room}", str(room))) for _ in range(2))
+    without, planted = (yaml.safe_load(RICH.read_text().replace("{workspace}", str(workspace))) for _ in range(2))
     apply_override(planted, f"{place}=0.5")
     before, after = model.model_validate(without), model.model_validate(planted)
-    old, new = run_keys(room, before), run_keys(room, after)
+    old, new = run_keys(workspace, before), run_keys(workspace, after)
     assert {kind for kind in KINDS if old[kind] != new[kind]} == set(mark.kinds)
     assert (past(before) != past(after)) == decides_tokens(mark)
 

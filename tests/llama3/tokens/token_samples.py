@@ -1,4 +1,4 @@
-"""Recipes, curated documents and shards for the tests of this room."""
+"""Recipes, curated documents and shards for the tests of this package."""
 
 from __future__ import annotations
 

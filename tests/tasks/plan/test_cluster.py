@@ -36,7 +36,7 @@ from herd.tasks.plan.predict import EvaluationCost, evaluation_cost, memory_faul
 from herd.tasks.plan.recipe import make_plan
 from herd.tasks.plan.tables import format_amount, format_days, format_digits
 from tests.llama3.planner.plan_samples import cluster_file, fabric, recipe
-from tests.tasks.plan_room import planned
+from tests.tasks.plan_samples import planned
 
 BOTH = ("64", "long=32")
 

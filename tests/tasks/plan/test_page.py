@@ -13,7 +13,7 @@ from herd.tasks.plan.page import MEMORY, cost_points, plan_figures, render_plan_
 from herd.tasks.plan.recipe import make_plan
 from herd.tasks.plan.tables import format_digits
 from tests.llama3.planner.plan_samples import recipe
-from tests.tasks.plan_room import planned
+from tests.tasks.plan_samples import planned
 
 INSIDE = ("#", "data:")
 """Addresses of what is in the page itself."""

@@ -21,13 +21,13 @@ from tests.llama3.evaluate.suite_samples import make
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("suite")
 
 
 @pytest.fixture(scope="module")
-def recipe(room: Path, checkout: Path) -> Recipe:
-    return make(room, checkout)
+def recipe(workspace: Path, checkout: Path) -> Recipe:
+    return make(workspace, checkout)
 
 
 def cluster(processes: int, layout: Layout | None = None) -> Cluster:
@@ -36,29 +36,35 @@ def cluster(processes: int, layout: Layout | None = None) -> Cluster:
 
 
 @pytest.mark.slow
-def test_two_evaluators_report_what_one_does(room: Path, recipe: Recipe) -> None:
+def test_two_evaluators_report_what_one_does(workspace: Path, recipe: Recipe) -> None:
     one, two = (
         run_evaluation(
-            recipe, room / "model", room / "curated", room / str(n), room / f"work-{n}", cluster(n), shared_agents()
+            recipe,
+            workspace / "model",
+            workspace / "curated",
+            workspace / str(n),
+            workspace / f"work-{n}",
+            cluster(n),
+            shared_agents(),
         )
         for n in (1, 2)
     )
     assert one == two
-    names = sorted(path.name for path in (room / "1").iterdir())
+    names = sorted(path.name for path in (workspace / "1").iterdir())
     assert "scores.parquet" in names
-    assert names == sorted(path.name for path in (room / "2").iterdir())
+    assert names == sorted(path.name for path in (workspace / "2").iterdir())
     for name in names:
-        assert (room / "1" / name).read_bytes() == (room / "2" / name).read_bytes(), name
+        assert (workspace / "1" / name).read_bytes() == (workspace / "2" / name).read_bytes(), name
 
 
-def test_a_mistake_of_all_processes_is_one_line(room: Path, recipe: Recipe, tmp_path: Path) -> None:
-    shutil.copytree(room / "model", tmp_path / "model")
+def test_a_mistake_of_all_processes_is_one_line(workspace: Path, recipe: Recipe, tmp_path: Path) -> None:
+    shutil.copytree(workspace / "model", tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"config.json: is not a model configuration") as caught:
         run_evaluation(
             recipe,
             tmp_path / "model",
-            room / "curated",
+            workspace / "curated",
             tmp_path / "made",
             tmp_path / "work",
             cluster(2).model_copy(update={"threads": 1}),  # the agent's
@@ -69,9 +75,9 @@ def test_a_mistake_of_all_processes_is_one_line(room: Path, recipe: Recipe, tmp_
 
 
 @pytest.mark.slow
-def test_a_killed_evaluation_continues_on_a_split_model(room: Path, recipe: Recipe) -> None:
+def test_a_killed_evaluation_continues_on_a_split_model(workspace: Path, recipe: Recipe) -> None:
     """A rank is killed after the likelihoods; the second attempt does not compute them again."""
-    place, work = cluster(4, Layout(tp=2)), room / "work-killed"
+    place, work = cluster(4, Layout(tp=2)), workspace / "work-killed"
     place = place.model_copy(update={"attempts": 2})
     first = work / "done" / "000001.json"
 
@@ -82,13 +88,21 @@ def test_a_killed_evaluation_continues_on_a_split_model(room: Path, recipe: Reci
 
     with ThreadPoolExecutor(1) as pool:
         killed = pool.submit(kill)
-        split = run_evaluation(recipe, room / "model", room / "curated", room / "split", work, place, shared_agents())
+        split = run_evaluation(
+            recipe, workspace / "model", workspace / "curated", workspace / "split", work, place, shared_agents()
+        )
         killed.result()
     logs = sorted((work / "logs").iterdir())
     assert [path.name for path in logs] == ["attempt-1", "attempt-2"]
     assert first.stat().st_mtime < min(path.stat().st_mtime for path in logs[1].glob("rank-*.log"))
     one = run_evaluation(
-        recipe, room / "model", room / "curated", room / "one", room / "work-one", cluster(1), shared_agents()
+        recipe,
+        workspace / "model",
+        workspace / "curated",
+        workspace / "one",
+        workspace / "work-one",
+        cluster(1),
+        shared_agents(),
     )
     assert split.keys() == one.keys()
     assert {key: value for key, value in split.items() if not isinstance(value, float)} == {

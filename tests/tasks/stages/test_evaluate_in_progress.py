@@ -16,7 +16,7 @@ from herd.tasks.stages.evaluate import CheckpointOffers, CheckpointQueue, evalua
 from tests.dist import run
 from tests.llama3.evaluate.rank_samples import write_checkpoint
 from tests.storage.s3 import BUCKET, environment, moto_server, pointed_at
-from tests.tasks.promotion_room import PromotionRoom
+from tests.tasks.promotion_workspace import PromotionWorkspace
 
 SAVE = {metrics.CHECKPOINT_WRITE_S: 0.1}
 
@@ -28,7 +28,7 @@ def save(folder: Path, position: int) -> None:
 
 
 def test_a_checkpoint_is_offered_once_for_each_interval_and_never_at_the_end(tmp_path: Path) -> None:
-    context = PromotionRoom(tmp_path / "root", "evaluate.every=100K").context
+    context = PromotionWorkspace(tmp_path / "root", "evaluate.every=100K").context
     span = Schedule(context.recipe).span("main")
     folder = tmp_path / "work" / "checkpoints"
     offers, queue = CheckpointOffers(context, span, str(folder)), CheckpointQueue(str(folder))
@@ -49,18 +49,18 @@ def test_of_many_the_newest_are_scored_and_older_ones_are_skipped_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluate, "evaluate_checkpoint", evaluate_checkpoint.fn)  # outside of a flow
-    room = PromotionRoom(tmp_path / "root")
+    workspace = PromotionWorkspace(tmp_path / "root")
     folder = str(tmp_path / "work" / "checkpoints")
     queue = CheckpointQueue(folder)
     for position in (1000, 2000, 3000, 4000):
         queue.add(position)  # retention has removed all of them
-    lines = evaluate_waiting(room.context, "main", folder, room.curated, room.curated)
+    lines = evaluate_waiting(workspace.context, "main", folder, workspace.curated, workspace.curated)
     assert [line.partition(",")[0].partition(":")[0] for line in lines] == ["2", "1", "4", "3"]
     assert [line.split(": ")[1].split(",")[0] for line in lines] == ["skipped", "skipped", "not scored", "not scored"]
     assert "2 newer checkpoints wait" in lines[0]
     assert "the checkpoint was removed" in lines[2]
     assert queue.waiting() == []
-    assert evaluate_waiting(room.context, "main", folder, room.curated, room.curated) == []
+    assert evaluate_waiting(workspace.context, "main", folder, workspace.curated, workspace.curated) == []
 
 
 def test_a_checkpoint_in_an_object_store_is_downloaded_whole_and_verified(
@@ -86,7 +86,7 @@ def test_a_checkpoint_in_an_object_store_is_downloaded_whole_and_verified(
             queue.fetch(8192, tmp_path / "scratch")
         weights = f"{folder}/{4096:018}/20261125-0001/{next((tmp_path / 'saved').glob('*.safetensors')).name}"
         put_bytes(weights, bytes(len(get_bytes(weights))))
-        room = PromotionRoom(tmp_path / "root")
-        (line,) = evaluate_waiting(room.context, "main", folder, room.curated, room.curated)
+        workspace = PromotionWorkspace(tmp_path / "root")
+        (line,) = evaluate_waiting(workspace.context, "main", folder, workspace.curated, workspace.curated)
         assert line.startswith(f"4,096: not scored, {weights}")
         assert queue.waiting() == []

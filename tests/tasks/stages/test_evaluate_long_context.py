@@ -43,7 +43,7 @@ def asked(advance_: str) -> Recipe:
     return load_recipe(Path("recipes/quickstart.yaml"), words)
 
 
-class Room:
+class Workspace:
     """A root with curated documents and checkpoints of models that learnt nothing."""
 
     def __init__(self, root: Path) -> None:
@@ -87,15 +87,15 @@ def write_documents(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Room:
-    return Room(tmp_path_factory.mktemp("root"))
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return Workspace(tmp_path_factory.mktemp("root"))
 
 
-def test_a_length_that_passes_its_gates_is_recorded_and_not_measured_again(room: Room) -> None:
-    context = room.context(asked("{short-context: no worse than 0%, needle: at least 0}"))
-    began = room.commit("checkpoint", "main", {"end": 840_000})
-    checkpoint = room.commit("checkpoint", "long-512", {"end": 860_000})
-    decision = check_long_context_gates.fn(context, "long-512", checkpoint, began, room.curated)
+def test_a_length_that_passes_its_gates_is_recorded_and_not_measured_again(workspace: Workspace) -> None:
+    context = workspace.context(asked("{short-context: no worse than 0%, needle: at least 0}"))
+    began = workspace.commit("checkpoint", "main", {"end": 840_000})
+    checkpoint = workspace.commit("checkpoint", "long-512", {"end": 860_000})
+    decision = check_long_context_gates.fn(context, "long-512", checkpoint, began, workspace.curated)
     assert [row.metric for row in decision.rows] == ["integrity/finite", "eval/short-context", "eval/needle"]
     assert decision.accepted
     assert decision.rows[1].candidate == decision.rows[1].champion, "the same weights"
@@ -103,18 +103,18 @@ def test_a_length_that_passes_its_gates_is_recorded_and_not_measured_again(room:
     assert Decision.model_validate_json(written) == decision
     found = context.artifacts["gate-long-512"]
     assert found.metadata["eval/needle"] == decision.rows[2].candidate
-    assert room.tracker.series(context.record.mlflow_run, "eval/short-context") == [
+    assert workspace.tracker.series(context.record.mlflow_run, "eval/short-context") == [
         (end, decision.rows[1].candidate) for end in (840_000, 860_000)
     ]
-    assert check_long_context_gates.fn(context, "long-512", checkpoint, began, room.curated) == decision
+    assert check_long_context_gates.fn(context, "long-512", checkpoint, began, workspace.curated) == decision
     assert {entry.outcome for entry in context.record.steps.values()} == {"reused"}
 
 
-def test_a_needle_not_found_stops_the_run_with_numbers_and_remedies(room: Room) -> None:
+def test_a_needle_not_found_stops_the_run_with_numbers_and_remedies(workspace: Workspace) -> None:
     recipe = asked("[needle]")
-    context, uniform = room.context(recipe), room.commit("checkpoint", "uniform", {"end": 1}, uniform=True)
+    context, uniform = workspace.context(recipe), workspace.commit("checkpoint", "uniform", {"end": 1}, uniform=True)
     with pytest.raises(GateFailed) as caught:
-        check_long_context_gates.fn(context, "long-1024", uniform, None, room.curated)
+        check_long_context_gates.fn(context, "long-1024", uniform, None, workspace.curated)
     lines = str(caught.value).splitlines()
     assert lines[0] == (
         "stages.long.gates: long-1024 does not pass at sequence 1024; the run stops at position 1,403,904"
@@ -125,7 +125,7 @@ def test_a_needle_not_found_stops_the_run_with_numbers_and_remedies(room: Room) 
     assert lines[5].startswith("  stages.long.gates: {needle: at least 0}  #")
 
 
-def test_the_remedy_is_legal_and_keeps_the_past(room: Room) -> None:
+def test_the_remedy_is_legal_and_keeps_the_past(workspace: Workspace) -> None:
     before = asked("[needle]")
     parts = Schedule(before).span("long").parts
     assert [part.name for part in parts] == ["long-512", "long-1024", "long-768"]
@@ -138,20 +138,22 @@ def test_the_remedy_is_legal_and_keeps_the_past(room: Room) -> None:
     assert Schedule(after).span("long-1024").tokens == 2 * parts[1].tokens
 
 
-def test_worse_short_context_stops_the_run(room: Room) -> None:
-    context = room.context(asked("[short-context]"))
-    began = room.commit("checkpoint", "main", {"end": 840_000})
-    worse = room.commit("checkpoint", "uniform", {"end": 1}, uniform=True)
-    better, other = (began, worse) if _bits(room, context, began) < _bits(room, context, worse) else (worse, began)
-    check_long_context_gates.fn(context, "long-512", better, other, room.curated)
+def test_worse_short_context_stops_the_run(workspace: Workspace) -> None:
+    context = workspace.context(asked("[short-context]"))
+    began = workspace.commit("checkpoint", "main", {"end": 840_000})
+    worse = workspace.commit("checkpoint", "uniform", {"end": 1}, uniform=True)
+    better, other = (
+        (began, worse) if _bits(workspace, context, began) < _bits(workspace, context, worse) else (worse, began)
+    )
+    check_long_context_gates.fn(context, "long-512", better, other, workspace.curated)
     recipe = asked("{short-context: no worse than 0%}")
     with pytest.raises(
         GateFailed, match=r"short-context failed: .* bits per byte, .* before the stage; the gate allows"
     ):
-        check_long_context_gates.fn(room.context(recipe), "long-512", other, better, room.curated)
+        check_long_context_gates.fn(workspace.context(recipe), "long-512", other, better, workspace.curated)
 
 
-def _bits(room: Room, context: Context, checkpoint: Artifact) -> float:
-    decision = check_long_context_gates.fn(context, "long-512", checkpoint, checkpoint, room.curated)
+def _bits(workspace: Workspace, context: Context, checkpoint: Artifact) -> float:
+    decision = check_long_context_gates.fn(context, "long-512", checkpoint, checkpoint, workspace.curated)
     assert decision.rows[1].candidate is not None
     return decision.rows[1].candidate

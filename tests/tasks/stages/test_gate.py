@@ -33,7 +33,7 @@ from herd.tasks.stages.gate import (
 from herd.tasks.stages.promote import append_decision
 from tests.llama3.export.export_samples import TEXTS
 from tests.tasks.mlflow_server import use
-from tests.tasks.promotion_room import PromotionRoom
+from tests.tasks.promotion_workspace import PromotionWorkspace
 
 CHECKS = ["integrity/files", "integrity/reload", "integrity/export", "integrity/tokenizer", "serving", "contamination"]
 
@@ -50,20 +50,20 @@ def outside_of_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def room(tmp_path: Path) -> PromotionRoom:
-    return PromotionRoom(tmp_path, "promote.when={eval/bpb: better}")
+def workspace(tmp_path: Path) -> PromotionWorkspace:
+    return PromotionWorkspace(tmp_path, "promote.when={eval/bpb: better}")
 
 
 def judge_of(
-    room: PromotionRoom, checkpoint: Artifact, scored: Artifact | None = None, **said: str
+    workspace: PromotionWorkspace, checkpoint: Artifact, scored: Artifact | None = None, **said: str
 ) -> Callable[[Log], Promotion]:
     """Return the decision on `checkpoint` by a log, with the scores of another model where its own cannot be had."""
-    evaluation = room.evaluation(scored or checkpoint)
-    candidate = measure_candidate(room.context, checkpoint, evaluation, room.curated)
+    evaluation = workspace.evaluation(scored or checkpoint)
+    candidate = measure_candidate(workspace.context, checkpoint, evaluation, workspace.curated)
 
     def judge(log: Log) -> Promotion:
-        champion = measure_champion(room.context, log, evaluation, room.curated)
-        return decide(candidate, champion, room.recipe.promote, Override(**said), "2026-11-25T10:00:00+00:00")
+        champion = measure_champion(workspace.context, log, evaluation, workspace.curated)
+        return decide(candidate, champion, workspace.recipe.promote, Override(**said), "2026-11-25T10:00:00+00:00")
 
     return judge
 
@@ -92,8 +92,8 @@ def failed(record: Promotion) -> list[str]:
     return [row.metric for row in record.decision.rows if not row.passed]
 
 
-def test_a_whole_candidate_is_promoted_where_there_is_no_champion(room: PromotionRoom) -> None:
-    record = judge_of(room, room.checkpoint())([])
+def test_a_whole_candidate_is_promoted_where_there_is_no_champion(workspace: PromotionWorkspace) -> None:
+    record = judge_of(workspace, workspace.checkpoint())([])
     assert (record.kind, record.champion, record.by) == (PROMOTED, "", "")
     assert [row.metric for row in record.decision.rows] == [*CHECKS, "integrity/finite", "eval/bpb"]
     reasons = {row.metric: row.reason for row in record.decision.rows}
@@ -108,12 +108,12 @@ def test_a_whole_candidate_is_promoted_where_there_is_no_champion(room: Promotio
 
 
 def test_it_is_judged_again_against_a_champion_that_was_made_meanwhile(
-    room: PromotionRoom, monkeypatch: pytest.MonkeyPatch
+    workspace: PromotionWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = room.checkpoint(1), room.checkpoint(2)
-    rivals = Rivals(monkeypatch, judge_of(room, first)([]))
-    log, evaluation = PromotionLog(room.root, "quickstart"), room.evaluation(second)
-    record = append_decision(room.context, log, second, evaluation, room.curated, Override())
+    first, second = workspace.checkpoint(1), workspace.checkpoint(2)
+    rivals = Rivals(monkeypatch, judge_of(workspace, first)([]))
+    log, evaluation = PromotionLog(workspace.root, "quickstart"), workspace.evaluation(second)
+    record = append_decision(workspace.context, log, second, evaluation, workspace.curated, Override())
     assert rivals.measured == ["", first.label]
     assert (record.n, record.against, record.champion) == (2, 1, first.label)
     assert record.evidence is not None
@@ -125,14 +125,14 @@ def test_it_is_judged_again_against_a_champion_that_was_made_meanwhile(
 
 
 def test_a_judgement_survives_records_that_change_no_champion(
-    room: PromotionRoom, monkeypatch: pytest.MonkeyPatch
+    workspace: PromotionWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = room.checkpoint(1), room.checkpoint(2)
-    log, evaluation = PromotionLog(room.root, "quickstart"), room.evaluation(second)
-    champion = log.append(judge_of(room, first)([]), log.head)
-    before = judge_of(room, second)(log.records)
+    first, second = workspace.checkpoint(1), workspace.checkpoint(2)
+    log, evaluation = PromotionLog(workspace.root, "quickstart"), workspace.evaluation(second)
+    champion = log.append(judge_of(workspace, first)([]), log.head)
+    before = judge_of(workspace, second)(log.records)
     rivals = Rivals(monkeypatch, champion.model_copy(update={"kind": REJECTED}))
-    after = append_decision(room.context, log, second, evaluation, room.curated, Override())
+    after = append_decision(workspace.context, log, second, evaluation, workspace.curated, Override())
     assert rivals.measured == [first.label]
     assert (after.n, after.against, after.evidence, after.gate) == (3, 1, before.evidence, before.gate)
 
@@ -146,31 +146,31 @@ def rewritten(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path],
     return rewrite
 
 
-def test_weights_that_are_not_finite_are_refused(room: PromotionRoom) -> None:
-    whole = room.checkpoint(1)
-    broken = room.checkpoint(2, rewritten(lambda state: state["norm.weight"][0].fill_(float("nan"))))
-    record = judge_of(room, broken, whole)([])
+def test_weights_that_are_not_finite_are_refused(workspace: PromotionWorkspace) -> None:
+    whole = workspace.checkpoint(1)
+    broken = workspace.checkpoint(2, rewritten(lambda state: state["norm.weight"][0].fill_(float("nan"))))
+    record = judge_of(workspace, broken, whole)([])
     assert record.kind == REJECTED
     assert "integrity/reload" in failed(record)
 
 
-def test_a_damaged_file_is_refused(room: PromotionRoom) -> None:
-    checkpoint = room.checkpoint()
-    scores = room.evaluation(checkpoint)
+def test_a_damaged_file_is_refused(workspace: PromotionWorkspace) -> None:
+    checkpoint = workspace.checkpoint()
+    scores = workspace.evaluation(checkpoint)
     path = checkpoint.path / "model" / WEIGHTS
     data = bytearray(path.read_bytes())
     data[-1] ^= 0x01
     path.write_bytes(data)
-    candidate = measure_candidate(room.context, checkpoint, scores, room.curated)
-    record = decide(candidate, ChampionModel("", []), room.recipe.promote, Override(), "noon")
+    candidate = measure_candidate(workspace.context, checkpoint, scores, workspace.curated)
+    record = decide(candidate, ChampionModel("", []), workspace.recipe.promote, Override(), "noon")
     assert failed(record) == ["integrity/files"]
     assert "model.safetensors changed since it was committed" in record.why
 
 
-def test_another_tokenizer_is_refused(room: PromotionRoom) -> None:
+def test_another_tokenizer_is_refused(workspace: PromotionWorkspace) -> None:
     other = train_tokenizer([text.upper() for text in TEXTS], 290)
-    assert other.vocab_size == room.coder.vocab_size
-    record = judge_of(room, room.checkpoint(change=other.save))([])
+    assert other.vocab_size == workspace.coder.vocab_size
+    record = judge_of(workspace, workspace.checkpoint(change=other.save))([])
     assert (record.kind, failed(record)) == (REJECTED, ["integrity/tokenizer"])
 
 
@@ -178,60 +178,60 @@ def test_another_tokenizer_is_refused(room: PromotionRoom) -> None:
     ("action", "confirmed", "passes"), [("report", 0, True), ("report", 1, False), ("drop", 9, True)]
 )
 def test_examples_that_were_trained_on_are_refused(
-    room: PromotionRoom, action: str, confirmed: int, passes: bool
+    workspace: PromotionWorkspace, action: str, confirmed: int, passes: bool
 ) -> None:
-    room.curated = room.with_benchmark(action, confirmed)
-    record = judge_of(room, room.checkpoint())([])
+    workspace.curated = workspace.with_benchmark(action, confirmed)
+    record = judge_of(workspace, workspace.checkpoint())([])
     assert failed(record) == ([] if passes else ["contamination/trivia"])
     (row,) = [row for row in record.decision.rows if row.metric == "contamination/trivia"]
     assert row.reason.startswith(f"trivia: {confirmed} of 50 examples are in the documents")
 
 
 def test_a_model_that_cannot_be_served_is_refused_with_what_it_said(
-    room: PromotionRoom, monkeypatch: pytest.MonkeyPatch
+    workspace: PromotionWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export, "smoke_test", lambda folder: "serving: no")
-    checkpoint = room.checkpoint()
-    evaluation = room.evaluation(checkpoint)
-    found = {check.metric: check for check in vet(room.context, checkpoint, evaluation, room.curated)}
+    checkpoint = workspace.checkpoint()
+    evaluation = workspace.evaluation(checkpoint)
+    found = {check.metric: check for check in vet(workspace.context, checkpoint, evaluation, workspace.curated)}
     assert (found["serving"].passed, found["serving"].reason) == (False, "serving: no")
     monkeypatch.setattr(gate, "place_evaluation", lambda recipe, cluster: (Layout(tp=2), 2))  # it fits no device
-    found = {check.metric: check for check in vet(room.context, checkpoint, evaluation, room.curated)}
+    found = {check.metric: check for check in vet(workspace.context, checkpoint, evaluation, workspace.curated)}
     assert found["serving"].passed
     assert "on tp 2 x pp 1" in found["serving"].reason
 
 
-def test_a_person_may_decide_against_the_gate_but_not_against_integrity(room: PromotionRoom) -> None:
-    room.curated = room.with_benchmark("report", 1)
-    record = judge_of(room, room.checkpoint(1), by="Ada", override="the set is retired")([])
+def test_a_person_may_decide_against_the_gate_but_not_against_integrity(workspace: PromotionWorkspace) -> None:
+    workspace.curated = workspace.with_benchmark("report", 1)
+    record = judge_of(workspace, workspace.checkpoint(1), by="Ada", override="the set is retired")([])
     assert (record.kind, record.override, record.by) == (PROMOTED, "the set is retired", "Ada")
     assert failed(record) == ["contamination/trivia"]
     assert record.gate is not None
     assert not record.gate.accepted
     other = train_tokenizer([text.upper() for text in TEXTS], 290)
     with pytest.raises(ValueError, match="integrity/tokenizer cannot be overridden"):
-        judge_of(room, room.checkpoint(2, other.save), override="trust me")([])
+        judge_of(workspace, workspace.checkpoint(2, other.save), override="trust me")([])
 
 
-def test_a_champion_that_was_deleted_is_refused_by_name_until_somebody_decides(room: PromotionRoom) -> None:
-    first, second = room.checkpoint(1), room.checkpoint(2)
-    log = [judge_of(room, first)([])]
-    room.store.delete(first.label)
-    record = judge_of(room, second)(log)
+def test_a_champion_that_was_deleted_is_refused_by_name_until_somebody_decides(workspace: PromotionWorkspace) -> None:
+    first, second = workspace.checkpoint(1), workspace.checkpoint(2)
+    log = [judge_of(workspace, first)([])]
+    workspace.store.delete(first.label)
+    record = judge_of(workspace, second)(log)
     assert (record.kind, failed(record)) == (REJECTED, [CHAMPION])
     assert f"artifact '{first.label}': not found" in record.why
     assert "herd rollback quickstart --to" in record.why
-    assert judge_of(room, second, override="it is lost")(log).kind == PROMOTED
+    assert judge_of(workspace, second, override="it is lost")(log).kind == PROMOTED
 
 
 def test_what_passes_waits_where_a_person_is_asked(tmp_path: Path) -> None:
-    room = PromotionRoom(tmp_path, "promote.approval=manual")
-    first = room.checkpoint(1)
-    record = judge_of(room, first)([])
+    workspace = PromotionWorkspace(tmp_path, "promote.approval=manual")
+    first = workspace.checkpoint(1)
+    record = judge_of(workspace, first)([])
     assert (record.kind, record.asked) == (PENDING_APPROVAL, True)
     assert record.decision.refusals == ["waits for approval by a person"]
-    insisted = judge_of(room, first, by="Ada", override="I read it")([])
+    insisted = judge_of(workspace, first, by="Ada", override="I read it")([])
     assert (insisted.kind, insisted.override, insisted.comment) == (PROMOTED, "", "I read it")
     assert insisted.decision.rows[-1].reason.startswith("approved by Ada at ")
     champion = record.decided(True, "Ada", "", "noon", 1)
-    assert judge_of(room, first)([record, champion]).kind == PROMOTED, "it is the champion already"
+    assert judge_of(workspace, first)([record, champion]).kind == PROMOTED, "it is the champion already"

@@ -34,7 +34,7 @@ MAIN = 12 * STEP
 """Position at which the stage `main` ends."""
 
 
-class Room:
+class Workspace:
     """A root with token shards and a tokenizer, on which runs train for real."""
 
     def __init__(self, folder: Path) -> None:
@@ -75,25 +75,25 @@ def going_on(origin: str, **changes: Any) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Room, Artifact, Artifact]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, Artifact, Artifact]:
     """A run of both stages, with no interruption."""
-    room = Room(tmp_path_factory.mktemp("start") / "root")
-    context = room.begin(asked())
-    main = room.train(context, "main", None)
-    return room, main, room.train(context, "anneal", main)
+    workspace = Workspace(tmp_path_factory.mktemp("start") / "root")
+    context = workspace.begin(asked())
+    main = workspace.train(context, "main", None)
+    return workspace, main, workspace.train(context, "anneal", main)
 
 
-Trained = tuple[Room, Artifact, Artifact]
+Trained = tuple[Workspace, Artifact, Artifact]
 
 
 @pytest.fixture(scope="module")
 def went_on(trained: Trained) -> tuple[Context, Artifact]:
     """A run that goes on from the end of `main`."""
-    room, _, _ = trained
-    context = room.begin(going_on("tiny-1/main"))
-    start = init_weights.fn(context, room.tokenizer)
+    workspace, _, _ = trained
+    context = workspace.begin(going_on("tiny-1/main"))
+    start = init_weights.fn(context, workspace.tokenizer)
     assert next_step(context.recipe, context.record.steps, False) == "collect"
-    return context, room.train(context, "anneal", start)
+    return context, workspace.train(context, "anneal", start)
 
 
 def test_it_comes_to_the_very_model_of_the_uninterrupted_run(
@@ -110,13 +110,13 @@ def test_it_comes_to_the_very_model_of_the_uninterrupted_run(
 
 
 def test_the_run_s_lineage_names_it(trained: Trained, went_on: tuple[Context, Artifact], tmp_path: Path) -> None:
-    room, main, _ = trained
+    workspace, main, _ = trained
     context, again = went_on
     assert context.record.steps["init-weights"].artifact == main.label
     assert again.manifest.inputs["parent"] == main.key
     parts = context.store, context.recipe, context.record
     assert not run_work_dir_name(*parts, training_step(context.recipe, "anneal")).endswith("unknown")
-    card = make_card(room.root, "on-1", again.path_of("model"), tmp_path, "hf", "bf16", "")
+    card = make_card(workspace.root, "on-1", again.path_of("model"), tmp_path, "hf", "bf16", "")
     assert card.digests["started from"] == "tiny-1/main"
     assert card.digests["started from, as an artifact"] == main.label
     assert card.training is not None
@@ -126,16 +126,16 @@ def test_the_run_s_lineage_names_it(trained: Trained, went_on: tuple[Context, Ar
 
 
 def test_a_label_names_it_as_well(trained: Trained) -> None:
-    room, main, _ = trained
-    assert room.faults(going_on(main.label)) == []
-    check_run(going_on(main.label), Cluster(threads=1), room.root)
-    assert init_weights.fn(room.begin(going_on(main.label)), room.tokenizer).key == main.key
+    workspace, main, _ = trained
+    assert workspace.faults(going_on(main.label)) == []
+    check_run(going_on(main.label), Cluster(threads=1), workspace.root)
+    assert init_weights.fn(workspace.begin(going_on(main.label)), workspace.tokenizer).key == main.key
 
 
 def test_with_the_same_name_nothing_is_trained_again(trained: Trained) -> None:
-    room, _, anneal = trained
-    context = room.begin(going_on("tiny-1/main", name="tiny"))
-    again = room.train(context, "anneal", init_weights.fn(context, room.tokenizer))
+    workspace, _, anneal = trained
+    context = workspace.begin(going_on("tiny-1/main", name="tiny"))
+    again = workspace.train(context, "anneal", init_weights.fn(context, workspace.tokenizer))
     assert (again.label, context.record.steps["anneal"].outcome) == (anneal.label, "reused")
 
 
@@ -169,38 +169,38 @@ def test_the_plan_says_what_is_not_trained() -> None:
 def test_what_does_not_fit_is_refused_before_work(
     trained: Trained, origin: str, changes: dict[str, Any], fault: str
 ) -> None:
-    room, _, _ = trained
+    workspace, _, _ = trained
     plain = resolved(going_on(origin))
     plain["model"] |= changes.get("model", {})
     plain["stages"][-1]["for"] = f"{12 * STEP} tokens"
     with pytest.raises(RecipeError, match=fault):
-        check_run(parse_recipe(plain, "on.yaml"), Cluster(threads=1), room.root)
+        check_run(parse_recipe(plain, "on.yaml"), Cluster(threads=1), workspace.root)
 
 
 def test_the_stage_that_ends_there_is_named(trained: Trained) -> None:
-    room, _, _ = trained
+    workspace, _, _ = trained
     stages = resolved(asked())["stages"]
     parts = [{**stages[0], "name": "first", "for": f"{6 * STEP} tokens"}, {**stages[0], "for": f"{6 * STEP} tokens"}]
     start = {"path": "tiny-1/main", "format": "checkpoint", "after": "first"}
-    (fault,) = room.faults(asked(name="on", stages=[*parts, stages[1]], init_from=start))
+    (fault,) = workspace.faults(asked(name="on", stages=[*parts, stages[1]], init_from=start))
     assert "at 3,072; write after: main (stages end: first at 1,536, main at 3,072" in fault
 
 
 def test_another_tokenizer_is_refused(trained: Trained, tmp_path: Path) -> None:
-    room, main, _ = trained
+    workspace, main, _ = trained
     other = Tokenizer([bytes([byte]) for byte in reversed(range(256))])
     other.save(tmp_path / "other")
     used = going_on("tiny-1/main", tokenizer={"use": str(tmp_path / "other" / "tokenizer.model")})
-    (fault,) = room.faults(used)
+    (fault,) = workspace.faults(used)
     assert fault.startswith(f"tokenizer.use: gives a tokenizer with digest {other.digest[:12]}, but {main.label}")
     remedy = str(main.path_of("model/tokenizer.model"))
     assert f"write tokenizer: {{use: {remedy}}}" in fault
-    assert room.faults(going_on("tiny-1/main", tokenizer={"use": remedy})) == []
-    with room.store.staging() as folder:
+    assert workspace.faults(going_on("tiny-1/main", tokenizer={"use": remedy})) == []
+    with workspace.store.staging() as folder:
         other.save(folder)
-        made = room.store.commit(ArtifactSpec("tokenizer", "other", 1, {}, {}), folder, {}, "a test", "c0de", 1.0)
+        made = workspace.store.commit(ArtifactSpec("tokenizer", "other", 1, {}, {}), folder, {}, "a test", "c0de", 1.0)
     with pytest.raises(RecipeError, match=r"tokenizer\.train: gives a tokenizer with digest"):
-        init_weights.fn(room.begin(going_on("tiny-1/main")), made)
+        init_weights.fn(workspace.begin(going_on("tiny-1/main")), made)
 
 
 @pytest.mark.parametrize(

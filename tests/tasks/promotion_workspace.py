@@ -29,7 +29,7 @@ SHAPE = "model={layers: 1, dim: 16, ffn: 32, heads: 2, kv_heads: 1, max_seq_len:
 Fill = Callable[[Path], object]
 
 
-class PromotionRoom:
+class PromotionWorkspace:
     """One run of the quickstart's recipe with a small model."""
 
     def __init__(self, place: Path, *changes: str) -> None:
