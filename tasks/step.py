@@ -37,8 +37,7 @@ from herd.tasks.runs.records import RunRecord, Runs, StepRecord
 from herd.tasks.runs.work_dirs import IN_PROGRESS
 from herd.tasks.tracking.events import artifact_committed
 from herd.tasks.tracking.mlflow import MLflowTracker
-from herd.tasks.tracking.steps import LoggedStep, child_tags, project_step
-from herd.tasks.tracking.tensorboard import TensorBoard
+from herd.tasks.tracking.steps import CurveSink, LoggedStep, child_tags, curve_sinks, project_step
 
 Build = Callable[[Path, str], dict[str, Any]]
 """Fills an empty folder and returns the artifact's metadata; also gets the handle of the step's MLflow run."""
@@ -126,15 +125,14 @@ class Context:
     """Whether a stage whose checkpoints are all damaged is trained again from its start."""
     predict: Callable[[Cluster, StageSpan], PredictedStepTimes | None] = lambda cluster, span: None
     """Predicts memory and step times of a stage; steps do not import the planner."""
-    tensorboard: TensorBoard | None = None
-    """The run's event files, if the recipe wants some; made here."""
+    sinks: list[CurveSink] = field(init=False)
+    """Where the run's points go besides MLflow."""
     preview: Callable[[str, ArtifactSpec, WorkInProgress | None], Artifact] | None = None
     """Takes the place of `ensure_artifact` in `herd plan --steps`, where nothing is made."""
 
     def __post_init__(self) -> None:
         self.agents = self.agents or Agents(self.folder / "logs" / "agent.log")
-        if self.recipe.tracking.tensorboard and not self.tensorboard:
-            self.tensorboard = TensorBoard(self.root, self.record.name)
+        self.sinks = curve_sinks(self.recipe.tracking, self.root, self.record.name)
 
     @property
     def root(self) -> Root:
@@ -225,7 +223,7 @@ def ensure_artifact(
         if result.outcome != REUSED:
             artifact_committed(context.record, context.root.uri, step, artifact)
         project_step(
-            LoggedStep(context.tracker, context.store, context.record, step, artifact, mlflow_run, context.tensorboard)
+            LoggedStep(context.tracker, context.store, context.record, step, artifact, mlflow_run, context.sinks)
         )
     return artifact
 

@@ -58,7 +58,7 @@ from herd.tasks.runs.provenance import hourly_costs
 from herd.tasks.runs.work_dirs import kept_checkpoints, newest, work_dir_name
 from herd.tasks.stages.alerts import Alerts
 from herd.tasks.stages.evaluate import CheckpointOffers, validation_folder, write_validation_rows
-from herd.tasks.stages.follow import JournalReader, JournalTailer
+from herd.tasks.stages.follow import JournalTailer
 from herd.tasks.step import Context, WorkInProgress, ensure_artifact, link_files
 from herd.tasks.tracking.prefect_artifacts import StagePage, stage_done
 from herd.tasks.tracking.prometheus import Gauges
@@ -230,9 +230,8 @@ def _train(context: Context, span: StageSpan, job: Path, runs: list[str], offers
     name = context.record.name
     page = StagePage(name, span.name, span.start, span.tokens)
     alerts = Alerts(context.root, name, span.name, context.console, context.recipe.spikes, job.parent)
-    hosts, readers = Hosts(context.root), list[JournalReader]([Gauges(context.root, name, span.name)])
-    if context.tensorboard:
-        readers.append(StageCurves(context.tensorboard, span.name, Thinning(span.steps, span.end)))
+    curves = StageCurves(context.sinks, span.name, Thinning(span.steps, span.end))
+    hosts, readers = Hosts(context.root), (Gauges(context.root, name, span.name), curves)
     launcher = launcher_of(context.cluster, launch_key(job), context.agents, hosts.excluded)
     journal = job.parent / "journal.jsonl"
     with context.console.progress(span.name, span.tokens) as line:

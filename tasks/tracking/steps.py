@@ -6,14 +6,16 @@ by the step number in each record, so the result does not depend on the reader.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from herd.llama3.recipe.sections import Tracking
 from herd.llama3.train import metrics
 from herd.llama3.train.journal import Record
 from herd.storage.artifact import Artifact, Store
+from herd.storage.root import Root
 from herd.tasks.runs.records import RunRecord
 from herd.tasks.tracking.mlflow import MetricPoint, MLflowTracker, metric_key
 from herd.tasks.tracking.tensorboard import TensorBoard
@@ -70,17 +72,40 @@ class Thinning:
         return points
 
 
+class CurveSink(Protocol):
+    """Another place for the points of a run beside MLflow. It must not raise: monitoring must not stop a run."""
+
+    def add(self, step: str, points: list[MetricPoint], of_run: bool = False) -> None:
+        """Write points of `step`, with `of_run` also to the curves of the run.
+
+        The points of a stage come while it trains and again when it ends.
+        """
+
+    def close(self, step: str) -> None:
+        """End `step`: nothing follows."""
+
+
+SINKS: Mapping[str, Callable[[Root, str], CurveSink]] = {"tensorboard": TensorBoard}
+"""Field of `tracking` in the recipe -> maker of the sink, from the root and the name of the run."""
+
+
+def curve_sinks(tracking: Tracking, root: Root, run: str) -> list[CurveSink]:
+    """Return the sinks that a recipe asks for."""
+    return [make(root, run) for field, make in SINKS.items() if getattr(tracking, field)]
+
+
 @dataclass(frozen=True)
 class StageCurves:
-    """Reads the journal of a stage and writes the points that MLflow gets to TensorBoard's files."""
+    """Reads the journal of a stage and writes the points that MLflow gets to the other sinks."""
 
-    tensorboard: TensorBoard
+    sinks: Sequence[CurveSink]
     stage: str
     thinning: Thinning
 
     def update(self, records: Sequence[Record], loss: float | None) -> None:
         """Write the points of new records."""
-        self.tensorboard.add(self.stage, self.thinning.points(records), of_run=True)
+        for sink in self.sinks:
+            sink.add(self.stage, self.thinning.points(records), of_run=True)
 
 
 @dataclass(frozen=True)
@@ -94,7 +119,7 @@ class LoggedStep:
     artifact: Artifact
     child: str
     """Handle of the step's run in the tracker."""
-    tensorboard: TensorBoard | None = None
+    sinks: Sequence[CurveSink] = ()
 
     @property
     def runs(self) -> list[str]:
@@ -104,8 +129,8 @@ class LoggedStep:
     def log(self, points: list[MetricPoint], of_run: bool = False, model_id: str | None = None) -> int:
         """Log points to the step, with `of_run` also to the whole run, and return how many."""
         runs = self.runs if of_run else [self.child]
-        if self.tensorboard:
-            self.tensorboard.add(self.step, points, of_run)
+        for sink in self.sinks:
+            sink.add(self.step, points, of_run)
         self.tracker.log_points(runs, points, model_id)
         return len(points) * len(runs)
 
@@ -160,8 +185,8 @@ def project_step(shown: LoggedStep) -> int:
             sent += _log_stage(shown)
         case "evaluation" | "gate":
             sent += _log_scores(shown)
-    if shown.tensorboard:
-        shown.tensorboard.close(shown.step)
+    for sink in shown.sinks:
+        sink.close(shown.step)
     return sent
 
 

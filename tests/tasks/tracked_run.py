@@ -108,7 +108,7 @@ class TrackedRun:
             )
             context.runs.save(context.record)
             project_step(
-                LoggedStep(context.tracker, context.store, context.record, step, artifact, child, context.tensorboard)
+                LoggedStep(context.tracker, context.store, context.record, step, artifact, child, context.sinks)
             )
         return artifact
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from herd.llama3.recipe.load import RecipeError, load_recipe
+from herd.llama3.recipe.sections import Tracking
 from herd.llama3.train.journal import Journal, Record, Rewind
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
 from herd.tasks.operate.preflight import check_run
 from herd.tasks.stages.follow import JournalTailer
 from herd.tasks.tracking.mlflow import MetricPoint
-from herd.tasks.tracking.steps import StageCurves, Thinning
+from herd.tasks.tracking.steps import SINKS, StageCurves, Thinning, curve_sinks
 from herd.tasks.tracking.tensorboard import TensorBoard, read_points
 from tests.tasks.tracked_run import TrackedRun
 
@@ -73,9 +74,8 @@ class TestEventFiles:
 
     def test_a_stage_that_trains_has_the_points_of_mlflow(self, tmp_path: Path) -> None:
         run = TrackedRun(Root.parse(tmp_path), tracking={"tensorboard": True})
-        tensorboard, handle = run.context.tensorboard, run.context.record.mlflow_run
-        assert tensorboard is not None
-        reader = StageCurves(tensorboard, "main", Thinning(6000, -1))  # every third step is sent
+        handle = run.context.record.mlflow_run
+        reader = StageCurves(run.context.sinks, "main", Thinning(6000, -1))  # every third step is sent
         follower = JournalTailer(run.context, [handle], tmp_path / "journal.jsonl", 6000, Unseen(), readers=[reader])
         with Journal(tmp_path / "journal.jsonl") as journal:
             for step in range(1, 13):
@@ -145,3 +145,10 @@ def test_a_missing_package_is_an_error_before_any_work(tmp_path: Path, monkeypat
     with pytest.raises(RecipeError) as refused:
         check_run(recipe, Cluster(), Root.parse(tmp_path))
     assert MISSING in str(refused.value).splitlines()
+
+
+def test_every_field_of_tracking_has_its_sink(tmp_path: Path) -> None:
+    assert SINKS.keys() == Tracking.model_fields.keys()
+    for field in SINKS:
+        assert len(curve_sinks(Tracking.model_validate({field: True}), Root.parse(tmp_path), "tiny-1")) == 1
+    assert curve_sinks(Tracking(), Root.parse(tmp_path), "tiny-1") == []
