@@ -14,7 +14,7 @@ from herd.llama3.model.param_table import param_row, param_table
 from herd.llama3.model.transformer import Transformer, empty_model
 from herd.llama3.recipe.sections import Model
 from tests.dist import run
-from tests.llama3.parallel.scale_samples import VOCAB_SIZE, names_and_shapes, shape
+from tests.llama3.parallel.scale_samples import OPTIONAL, VALUES, VOCAB_SIZE, names_and_shapes, shape
 
 
 @st.composite
@@ -23,7 +23,8 @@ def models(draw: st.DrawFn) -> tuple[Model, int]:
     kv_heads, layers, ffn = draw(st.integers(1, 4)), draw(st.integers(1, 12)), draw(st.integers(8, 99))
     heads = kv_heads * draw(st.integers(1, 4))
     config = {"layers": layers, "dim": 8 * heads, "ffn": ffn, "heads": heads, "kv_heads": kv_heads, "max_seq_len": 64}
-    return Model(**config, tied_embeddings=draw(st.booleans())), draw(st.integers(1, 300))  # type: ignore[arg-type]
+    options = {field: VALUES[field] for field in draw(st.sets(st.sampled_from(OPTIONAL)))}
+    return Model.model_validate(config | options), draw(st.integers(1, 300))
 
 
 @given(models())
@@ -33,8 +34,9 @@ def test_the_table_is_the_module_s_parameters(case: tuple[Model, int]) -> None:
     assert [(param.name, param.shape) for param in table] == list(named.items())
     assert all(param.row is param_row(param.name) for param in table)
     assert parameter_count(*case) == sum(map(prod, named.values()))
-    for names in ([param.hf for param in table], [param.meta for param in table], [param.gguf for param in table]):
-        assert len(set(names)) == len(named)
+    for form in ("hf", "meta", "gguf"):
+        names = [getattr(param, form) for param in table if getattr(param.row, form)]
+        assert len(set(names)) == len(names)
 
 
 @given(models(), st.integers(0, 3), st.integers(0, 3), st.booleans(), st.booleans())

@@ -94,6 +94,14 @@ def cut(
         return float(world.sum(counted)), gradients
 
 
+def exact_gradients(changes: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return the `exact` gradients of an fp32 model that FSDP shards over one process."""
+    with init_distributed("cpu", 240, Layout(), meshed=True) as world:
+        (part,) = build_parts(shape(**changes), VOCAB_SIZE, SEED, world, torch.float32, None, exact=True).values()
+        (part(*batch(documents=True)).sum() * 2.0**-20).backward()  # fp32 below 2^-7 is finer than the grid
+        return {name: full_tensor(p.grad).numpy() for name, p in part.named_parameters() if p.grad is not None}
+
+
 def my_share(world: ParallelContext, data: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]) -> Any:
     """Return this process's part of the batch: sequences by dp, tokens and targets of them by cp."""
     tokens, documents, targets = data

@@ -23,6 +23,16 @@ from herd.llama3.parallel.pipeline import give_up_data
 from herd.llama3.recipe.sections import Model
 
 VOCAB_SIZE = 512
+OPTIONAL = [name for name, field in Model.model_fields.items() if not field.is_required()]
+VALUES = {
+    "preset": "2m",
+    "tied_embeddings": True,
+    "rope_theta": 1e4,
+    "rope_scaling": {},
+    "norm_eps": 1e-6,
+    "embedding_std": 1.0,
+}
+"""Another value than the default of each optional field, for tests of what a model may have; add that of a new one."""
 
 
 def shape(**changes: Any) -> Model:
@@ -45,7 +55,7 @@ def local_parameters(config: Model, vocab_size: int, layout: Layout, world: int,
     return total
 
 
-def held(layout: dict[str, Any], world: int, rank: int, load: Load) -> dict[str, int]:
+def held(config: Model, layout: dict[str, Any], world: int, rank: int, load: Load) -> dict[str, int]:
     """Return bytes alive in the first stage of `rank`, fake CPU tensors, in a step of two micro-batches.
 
     steady: alive after the backward pass of the first one. Of the last one, kept: made by its forward pass and alive
@@ -57,9 +67,7 @@ def held(layout: dict[str, Any], world: int, rank: int, load: Load) -> dict[str,
     master = torch.promote_types(compute, torch.float32)
     amx = patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True, create=True)  # else attention is in fp32
     with amx, fake_process_group(Layout(**layout), world, rank) as place:
-        parts = empty_model_parts(
-            shape(), VOCAB_SIZE, place, master, None if compute == master else compute, load.exact
-        )
+        parts = empty_model_parts(config, VOCAB_SIZE, place, master, None if compute == master else compute, load.exact)
         part = next(iter(parts.values()))
         with FakeTensorMode(allow_non_fake_inputs=True):
             part.to_empty(device="cpu")
@@ -68,7 +76,7 @@ def held(layout: dict[str, Any], world: int, rank: int, load: Load) -> dict[str,
             return {"kept": last["kept"], "steady": steady, "peak": last["peak"]}
 
 
-def all_held(requests: Sequence[tuple[dict[str, Any], int, int, Load]]) -> list[dict[str, int]]:
+def all_held(requests: Sequence[tuple[Model, dict[str, Any], int, int, Load]]) -> list[dict[str, int]]:
     """Return `held` of each request."""
     return [held(*request) for request in requests]
 

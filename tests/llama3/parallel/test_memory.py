@@ -27,7 +27,15 @@ from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.sections import Model
 from herd.llama3.train.state import Precision, TrainState
 from tests.dist import run
-from tests.llama3.parallel.scale_samples import VOCAB_SIZE, all_held, local_parameters, names_and_shapes, shape
+from tests.llama3.parallel.scale_samples import (
+    OPTIONAL,
+    VALUES,
+    VOCAB_SIZE,
+    all_held,
+    local_parameters,
+    names_and_shapes,
+    shape,
+)
 from tests.llama3.train import train_samples
 from tests.llama3.train.checkpoint_samples import ALONE
 
@@ -61,22 +69,31 @@ MORE: list[Case] = [
 ]
 
 
-def expected(case: Case) -> tuple[int, RankMemory]:
+def expected(config: Model, case: Case) -> tuple[int, RankMemory]:
     """Return what a stage keeps of a micro-batch, and the whole table."""
     layout, world, rank, work = case
     place = RankCoords.from_rank(rank, Layout(**layout))
-    (stage,) = stages(shape(), Layout(**layout), place.pp)
-    kept = stage_activations(shape(), VOCAB_SIZE, Layout(**layout), work, stage)
-    return kept, memory(shape(), VOCAB_SIZE, Layout(**layout), world, work)[place.pp]
+    (stage,) = stages(config, Layout(**layout), place.pp)
+    kept = stage_activations(config, VOCAB_SIZE, Layout(**layout), work, stage)
+    return kept, memory(config, VOCAB_SIZE, Layout(**layout), world, work)[place.pp]
 
 
 @pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])
 @pytest.mark.slow
 def test_the_table_is_what_a_step_holds(cases: list[Case]) -> None:
     """To the byte: what a forward pass keeps, and what stays between micro-batches. The peak with some room."""
-    (measured,) = run(1, all_held, cases)
+    check(shape(), cases)
+
+
+@pytest.mark.parametrize("field", OPTIONAL)
+def test_the_table_knows_every_field_of_a_model(field: str) -> None:
+    check(shape(layers=1, **{field: VALUES[field]}), [({"tp": 2}, 2, 0, load())])
+
+
+def check(config: Model, cases: list[Case]) -> None:
+    (measured,) = run(1, all_held, [(config, *case) for case in cases])
     for case, found in zip(cases, measured, strict=True):
-        kept, need = expected(case)
+        kept, need = expected(config, case)
         assert found["kept"] == kept, case
         assert found["steady"] == need.gathered + need.gradients, case
         foreseen = kept + need.passing
@@ -87,7 +104,7 @@ def test_a_stage_keeps_nothing_of_what_it_sent() -> None:
     """Three of one layer each: the middle one keeps that layer, the rotary table and one number."""
     layout, work = Layout(pp=3, tp=4), MIDDLE[3]
     layer = layer_activations(shape(), layout, work, "none")
-    assert expected(MIDDLE)[0] == layer + work.seq_len * 8 * work.wide + 2
+    assert expected(shape(), MIDDLE)[0] == layer + work.seq_len * 8 * work.wide + 2
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from herd.llama3.model.linear import GRID
 from tests.dist import run
-from tests.llama3.parallel.layout_samples import alone, cut, shape
+from tests.llama3.parallel.layout_samples import alone, cut, exact_gradients, shape
+from tests.llama3.parallel.scale_samples import OPTIONAL, VALUES
 
 AXES = {"dp": {}, "tp": {"tp": 2}, "cp": {"cp": 2}, "pp": {"pp": 2}}
 PAIRS = [(4, AXES[a] | AXES[b]) for a in AXES for b in AXES if a < b]
@@ -103,6 +105,13 @@ def test_z_loss(world: int, layout: dict[str, Any]) -> None:
     plain, with_z = expected(True, 0.0), expected(True, 0.01)
     assert plain[0] == with_z[0]  # the value stays the likelihood
     assert np.abs(plain[1]["output.weight"] - with_z[1]["output.weight"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("field", OPTIONAL)
+def test_exact_rounds_the_gradient_of_every_weight(field: str) -> None:
+    (gradients,) = run(1, exact_gradients, {"layers": 1, field: VALUES[field]})
+    for name, gradient in gradients.items():
+        assert not (gradient % GRID).any(), name
 
 
 def test_sizes_that_do_not_divide_evenly() -> None:
