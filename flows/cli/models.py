@@ -14,6 +14,7 @@ import typer
 from rich.markup import escape
 
 from herd.flows.cli.errors import DefaultGroup, RootOption, at_work, mistakes, out, problems
+from herd.llama3.export.formats import Form
 from herd.storage.filesystem import write_atomic
 from herd.storage.root import DEFAULT_ROOT, Root
 
@@ -144,9 +145,7 @@ def serve(
 def export(
     model: Annotated[str, typer.Argument(help="A run, FAMILY@ALIAS, or a model folder.")],
     target: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
-    format_: Annotated[
-        Literal["hf", "meta", "meta-safetensors", "gguf", "mlflow"], typer.Option("--format", help="Output format.")
-    ] = "hf",
+    format_: Annotated[Form, typer.Option("--format", help="Output format.")] = "hf",
     dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option(help="Number format of the weights.")] = "bf16",
     parts: Annotated[int, typer.Option(min=1, help="Model-parallel files; format meta only.")] = 1,
     license: Annotated[str, typer.Option(help="License of the weights, for the model card, such as apache-2.0.")] = "",

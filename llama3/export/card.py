@@ -16,6 +16,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from herd.llama3.evaluate.scores import Score
+from herd.llama3.export.formats import EXPORT_FORMATS, Form
 from herd.llama3.model.flops import parameter_count
 from herd.llama3.recipe.sections import Model
 from herd.llama3.recipe.units import tokens
@@ -26,13 +27,6 @@ README, MANIFEST, RECIPE, SUMS = "README.md", "manifest.json", "recipe.yaml", "S
 ROWS = 20
 """Lines of a table of sources or licenses; the last one sums up the rest."""
 UNKNOWN = "unknown"
-KINDS = {
-    "hf": "Hugging Face transformers",
-    "meta": "Meta's own files, model-parallel",
-    "meta-safetensors": "Meta's own names, in safetensors",
-    "gguf": "GGUF, for llama.cpp",
-    "mlflow": "an MLflow pyfunc model",
-}
 
 
 @dataclass(frozen=True)
@@ -94,8 +88,8 @@ class Card:
     name: str
     config: Model
     vocab_size: int
-    form: str
-    """Format of the folder: a key of `KINDS`."""
+    form: Form
+    """Format of the folder."""
     dtype: str
     license: str = ""
     """License of the weights: identifier of SPDX or Hugging Face; empty: none was given."""
@@ -167,15 +161,17 @@ def render(card: Card) -> str:
     # a cell must not end its table or begin an HTML tag
     page.filters["cell"] = lambda text: str(text).replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
     page.filters["shortened"] = truncate
+    form = EXPORT_FORMATS[card.form]
     metadata = {
         "license": card.license.lower(),
         "language": list(card.training.languages) if card.training else [],
-        "library_name": {"hf": "transformers", "gguf": "gguf", "mlflow": "mlflow"}.get(card.form, ""),
+        "library_name": form.library,
         "pipeline_tag": "text-generation",
         "tags": ["llama", *(["conversational"] if card.chat else ["base-model", "pretrained"])],
     }
     head = yaml.safe_dump({key: value for key, value in metadata.items() if value}, sort_keys=False).rstrip()
-    return page.get_template("card.md").render(card=card, head=head, kind=KINDS[card.form])
+    use = page.from_string(form.use).render(card=card)
+    return page.get_template("card.md").render(card=card, head=head, kind=form.title, use=use)
 
 
 def truncate(lines: Sequence[SourceRow]) -> list[SourceRow]:

@@ -17,8 +17,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from herd.llama3.evaluate.gate import Check, CheckUnfinished
-from herd.llama3.export.convert import Format, Target, convert, open_source
-from herd.llama3.export.meta import meta_settings
+from herd.llama3.export.convert import convert, open_source
+from herd.llama3.export.formats import EXPORT_FORMATS, Format
+from herd.llama3.export.meta import NotExpressible
 from herd.llama3.model.files import WeightReader, open_model, os_error_number
 from herd.llama3.model.flops import parameter_count
 from herd.llama3.model.linear import use_reproducible_matmul
@@ -66,11 +67,6 @@ LOGITS_BYTES = 4 * 10**9
 LOGITS = 1e-5
 """Largest difference of two logits, relative to the largest logit, in fp32."""
 POSITIONS = 64
-FORMATS: tuple[tuple[Target, Format, str], ...] = (
-    ("hf", "hf", "Hugging Face"),
-    ("meta-safetensors", "meta", "Meta"),
-)
-"""Format to write, format to read, name."""
 BROKEN = (ValueError, OSError, RuntimeError, SafetensorError, MemoryError)
 """Errors of damaged files, of a model that does not fit its shape, and of a machine without memory or disk."""
 ABSENT = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR)
@@ -149,16 +145,16 @@ def _export(folder: Path, scratch: Path) -> str:
     scratch.mkdir(parents=True, exist_ok=True)
     stored, results = open_model(folder), []
     fits = _fits(stored)
-    for target, form, name in FORMATS:
-        if form == "meta":
-            try:
-                meta_settings(stored.config, stored.vocab_size)
-            except ValueError as error:
-                results.append(f"{name} has no form for it ({error})")
-                continue
+    for target, (name, *_, form) in EXPORT_FORMATS.items():
+        if form is None:
+            continue
         with tempfile.TemporaryDirectory(dir=scratch, prefix="export-") as temporary:
             export = Path(temporary) / target
-            convert(folder, "herd", export, target)
+            try:
+                convert(folder, "herd", export, target)
+            except NotExpressible as error:
+                results.append(f"{name} has no form for it ({error})")
+                continue
             source = open_source(export, form)
             for param in param_table(stored.config, stored.vocab_size):
                 ours, theirs = stored.tensor(param.name), source.tensor(param.name)

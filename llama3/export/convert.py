@@ -15,9 +15,9 @@ from typing import Literal
 
 import torch
 
-from herd.llama3.export.gguf import write_gguf
-from herd.llama3.export.hf import HuggingFaceModel, write_hugging_face
-from herd.llama3.export.meta import MetaModel, check_parts, write_meta
+from herd.llama3.export.formats import EXPORT_FORMATS, ExportSource, Format
+from herd.llama3.export.hf import HuggingFaceModel
+from herd.llama3.export.meta import MetaModel, check_parts
 from herd.llama3.model.files import CONFIG, StoredModel, WeightReader, parameters, save_model
 from herd.llama3.model.transformer import Transformer, empty_model
 from herd.llama3.recipe.sections import InitFrom, Model
@@ -25,8 +25,6 @@ from herd.llama3.tokens.chat import TEMPLATE_FILE
 from herd.llama3.tokens.tokenizer import MODEL_FILE, Tokenizer, use_tokenizer
 from herd.storage.filesystem import filesystem_of, is_local, list_files, local_path, sync_folder, write_atomic
 
-Format = Literal["herd", "hf", "meta"]
-Target = Literal["herd", "hf", "meta", "meta-safetensors", "gguf"]
 Number = Literal["bf16", "fp16", "fp32"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OPEN: dict[Format, Callable[[Path], WeightReader]] = {"herd": StoredModel, "hf": HuggingFaceModel, "meta": MetaModel}
@@ -35,11 +33,24 @@ SUFFIXES = (".safetensors", ".json", ".pth", ".bin")
 """Suffixes of model files (`.bin`, so that the reader rejects it by name)."""
 
 
+def write_herd(folder: Path, source: ExportSource) -> None:
+    """Write the model as our own folder."""
+    weights = ((param.name, tensor) for param, tensor in parameters(source.model, source.dtype))
+    save_model(folder, source.model.config, source.model.vocab_size, weights)
+    if source.tokenizer is not None:
+        source.tokenizer.save(folder)
+    if source.template:
+        write_atomic(folder / TEMPLATE_FILE, source.template)
+
+
+WRITERS = {"herd": write_herd} | {name: form.write for name, form in EXPORT_FORMATS.items() if form.write}
+
+
 def convert(
     source: Path,
     source_format: Format,
     target: Path,
-    target_format: Target,
+    target_format: str,
     dtype: Number | None = None,
     *,
     parts: int = 1,
@@ -51,6 +62,8 @@ def convert(
     the folder before it appears. Raises ValueError if the source is not a Llama 3, the tokenizer does not fit it, the
     format or its `parts` do not exist, or the target does.
     """
+    if target_format not in WRITERS:
+        raise ValueError(f"format {target_format!r} is unknown; choose {', '.join(WRITERS)}")
     model = open_source(source, source_format)
     tokenizer = _tokenizer(source, source_format, model.vocab_size)
     check_parts(model.config, model.vocab_size, parts, target_format == "meta")
@@ -58,24 +71,7 @@ def convert(
     mark = source / TEMPLATE_FILE
     template = mark.read_text(encoding="utf-8") if mark.is_file() else ""
     with staging_folder(target) as folder:
-        match target_format:
-            case "herd":
-                weights = ((param.name, tensor) for param, tensor in parameters(model, stored_as))
-                save_model(folder, model.config, model.vocab_size, weights)
-                if tokenizer is not None:
-                    tokenizer.save(folder)
-                if template:
-                    write_atomic(folder / TEMPLATE_FILE, template)
-            case "hf":
-                write_hugging_face(folder, model, tokenizer, stored_as, template)
-            case "meta" | "meta-safetensors":
-                write_meta(folder, model, tokenizer, stored_as, pickled=target_format == "meta", parts=parts)
-            case "gguf":
-                write_gguf(folder, model, tokenizer, stored_as, template)
-            case _:
-                raise ValueError(
-                    f"format {target_format!r} is unknown; choose herd, hf, meta, meta-safetensors or gguf"
-                )
+        WRITERS[target_format](folder, ExportSource(model, tokenizer, stored_as, template, parts))
         if add is not None:
             add(folder)
     return model.config

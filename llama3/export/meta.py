@@ -79,8 +79,12 @@ def ffn_multiplier(dim: int, ffn: int) -> tuple[float, int]:
     raise AssertionError(f"no multiplier gives {ffn} from {dim}")
 
 
+class NotExpressible(ValueError):
+    """The format cannot hold a model of this shape."""
+
+
 def meta_settings(config: Model, vocab_size: int) -> dict[str, Any]:
-    """Return `params.json` for a model. Raises ValueError if its rotary scaling cannot be written there."""
+    """Return `params.json` for a model. Raises NotExpressible if its rotary scaling cannot be written there."""
     multiplier, multiple_of = ffn_multiplier(config.dim, config.ffn)
     settings: dict[str, Any] = {
         "dim": config.dim,
@@ -97,7 +101,7 @@ def meta_settings(config: Model, vocab_size: int) -> dict[str, Any]:
     if config.rope_scaling is not None:
         built_in = RopeScaling(factor=config.rope_scaling.factor)
         if config.rope_scaling != built_in:
-            raise ValueError(
+            raise NotExpressible(
                 f"model.rope_scaling is {config.rope_scaling.model_dump()}, but Meta's format has "
                 f"{built_in.model_dump()} built in; export the model as hf"
             )

@@ -17,16 +17,16 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from herd.llama3.evaluate.gate import CheckUnfinished
+from herd.llama3.export.formats import Form
 from herd.storage.filesystem import write_atomic
 from herd.storage.root import Root
 
 if TYPE_CHECKING:
     from herd.llama3.export.convert import Number
 
-Form = Literal["hf", "meta", "meta-safetensors", "gguf", "mlflow"]
 SERVED = "served_model.py"
 MODEL = "model"
 """Folder of weights and tokenizer."""

@@ -15,6 +15,7 @@ import yaml
 from herd.llama3.evaluate.scores import Score
 from herd.llama3.export.card import Card, MixLine, SourceRow, StageLine, Training, render, truncate, write_card
 from herd.llama3.export.convert import convert
+from herd.llama3.export.formats import EXPORT_FORMATS, Form
 from herd.llama3.recipe.sections import Model
 from herd.llama3.statistics.estimates import Estimate
 from tests.llama3.export.export_samples import herd_folder, shape, tokenizer
@@ -88,11 +89,13 @@ def test_licenses_that_nobody_knows_are_called_so() -> None:
     assert notice == "No license was given for the weights. The licenses of the training text are unknown."
 
 
-@pytest.mark.parametrize("form", ["hf", "meta", "meta-safetensors", "gguf", "mlflow"])
-def test_every_format_says_how_it_is_used(form: str) -> None:
-    text = render(dataclasses.replace(CARD, form=form))
+@pytest.mark.parametrize("form", EXPORT_FORMATS)
+def test_every_format_says_how_it_is_used(form: Form) -> None:
+    use = render(dataclasses.replace(CARD, form=form)).split("## Use")[1].split("## Model")[0].strip()
     command = {"hf": "AutoModelForCausalLM", "gguf": "llama-cli -m model.gguf", "mlflow": "mlflow models serve"}
-    assert command.get(form, "params.json") in text
+    command |= dict.fromkeys(("meta", "meta-safetensors"), "params.json")
+    assert use
+    assert command.get(form, "") in use
 
 
 def test_long_tables_are_summed_up() -> None:
