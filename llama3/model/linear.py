@@ -67,13 +67,19 @@ def use_reproducible_matmul() -> None:
     os.environ.setdefault(MKL_MODE, "AUTO")
 
 
-class Linear(nn.Module):
+class Weighted(nn.Module):
+    """A module that reads its weights through `local_weight`."""
+
+    exact: bool = False
+    """Whether weight gradients are rounded, so that sums do not depend on order."""
+
+
+class Linear(Weighted):
     """x W^T without bias."""
 
     def __init__(self, features_in: int, features_out: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(features_out, features_in))
-        self.exact = False
         self.float8: Any = None
         """Scaling of float8 operands; None: no float8."""
 
@@ -84,7 +90,7 @@ class Linear(nn.Module):
         return float8_product(x, weight, self.float8)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Weighted):
     """x / rms(x) * w (arXiv 1910.07467), in fp32 or wider, returned in the dtype of x."""
 
     def __init__(self, dim: int, eps: float, comms: Comms) -> None:
@@ -92,7 +98,6 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
         self.eps = eps
         self.comms = comms
-        self.exact = False
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.comms.tp_replicated(local_weight(self.weight, self.exact)).to(x.dtype)

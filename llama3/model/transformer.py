@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from herd.llama3.model.attention import Attention, AttentionMask, attention_mask, rotation
 from herd.llama3.model.comms import Comms, NoComms
-from herd.llama3.model.linear import Linear, RMSNorm, local_weight
+from herd.llama3.model.linear import Linear, RMSNorm, Weighted, local_weight
 from herd.llama3.model.loss import token_nll
 from herd.llama3.model.param_table import param_row
 from herd.llama3.model.recompute import gate_product, recomputed, swiglu
@@ -92,7 +92,7 @@ class Block(nn.Module):
             return self.comms.reduce_scatter(products(normed_BSD, *more, spare))
 
 
-class Transformer(nn.Module):
+class Transformer(Weighted):
     """From token ids to logits or to the loss of targets, or a pipeline stage of that.
 
     Weights are not initialized here (see `initial_value`).
@@ -119,8 +119,6 @@ class Transformer(nn.Module):
         """Dtype of the residual stream and of products; None: that of the weights."""
         self.z_loss = 0.0
         self.recompute = "none"
-        self.exact = False
-        """Whether weight gradients are rounded, so that sums do not depend on order (`linear.local_weight`)."""
         layers = range(config.layers) if layers is None else layers
         # Without _weight, nn.Embedding draws normal weights, which on the meta device imports torch's compiler (0.6 s).
         self.embedding = (

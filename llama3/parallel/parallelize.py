@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from herd.llama3.model.linear import use_float8
+from herd.llama3.model.linear import Weighted, use_float8
 from herd.llama3.model.param_table import param_row
 from herd.llama3.model.transformer import Transformer
 from herd.llama3.parallel.comms import MeshComms
@@ -114,7 +114,7 @@ def empty_model_parts(
             model = Transformer(config, vocab_size, ranges[stage], first, last, MeshComms(world)).to(master)
         model.compute, model.recompute = compute, layout.recompute
         for module in model.modules():
-            if hasattr(module, "exact"):
+            if isinstance(module, Weighted):
                 module.exact = exact
         if layout.tp > 1:
             cut(model, world.mesh["tp"])
