@@ -167,7 +167,7 @@ def _read(path: str, changed: int, domain: str, language: str) -> WordDistributi
 
 
 VERSION = 2
-"""Version of annotated artifacts; a higher number makes them again although the recipe is the same."""
+"""Version of annotated artifacts; raise it if values change, but not for a new statistic: COLUMNS are in the key."""
 STEP = "attributes"
 MODELS = "models"
 COLUMNS = tuple(statistic.name.lower() for statistic in Statistic)

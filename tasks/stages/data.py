@@ -66,15 +66,15 @@ def collect_documents(context: Context) -> Artifact:
 @task(name="annotate", cache_policy=NO_CACHE, persist_result=False)
 def annotate_documents(context: Context, collected: Artifact) -> Artifact:
     """Return the attributes of the collected documents."""
+    from herd.llama3.data.annotate import COLUMNS, VERSION, annotate, attribute_files
     from herd.llama3.data.annotate import STEP as ATTRIBUTES
-    from herd.llama3.data.annotate import VERSION, annotate, attribute_files
 
-    curation = context.recipe.curate
+    curation, columns = context.recipe.curate, {name: position for position, name in enumerate(COLUMNS)}
     spec = ArtifactSpec(
         kind="annotated",
         name=context.recipe.name,
         version=VERSION,
-        parameters=keys.annotated(context.recipe),
+        parameters=keys.annotated(context.recipe) | {"columns": columns},
         inputs={"collected": collected.key, "files": _state_of(attribute_files(curation))},
     )
 

@@ -6,12 +6,15 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from herd.llama3.data.annotate import COLUMNS, COUNTS, document_statistics
+from herd.llama3.data.kernels.arrow import text_buffers
+from herd.llama3.data.kernels.statistics import measure
 from herd.llama3.data.text.words import (
     BLANKS,
     BRACKETS,
@@ -63,6 +66,12 @@ def test_column_for_every_bound_of_the_recipe() -> None:
     bounded = {name.removeprefix("min_").removeprefix("max_") for name in Quality.model_fields} - {"rules"} - later
     sized = {f"top_gram_{size}" for size in range(2, 5)} | {f"duplicate_gram_{size}" for size in range(5, 11)}
     assert set(COLUMNS) == bounded - {"top_ngram", "duplicate_ngrams"} | sized
+
+
+def test_the_kernel_fills_each_statistic() -> None:
+    values = np.full((len(COLUMNS), 1), np.nan)
+    measure(*text_buffers(pa.array(["a line\nand another"])), values)
+    assert [name for name, (value,) in zip(COLUMNS, values, strict=True) if np.isnan(value)] == []
 
 
 def test_types_and_row_order_hold_for_chunks_and_slices() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from herd.llama3.data.annotate import COLUMNS
 from herd.llama3.recipe.load import load_recipe
 from herd.tasks.pipeline_steps import pipeline_steps
 from herd.tasks.stages import data
@@ -40,6 +41,17 @@ def test_nothing_to_score_ends_a_run_that_evaluates_after_curation(monkeypatch: 
     told = "math: no held-out document of 12; it is not scored: raise curate.validation_fraction or add text"
     assert "kept general 9 B in 7 documents; math 9 B in 12 documents" in lines[0]
     assert lines[1:] == [f"  [yellow]curate: {told}[/]"]
+
+
+def test_a_new_statistic_or_another_order_makes_attributes_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "ensure_in_scratch", lambda context, step, spec, build: spec)
+    made: Any = SimpleNamespace(key="a")
+    keys = set()
+    for columns in (COLUMNS, (*COLUMNS, "shouted_lines"), COLUMNS[::-1]):
+        monkeypatch.setattr("herd.llama3.data.annotate.COLUMNS", columns)
+        spec: Any = data.annotate_documents.fn(a_context("")[0], made)
+        keys.add(spec.key)
+    assert len(keys) == 3
 
 
 def test_too_many_epochs_end_only_a_run_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
