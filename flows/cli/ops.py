@@ -89,6 +89,7 @@ def doctor(
 ) -> None:
     """Check this machine, the root, and with --cluster every node: what is there, what is wrong, what to do."""
     from herd.tasks.cluster import Cluster, load_cluster
+    from herd.tasks.launch.base import node_runner
     from herd.tasks.operate.doctor import check_run, diagnose, diagnose_as_node, diagnose_nodes, findings_table
 
     with mistakes():
@@ -103,10 +104,9 @@ def doctor(
         with at_work("this machine"):
             findings = diagnose(Root.parse(root), starts, loaded)
         if chosen_cluster.nodes:
-            if chosen_cluster.launcher == "slurm":
-                problems.print(
-                    f"[dim]waiting for {chosen_cluster.nodes.nodes(chosen_cluster.processes)} nodes of Slurm[/]"
-                )
+            if node_runner(chosen_cluster):
+                count = chosen_cluster.nodes.nodes(chosen_cluster.processes)
+                problems.print(f"[dim]waiting for {count} nodes of {chosen_cluster.launcher}[/]")
             with at_work("nodes"):
                 findings += diagnose_nodes(Root.parse(root), chosen_cluster)
         if run:

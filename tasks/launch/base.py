@@ -229,7 +229,7 @@ LAUNCHERS = {
     "kubernetes": "herd.tasks.launch.kubernetes",
 }
 """A new launcher is a module with `launcher` as those of the others, a line here, and its name in `Cluster.launcher`; a
-scheduler also has `running_job(logs)`, and its settings in a field of `Cluster`."""
+scheduler also has `running_job(logs)`, `run_on_nodes` (see `node_runner`), and its settings in a field of `Cluster`."""
 
 
 def launcher_of(cluster: Cluster, name: str, agents: Any, excluded: Excluded = dict) -> Launcher:
@@ -240,6 +240,16 @@ def launcher_of(cluster: Cluster, name: str, agents: Any, excluded: Excluded = d
     """
     launcher: Launcher = import_module(LAUNCHERS[cluster.launcher]).launcher(cluster, name, agents, excluded)
     return launcher
+
+
+def node_runner(cluster: Cluster) -> Callable[[Cluster, list[str]], tuple[list[str], str]] | None:
+    """Return what runs `python PROGRAM` once on each node of a job of the scheduler that `cluster` names.
+
+    It returns the line that each node printed, and the error output. None: it cannot.
+    """
+    runner: Callable[[Cluster, list[str]], tuple[list[str], str]] | None
+    runner = import_module(LAUNCHERS[cluster.launcher]).run_on_nodes
+    return runner
 
 
 def orphans(attempts: Sequence[Path]) -> Iterator[Launch]:

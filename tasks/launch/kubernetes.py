@@ -47,6 +47,9 @@ MERGE_KEYS = {
 Manifest = dict[str, Any]
 
 
+run_on_nodes = None  # a pod that only looks would need a manifest, an image and its logs
+
+
 class KubernetesLauncher:
     """Creates jobs with kubectl, in the cluster of its current context."""
 

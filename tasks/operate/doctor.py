@@ -28,12 +28,14 @@ import psutil
 
 from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.recipe.schema import Recipe
+from herd.llama3.train.job import host_name
 from herd.storage.filesystem import remote_filesystem
 from herd.storage.processes import processors
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
 from herd.tasks.errors import REMEDIES
 from herd.tasks.format import FittedTable, format_bytes
+from herd.tasks.launch.base import node_runner
 from herd.tasks.launch.local import query_gpu, visible_gpus
 
 State = Literal["ok", "warn", "fail"]
@@ -321,13 +323,11 @@ def diagnose_nodes(root: Root, cluster: Cluster) -> list[CheckResult]:
 
     Raises SchedulerRefused, and ValueError if the launcher's commands are missing.
     """
-    if cluster.launcher == "local":
+    if cluster.nodes is None:
         return []
-    if cluster.launcher != "slurm":
-        todo = f"herd doctor in a pod of {cluster.kubernetes.image}, with the volume {cluster.kubernetes.claim}"
-        return [CheckResult("nodes", "warn", "Kubernetes: pods are not looked at from here", todo)]
-    from herd.tasks.launch.slurm import run_on_nodes
-
+    if (run_on_nodes := node_runner(cluster)) is None:
+        todo = f"run herd doctor in a job with the image, the volumes and the Python of cluster.{cluster.launcher}"
+        return [CheckResult("nodes", "warn", f"{cluster.launcher}: nodes are not looked at from here", todo)]
     folder = root.file(FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
     request = folder / f"{uuid.uuid4().hex}.json"
@@ -337,16 +337,16 @@ def diagnose_nodes(root: Root, cluster: Cluster) -> list[CheckResult]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     findings = [CheckResult(*row) for answer in answers for row in json.loads(answer)]
-    silent = cluster.slurm.nodes(cluster.processes) - len(answers)
+    silent = cluster.nodes.nodes(cluster.processes) - len(answers)
     if silent:
-        todo = "herd and its Python must be at the same path there, or name slurm.python"
+        todo = f"herd and its Python must be at the same path there, or name {cluster.launcher}.python"
         findings.append(CheckResult("nodes", "fail", f"{silent} did not answer: {errors[-300:] or 'no message'}", todo))
     return findings
 
 
 def diagnose_as_node(request: Path) -> list[CheckResult]:
     """Return the findings of this node, which the file `request` of the machine that starts jobs must reach."""
-    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    node = host_name()
     try:
         settings: dict[str, Any] = json.loads(request.read_text())
     except OSError as error:

@@ -412,7 +412,9 @@ def test_nothing_is_left_behind_on_this_machine(launcher: LocalLauncher, tmp_pat
 
 def test_every_launcher_of_a_cluster_is_registered() -> None:
     assert set(LAUNCHERS) == set(get_args(Cluster.model_fields["launcher"].annotation)) == {"local", *SCHEDULERS}
-    assert all(callable(import_module(LAUNCHERS[name]).running_job) for name in SCHEDULERS), "orphans asks each"
+    modules = [import_module(LAUNCHERS[name]) for name in SCHEDULERS]
+    assert all(callable(module.running_job) for module in modules), "orphans asks each"
+    assert all(hasattr(module, "run_on_nodes") for module in modules), "herd doctor asks each"
 
 
 @pytest.mark.parametrize(("launcher", "command"), [("slurm", "sbatch"), ("kubernetes", "kubectl")])

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from herd.flows.cli.main import app
 from herd.llama3.recipe.load import load_recipe
 from herd.storage.root import Root
-from herd.tasks.cluster import Cluster
+from herd.tasks.cluster import SCHEDULERS, Cluster
 from herd.tasks.operate import doctor
 from herd.tasks.operate.doctor import (
     CheckResult,
@@ -29,6 +29,7 @@ from herd.tasks.operate.doctor import (
     check_run,
     diagnose,
     diagnose_as_node,
+    diagnose_nodes,
 )
 from tests.flows.cli.test_main import documented
 
@@ -179,6 +180,16 @@ def test_a_node_that_does_not_see_the_file_of_the_login_node_fails(tmp_path: Pat
     assert (found.check, found.state) == ("shared path", "fail")
     assert f"{tmp_path} of the machine that starts jobs is not here" in found.what
     assert "on a disk of all nodes" in found.todo
+
+
+@pytest.mark.parametrize("launcher", SCHEDULERS)
+def test_nodes_that_a_launcher_cannot_look_at_are_a_row(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"herd.tasks.launch.{launcher}.run_on_nodes", None)
+    (found,) = diagnose_nodes(Root.parse(tmp_path), NODES.model_copy(update={"launcher": launcher}))
+    assert (found.state, found.what) == ("warn", f"{launcher}: nodes are not looked at from here")
+    assert f"cluster.{launcher}" in found.todo
 
 
 @pytest.mark.slow
