@@ -24,6 +24,7 @@ from typer.testing import CliRunner, Result
 from herd.flows.cli import ops
 from herd.flows.cli.errors import mistakes
 from herd.flows.cli.main import PANELS, app
+from herd.llama3.export.formats import EXPORT_FORMATS
 from herd.llama3.recipe.load import to_yaml
 from herd.llama3.tokens.inspect import Inspection, TokenCount
 from herd.llama3.tokens.stream import DocumentUse
@@ -82,6 +83,11 @@ def documented(command: str) -> list[str]:
     text = (CHECKOUT / "docs/reference/commands.md").read_text()
     (row,) = re.findall(rf"^\| `{re.escape(command)}` \| (.*) \|$", text.partition("## JSON")[2], re.MULTILINE)
     return re.findall(r"`([^`]+)`", row)
+
+
+def test_the_reference_of_commands_lists_every_format_of_an_export() -> None:
+    formats = r"\|".join(EXPORT_FORMATS)
+    assert f"| `herd export MODEL FOLDER [--format {formats}] " in (CHECKOUT / "docs/reference/commands.md").read_text()
 
 
 def keys(result: Result) -> dict[str, Any]:
