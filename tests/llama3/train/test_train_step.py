@@ -38,8 +38,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "optimizer": {"betas": [0.8, 0.9], "eps": 1e-3, "weight_decay": 0.3, "decay_norms": True, "clip": 0.5},
         "lr": {"peak": 2e-2, "warmup": "3 steps", "cosine": {"to": 1e-3, "over": "7 steps"}},
         "model": {
-            **{"layers": 2, "dim": 32, "ffn": 40, "heads": 4, "kv_heads": 2, "max_seq_len": 64},
-            **{"norm_eps": 1e-2, "rope_theta": 50.0, "embedding_std": 0.5},
+            "layers": 2,
+            "dim": 32,
+            "ffn": 40,
+            "heads": 4,
+            "kv_heads": 2,
+            "max_seq_len": 64,
+            "norm_eps": 1e-2,
+            "rope_theta": 50.0,
+            "embedding_std": 0.5,
             "rope_scaling": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "original": 32},
         },
     },
@@ -48,7 +55,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "optimizer": {"betas": [0.7, 0.99], "eps": 1e-5, "weight_decay": 0.5, "decay_embeddings": True, "clip": 100.0},
         "lr": {"peak": 1e-2, "warmup": "2 steps", "wsd": {"to": 1e-4, "decay": "3 steps", "shape": "sqrt"}},
         "model": {
-            **{"layers": 1, "dim": 24, "ffn": 16, "heads": 2, "kv_heads": 1, "max_seq_len": 64},
+            "layers": 1,
+            "dim": 24,
+            "ffn": 16,
+            "heads": 2,
+            "kv_heads": 1,
+            "max_seq_len": 64,
             "tied_embeddings": True,
         },
     },
@@ -218,9 +230,9 @@ def check_chain(settings: str, features: tuple[str, str], paths: list[Path]) -> 
     adamw = torch.optim.AdamW(groups, betas=tuple(optimizer["betas"]), eps=optimizer["eps"], foreach=False)
     for stage, (feature, path) in enumerate(zip(features, paths, strict=True)):
         job_file = TrainJob.model_validate_json(path.read_text())
-        asked = chain_recipe(settings, features, path.parent)
-        span = asked.schedule.span(job_file.stage)
-        batches, after_steps = Batches(open_stream(job_file, asked, span)), []
+        chain = chain_recipe(settings, features, path.parent)
+        span = chain.schedule.span(job_file.stage)
+        batches, after_steps = Batches(open_stream(job_file, chain, span)), []
         journal = {record.position: record.metrics for record in records(path)}
         for step, rate in enumerate(stage_rates(given["lr"], features, stage)):
             size = (stage + 1) * STEP
@@ -236,8 +248,8 @@ def check_chain(settings: str, features: tuple[str, str], paths: list[Path]) -> 
                     [weight.grad.norm() for weight in weights.values() if weight.grad is not None]
                 ).norm()
                 numbers = {"train/loss": nll.item() / count, "train/grad_norm": norm.item(), "train/lr": rate}
-                found = {name: journal[start + size][name] for name in numbers}
-                assert found == pytest.approx(numbers, rel=1e-9), (features, stage, step)
+                logged = {name: journal[start + size][name] for name in numbers}
+                assert logged == pytest.approx(numbers, rel=1e-9), (features, stage, step)
                 for group in adamw.param_groups:
                     group["lr"] = rate
                     group["params"][0].grad *= min(1.0, optimizer["clip"] / norm.item())
@@ -274,13 +286,13 @@ def test_two_stages_train_as_a_second_implementation_does(
     for features in chains:
         folder = tmp_path / "-".join(features).replace(" ", "-")
         folder.mkdir()
-        asked = chain_recipe(settings, features, folder)
-        first = job(folder, asked, name="first")
+        chain = chain_recipe(settings, features, folder)
+        first = job(folder, chain, name="first")
         state = work(first) / "result" / "state"
         if features[1] == "sft":
-            second = chat_job(folder, "second", asked, state)
+            second = chat_job(folder, "second", chain, state)
         else:
-            second = job(folder, asked, "chat", "second", parent=state)
+            second = job(folder, chain, "chat", "second", parent=state)
         for stage, (feature, path) in enumerate(zip(features, (first, second), strict=True)):
             if feature == "skips":
                 number = SKIPPED if not stage else STEPS + 2 * SKIPPED
