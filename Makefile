@@ -23,7 +23,7 @@ echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print
 	    $$(.venv/$(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/herd.pth
 endef
 
-.PHONY: run test suite test-all test-cuda gpu-day docs docs-release mutate mutate-pure check install install-dev lock clean
+.PHONY: run test suite test-all test-cuda gpu-day docs docs-release mutate mutate-sample check install install-dev lock clean
 run: .venv/core
 	@$(BIN)/herd run recipes/quickstart.yaml
 
@@ -80,12 +80,14 @@ gpu-day: .venv/core
 mutate: .venv/dev
 	@$(BIN)/python -m tests.mutations
 
-# Changes every line of the purest modules with mutmut, which stays out of .venv.
-mutate-pure: .venv/dev
-	@test -x .venv/mutmut/bin/mutmut || { $(PYTHON) -m venv .venv/mutmut && .venv/mutmut/bin/pip install --quiet mutmut==3.8.1; }
-	@$(call add_site,mutmut)
-	@.venv/mutmut/bin/mutmut run --max-children 2
-	@.venv/mutmut/bin/mutmut results
+# A random sample of N mutants, by SEED: which does no test notice? SHARD=2/5 judges the second of five shares; PATHS has
+# files and folders to mutate. mutmut, which makes the mutants, stays out of .venv.
+mutate-sample: .venv/dev .venv/mutate/bin/mutmut
+	@$(BIN)/python -m tests.mutation_sample $(if $(N),--count $(N)) $(if $(SEED),--seed $(SEED)) $(if $(SHARD),--shard $(SHARD)) $(PATHS)
+
+.venv/mutate/bin/mutmut: .venv/dev
+	@$(PYTHON) -m venv .venv/mutate
+	@.venv/mutate/bin/python -m pip install --quiet --disable-pip-version-check mutmut==3.8.1
 
 # mypy finds the package herd by the name of its folder, and the checkout may have any other.
 check: .venv/dev

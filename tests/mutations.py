@@ -10,19 +10,24 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
-from typing import NamedTuple
+from subprocess import PIPE
+from typing import NamedTuple, Protocol, TypeVar
 
 import yaml
 
 ROOT = Path(__file__).parent.parent
 WORKERS, TIMEOUT_S, LEAST = 2, 300, 0.9
+Item = TypeVar("Item")
 FIRST_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
@@ -47,6 +52,24 @@ class Result(NamedTuple):
     seconds: float
 
 
+class Fault(Protocol):
+    """What is replaced in a file; its old text is there once."""
+
+    @property
+    def file(self) -> str: ...
+    @property
+    def old(self) -> str: ...
+    @property
+    def new(self) -> str: ...
+
+
+def misplaced(fault: Fault) -> str:
+    """Return what is wrong if the old text is not in the file exactly once."""
+    path = ROOT / fault.file
+    count = path.read_text().count(fault.old) if path.exists() else 0
+    return "" if count == 1 else f"{fault.file} has the old text {count} times: {fault.old}"
+
+
 def load() -> list[Mutant]:
     """Return the mutants. Raises SystemExit if a text is not in its file exactly once, or a test does not exist."""
     rows = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
@@ -54,9 +77,8 @@ def load() -> list[Mutant]:
     ids = [mutant.id for mutant in mutants]
     wrong = [f"{name}: is given twice" for name in sorted(set(ids)) if ids.count(name) > 1]
     for mutant in mutants:
-        path = ROOT / mutant.file
-        if (count := path.read_text().count(mutant.old) if path.exists() else 0) != 1:
-            wrong.append(f"{mutant.id}: {mutant.file} has its old text {count} times")
+        if reason := misplaced(mutant):
+            wrong.append(f"{mutant.id}: {reason}")
         for test in mutant.tests:
             file, _, name = test.partition("::")
             function = f"def {name.partition('[')[0]}(" if name else ""
@@ -78,47 +100,88 @@ def copy_checkout(folder: Path) -> Path:
     for parent in {(ROOT / name).parent for name in tracked if name.endswith(".py")}:
         if (parent / "__pycache__").is_dir():
             shutil.copytree(parent / "__pycache__", folder / parent.relative_to(ROOT) / "__pycache__")
-    found = _python(folder, "-c", "import herd.llama3; print(herd.llama3.__file__)").stdout
+    found = run_python(folder, "-c", "import herd.llama3; print(herd.llama3.__file__)").stdout
     if not found.startswith(str(folder)):
         raise SystemExit(f"the tests of the copy {folder} would import {found.strip() or 'nothing'}")
     return folder
 
 
-def _python(folder: Path, *words: str, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
+def run_python(folder: Path, *words: str, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
     """Run Python in the copy; its modules come before an editable install of the checkout."""
     environment = {"HERD_SHARED": str(ROOT.parent / "shared"), **os.environ, "PYTHONPATH": str(folder.parent)}
     command = [sys.executable, *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # also the ranks and servers that the tests have started
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def _pytest(folder: Path, tests: list[str], timeout_s: float | None = None) -> tuple[int, str]:
+def run_pytest(folder: Path, words: list[str], timeout_s: float | None = None) -> tuple[int, str]:
     """Return the exit status of pytest, and the first test that fails or the end of what it says."""
-    done = _python(folder, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests, timeout_s=timeout_s)
+    done = run_python(folder, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *words, timeout_s=timeout_s)
     failed = FIRST_FAILED.search(done.stdout)
     return done.returncode, failed[1] if failed else (done.stdout + done.stderr)[-2000:]
 
 
 def check_unpatched(folder: Path, tests: list[str]) -> None:
-    status, said = _pytest(folder, tests)
+    status, said = run_pytest(folder, tests)
     if status:
         raise SystemExit(f"without any fault the tests do not pass: {said}")
 
 
-def plant(folder: Path, mutant: Mutant, number: int) -> Result:
-    path, began = folder / mutant.file, time.monotonic()
+@contextmanager
+def planted(folder: Path, fault: Fault, number: int) -> Iterator[None]:
+    """Have the fault in the copy; `number` differs from those of earlier faults in it."""
+    path = folder / fault.file
     before, stat = path.read_text(), path.stat()
-    path.write_text(before.replace(mutant.old, mutant.new))
+    path.write_text(before.replace(fault.old, fault.new))
     os.utime(path, (stat.st_atime, stat.st_mtime + 100 * number))  # else a compiled file of the same second counts
     try:
-        status, said = _pytest(folder, mutant.tests, TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        status, said = 1, f"more than {TIMEOUT_S} s"
+        yield
     finally:
         path.write_text(before)
         os.utime(path, (stat.st_atime, stat.st_mtime))
+
+
+def plant(folder: Path, mutant: Mutant, number: int) -> Result:
+    began = time.monotonic()
+    with planted(folder, mutant, number):
+        try:
+            status, said = run_pytest(folder, mutant.tests, TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            status, said = 1, f"more than {TIMEOUT_S} s"
     verdict = {0: "survived", 1: "caught", 5: "survived"}.get(status, "broken")
     by = said if verdict == "caught" else said.strip().split("\n")[-1] if verdict == "broken" else ""
     return Result(mutant, verdict, by, time.monotonic() - began)
+
+
+@contextmanager
+def copies() -> Iterator[list[Path]]:
+    """Copy the checkout for each worker."""
+    with tempfile.TemporaryDirectory(prefix="mutations-") as name, ThreadPoolExecutor(WORKERS) as pool:
+        yield list(pool.map(copy_checkout, (Path(name).resolve() / str(number) / "herd" for number in range(WORKERS))))
+
+
+def in_turn(folders: list[Path], count: int, run: Callable[[Path, int], Item]) -> list[Item]:
+    """Return `run(folder, number)` for each number; each folder does one at a time."""
+    free: Queue[Path] = Queue()
+    for folder in folders:
+        free.put(folder)
+
+    def one(number: int) -> Item:
+        folder = free.get()
+        try:
+            return run(folder, number)
+        finally:
+            free.put(folder)
+
+    with ThreadPoolExecutor(len(folders)) as pool:
+        return list(pool.map(one, range(count)))
 
 
 def table(results: list[Result]) -> str:
@@ -140,26 +203,16 @@ def main() -> None:
         raise SystemExit(f"no such fault: {', '.join(sorted(unknown))}")
     mutants = [one for one in mutants if not asked.ids or one.id in asked.ids]
     tests = sorted({test for one in mutants for test in one.tests})
-    with tempfile.TemporaryDirectory(prefix="mutations-") as name, ThreadPoolExecutor(WORKERS) as pool:
-        folders: Queue[Path] = Queue()
-        copies = list(
-            pool.map(copy_checkout, (Path(name).resolve() / str(number) / "herd" for number in range(WORKERS)))
-        )
-        shares = [sorted(tests)[number::WORKERS] for number in range(WORKERS)]
-        list(pool.map(check_unpatched, *zip(*[(c, s) for c, s in zip(copies, shares, strict=True) if s], strict=True)))
-        for copy in copies:
-            folders.put(copy)
+    with copies() as folders:
+        shares = [share for number in range(len(folders)) if (share := tests[number :: len(folders)])]
+        in_turn(folders, len(shares), lambda folder, number: check_unpatched(folder, shares[number]))
 
-        def one(number: int) -> Result:
-            folder = folders.get()
-            try:
-                result = plant(folder, mutants[number], number + 1)
-            finally:
-                folders.put(folder)
+        def run(folder: Path, number: int) -> Result:
+            result = plant(folder, mutants[number], number + 1)
             print(f"{result.mutant.id:4} {result.verdict:8} {result.seconds:4.0f} s  {result.by}", flush=True)
             return result
 
-        results = list(pool.map(one, range(len(mutants))))
+        results = in_turn(folders, len(mutants), run)
     caught = sum(result.verdict == "caught" for result in results)
     words = f"{caught} of {len(results)} planted faults are caught ({caught / len(results):.0%})."
     print(f"\n{table(results)}\n\n{words}")

@@ -36,12 +36,18 @@ def git(*words: str, **environment: str) -> str:
     return subprocess.run(["git", *words], cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
 
 
-def results_folder() -> Path:
-    """Return the folder for the present state: git's digest of all files but the report."""
+def tree(*left_out: Path) -> str:
+    """Return git's digest of the present state of all files but those."""
     with tempfile.TemporaryDirectory() as folder:
         index = f"{folder}/index"
-        git("add", "--all", ".", f":!{REPORT.relative_to(ROOT)}", GIT_INDEX_FILE=index)
-        return ROOT / "build/tests" / git("write-tree", GIT_INDEX_FILE=index)[:12]
+        git("add", "--all", ".", *(f":!{path.relative_to(ROOT)}" for path in left_out), GIT_INDEX_FILE=index)
+        return git("write-tree", GIT_INDEX_FILE=index)[:12]
+
+
+def commit(*left_out: Path) -> str:
+    """Return the commit, and whether files but those have changed since."""
+    changed = git("status", "--porcelain", ".", *(f":!{path.relative_to(ROOT)}" for path in left_out))
+    return git("rev-parse", "--short=12", "HEAD").strip() + (" with changes" if changed else "")
 
 
 def expected_seconds() -> dict[str, float]:
@@ -177,13 +183,12 @@ def page(results: Results, percent: float) -> str:
     rows = sorted(((file, len(each), sum(each)) for file, each in files.items()), key=lambda row: -row[2])
     listed, others = rows[:60], rows[60:]
     listed.append(("other files", sum(tests for _, tests, _ in others), sum(seconds for *_, seconds in others)))
-    changed = git("status", "--porcelain", ".", f":!{REPORT.relative_to(ROOT)}")
     processor = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return f"""# Last run of all tests
 
 `make test-all` writes this page and balances its shards by it.
 
-- Commit: {git("rev-parse", "--short=12", "HEAD").strip()}{" with changes" if changed else ""}
+- Commit: {commit(REPORT)}
 - Date: {time.strftime("%Y-%m-%d", time.gmtime(max(results.sessions.values())))}
 - Machine: {os.cpu_count()} x {processor[1] if processor else platform.machine()}, Python {platform.python_version()}
 - Coverage of lines and branches: {percent:.1f} %
@@ -199,7 +204,7 @@ def page(results: Results, percent: float) -> str:
 
 def main(words: list[str]) -> int:
     number, count = map(int, words.pop(0).split("/")) if words and re.fullmatch(r"\d+/\d+", words[0]) else (0, 0)
-    expected, folder = expected_seconds(), results_folder()
+    expected, folder = expected_seconds(), ROOT / "build/tests" / tree(REPORT)
     chosen = {file: seconds for file, seconds in expected.items() if not words or file.startswith(tuple(words))}
     count = count or ceil(sum(chosen.values()) / WORKERS / SHARD_S)
     shards = {f"{each}-of-{count}": files for each, files in enumerate(split(chosen, count), 1) if number in (0, each)}

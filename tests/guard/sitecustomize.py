@@ -48,3 +48,14 @@ sys.meta_path.insert(0, _OneName)  # type: ignore[arg-type]
 if _started := os.environ.get("HERD_TEST_STARTED"):  # tests/costs.py counts the interpreters
     with open(_started, "a") as _file:
         _file.write(f"{os.getpid()}\n")
+
+if _context := os.environ.get("HERD_TEST_CONTEXT"):  # tests/line_tests.py counts what each test runs, also in processes
+    import coverage
+
+    def _enter() -> None:
+        if (measured := coverage.Coverage.current()) is not None:
+            with open(_context) as file:
+                measured.switch_context(file.read())
+
+    _enter()
+    os.register_at_fork(after_in_child=_enter)
