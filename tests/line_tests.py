@@ -34,6 +34,7 @@ RECORDS = ROOT / "build/mutations/lines"
 CONTEXT = "HERD_TEST_CONTEXT"
 """A file with the name of the running test; tests/guard/sitecustomize.py reads it in each process."""
 MEMORY = 8 << 30  # of each process
+FAR_S = 300.0  # of tests in other folders: hundreds of files run some lines
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -208,7 +209,7 @@ class Tests(NamedTuple):
 
 
 def choose(file: str, line: int, known: dict[str, Record]) -> list[Tests]:
-    """Return the tests of the files that run the line: those in the folder that mirrors its own, then the others.
+    """Return the tests of the files that run the line: those in the folder that mirrors its own, then FAR_S of others.
 
     Closest files come first, then the fastest; in a file the tests that run the line, then the rest, for which a
     fixture or a cache may have run it. A line that runs at import belongs to all tests of the mirrored folder, and to
@@ -219,16 +220,18 @@ def choose(file: str, line: int, known: dict[str, Record]) -> list[Tests]:
     mirrored = f"tests/{os.path.dirname(file)}"
     ranked = []
     for test_file, kept in known.items():
-        runs, near = kept.running(wanted), os.path.dirname(test_file) == mirrored
-        if runs or (place.at_import and near):
+        runs, mirrors = kept.running(wanted), os.path.dirname(test_file) == mirrored
+        if runs or (place.at_import and mirrors):
             tests = sorted((number not in runs, seconds, test) for number, (test, seconds) in enumerate(kept.tests))
             shared = len(os.path.commonpath([test_file, mirrored]).split("/"))
             named = os.path.basename(test_file).startswith(f"test_{Path(file).stem}")
             spent = sum(seconds for rest, seconds, _ in tests if not (rest and runs))
-            ranked.append((not near, -shared, not named, spent, test_file, tests))
-    steps = []
-    for far in (False, True):
-        tests = [test for away, *_, of_file in sorted(ranked) if away == far for test in of_file]
-        if tests:
-            steps.append(Tests([test for *_, test in tests], sum(seconds for _, seconds, _ in tests)))
-    return steps
+            ranked.append((not mirrors, -shared, not named, spent, test_file, tests))
+    near, far = Tests([], 0.0), Tests([], 0.0)
+    for away, *_, tests in sorted(ranked):
+        names, seconds = [test for *_, test in tests], sum(seconds for _, seconds, _ in tests)
+        if not away:
+            near = Tests([*near.names, *names], near.seconds + seconds)
+        elif not far.names or far.seconds + seconds < FAR_S:
+            far = Tests([*far.names, *names], far.seconds + seconds)
+    return [step for step in (near, far) if step.names]

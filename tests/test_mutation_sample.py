@@ -104,7 +104,9 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_closest_tests_of_a_line_run_first_and_the_rest_of_their_file_last(source: Path) -> None:
+def test_the_closest_tests_of_a_line_run_first_and_the_rest_of_their_file_last(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known = {
         "tests/e2e/test_run.py": recorded({"run": 0.1}, {"llama3/recipe/lr.py": {"12": [0]}}),
         "tests/llama3/train/test_step.py": recorded({"step": 9.0}, {"llama3/recipe/lr.py": {"12": [0]}}),
@@ -119,6 +121,8 @@ def test_the_closest_tests_of_a_line_run_first_and_the_rest_of_their_file_last(s
     assert near.seconds == pytest.approx(5.2)
     assert far.names == ["step", "run"]
     assert choose("llama3/recipe/lr.py", 10, known) == []
+    monkeypatch.setattr(line_tests, "FAR_S", 9.05)
+    assert choose("llama3/recipe/lr.py", 13, known)[1].names == ["step"]
 
 
 def test_a_line_that_runs_at_import_belongs_to_the_mirrored_folder_and_to_its_users(source: Path) -> None:
