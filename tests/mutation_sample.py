@@ -131,7 +131,7 @@ def judge(folder: Path, change: Change, steps: list[Tests], number: int) -> tupl
                 return "timeout", f"more than {ended.timeout:.0f} s"
             if status in (3, 4) and "conftest" not in said:
                 raise SystemExit(f"{change.diff()}\npytest does not run: {said}")
-            return "caught", said.strip().split("\n")[-1]
+            return "caught", said.strip().split("\n")[-1] or f"pytest ends with {status}"
     return "survived", ""
 
 
