@@ -35,16 +35,15 @@ def staging_folder(root: Path) -> Iterator[Path]:
     """Yield an empty folder inside `root`; it is deleted at the end unless it was renamed."""
     name = uuid.uuid4().hex
     folder, lock = root / STAGING / name, f"staging/{name}"  # not inside the folder, which a commit renames
-    with file_lock(root, STAGING):  # else `clear_staging` could run between the lock and the folder
-        file = _opened(root, lock)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        folder.mkdir(parents=True)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        (root / LOCKS / lock).unlink(missing_ok=True)
-        file.close()
+    with _opened(root, lock) as file:
+        with file_lock(root, STAGING):  # else `clear_staging` could run between the lock and the folder
+            fcntl.flock(file, fcntl.LOCK_EX)
+            folder.mkdir(parents=True)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            (root / LOCKS / lock).unlink(missing_ok=True)
 
 
 def discard(root: Path, folder: Path) -> None:
