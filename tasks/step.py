@@ -198,13 +198,14 @@ def ensure_artifact(
         return context.preview(step, spec, work)
     existing = context.store.find(spec, partial(_report_damage, context, step))
     known = context.record.steps.get(step)
-    if existing and known and known.artifact == existing.label and context.record.state != "running":
+    recorded = known if existing and known and known.artifact == existing.label else None
+    if existing and recorded and context.record.state != "running":
         context.artifacts[step] = existing  # another flow asks for what a run that is over has: its record stays
         return existing
     with tracked_step(context, spec.kind, step, spec.key) as mlflow_run:
-        result = StepOutcome(existing) if existing else _make(context, step, spec, build, mlflow_run, work)
+        result = _earlier(context, existing, recorded) or _make(context, step, spec, build, mlflow_run, work)
         artifact = result.artifact
-        if result.outcome == REUSED:
+        if existing or result.outcome == REUSED:
             context.console.log(
                 f"  {step:<17} reused {artifact.label} [dim](created by {artifact.manifest.created_by})[/]"
             )
@@ -219,9 +220,9 @@ def ensure_artifact(
             environment={name: text for name, text in own.get("environment", {}).items() if name != "topology"},
             cost=own.get("cost", {}),
         )
-        context.runs.save(context.record)
-        if result.outcome != REUSED:
+        if result.outcome != REUSED and not recorded:  # before the record, which says that it was announced
             artifact_committed(context.record, context.root.uri, step, artifact)
+        context.runs.save(context.record)
         project_step(
             LoggedStep(context.tracker, context.store, context.record, step, artifact, mlflow_run, context.sinks)
         )
@@ -264,6 +265,21 @@ def link_files(source: Path, target: Path) -> None:
             link = target / path.relative_to(source)
             link.parent.mkdir(parents=True, exist_ok=True)
             os.link(path, link)
+
+
+def _earlier(context: Context, existing: Artifact | None, recorded: StepRecord | None) -> StepOutcome | None:
+    """Return how the run got the `existing` artifact; None without one.
+
+    What an earlier attempt of the run made or paid for stays so, also if that attempt died before it could record it.
+    """
+    if existing is None:
+        return None
+    if recorded:
+        return StepOutcome(existing, recorded.outcome, recorded.why, recorded.seconds)
+    record = context.record
+    if existing.manifest.created_by == record.name and existing.manifest.created >= record.started:
+        return StepOutcome(existing, CREATED, "an attempt died before it was recorded", existing.manifest.seconds)
+    return StepOutcome(existing)
 
 
 def _make(
