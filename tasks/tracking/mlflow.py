@@ -350,7 +350,7 @@ class MLflowTracker:
             query = f"tags.`herd.artifact` = '{label}' and tags.`herd.uri` = '{uri}'"
             known = self.client.search_logged_models([self._experiment_id()], filter_string=query, max_results=1)
             if known:
-                model_id = str(known[0].model_id)
+                model = known[0]
             else:
                 tags = {
                     "herd.artifact": label,
@@ -362,7 +362,9 @@ class MLflowTracker:
                 model = self.client.create_logged_model(
                     self._experiment, name, run_ids[0], tags, params, model_type="checkpoint"
                 )
-                model_id = str(self.client.finalize_logged_model(model.model_id, LoggedModelStatus.READY).model_id)
+            model_id = str(model.model_id)
+            if model.status != LoggedModelStatus.READY:
+                self.client.finalize_logged_model(model_id, LoggedModelStatus.READY)
             for run_id in run_ids:
                 outputs = self.client.get_run(run_id).outputs
                 # MLflow refuses the same output twice
@@ -477,6 +479,8 @@ class MLflowTracker:
             if not opening.over:
                 self.client.update_run(run_id, status="RUNNING")
             self._set_tags(run_id, opening.tags)
+            logged = known[0].data.params  # none, if the call after its creation failed
+            self._log_params(run_id, {key: value for key, value in opening.params.items() if key not in logged})
             return run_id
         parent = {"mlflow.parentRunId": self._open(opening.parent)} if opening.parent else {}
         start, tags = _milliseconds(opening.start), {key: _cut(tag) for key, tag in {**opening.tags, **parent}.items()}
