@@ -228,7 +228,8 @@ class Runs:
             if self.root.create(claim, "runs", record.name, "claim"):
                 break
         self.root.write(to_yaml(recipe), "runs", record.name, "recipe.yaml")
-        self.save(record)
+        # It does not run before its lease is held: a process that dies until then leaves nothing to reconcile.
+        self.save(record.model_copy(update={"state": "interrupted"}))
         return record
 
     def local_recipe(self, name: str) -> Path:

@@ -24,7 +24,7 @@ def test_only_the_newest_run_of_the_same_recipe_is_continued(tmp_path: Path) -> 
     runs, recipe = Runs(Root.parse(tmp_path)), load_recipe(QUICKSTART)
     first = runs.begin(recipe, "abc")
     assert runs.unfinished(load_recipe(QUICKSTART, ["seed=2"])) is None
-    assert runs.unfinished(recipe) == first
+    assert runs.unfinished(recipe) == first.model_copy(update={"state": "interrupted"}), "until its lease is held"
     first.state = "finished"
     runs.save(first)
     assert runs.unfinished(recipe) is None
