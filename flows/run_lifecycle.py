@@ -395,5 +395,10 @@ def existing_run(
         tracker, console = MLflowTracker(root, recipe.name), current_console()
         tracker.lost = lambda: runs.lease_lost(name)
         context = Context(recipe, cluster, open_store(root), runs, record, tracker, console, pipeline_steps(recipe))
-        with context.agents:
-            yield context
+        watch_outages(context)
+        try:
+            with context.agents:
+                yield context
+        finally:
+            if not catch_up(context):
+                mark_open(root, name)  # the reconciler sends the rest

@@ -155,10 +155,10 @@ def decide(root: Root, run: str, approved: bool, by: str = "", comment: str = ""
             try:
                 promotion = append_answer(log, run, approval)
             except ValueError:
-                if decisions := gate_decisions(log.records, run):  # a command was killed between append and apply
-                    apply(runs, runs.find(run), tracker, log, decisions[-1].artifact)
+                if gate_decisions(log.records, run):  # a command was killed between append and apply
+                    apply(runs, runs.find(run), tracker, log)
                 raise
-            shown = apply(runs, runs.find(run), tracker, log, promotion.artifact)
+            shown = apply(runs, runs.find(run), tracker, log)
     except LeaseHeld as error:
         raise ValueError(f"approve: run {run} is being worked on: {error}; answer there, or wait") from error
     _resume(record.prefect_run, approval)

@@ -86,18 +86,23 @@ class Registry:
         source, run_id = f"models:/{model_id}", self.tracker.run_id(mlflow_run)
         return self.client.create_model_version(self.name, source, run_id=run_id, tags=tags, model_id=model_id)
 
-    def set_tags(self, version: str, tags: Mapping[str, str]) -> None:
-        """Write tags of a version, such as the gate's table."""
+    def set_tags(self, version: Any, tags: Mapping[str, str]) -> None:
+        """Write the tags, such as the gate's table, that `version` has not or with another value."""
         from mlflow.exceptions import MlflowException
 
         for key, value in tags.items():
+            if version.tags.get(key) == value:
+                continue
             try:
-                self.client.set_model_version_tag(self.name, version, key, value)
+                self.client.set_model_version_tag(self.name, version.version, key, value)
             except MlflowException:  # another process inserted the same new tag: now it can be updated
-                self.client.set_model_version_tag(self.name, version, key, value)
+                self.client.set_model_version_tag(self.name, version.version, key, value)
 
-    def publish(self, log: PromotionLog, *labels: str) -> list[str]:
-        """Write the log's state to MLflow: all aliases (see `show_aliases`), and the tags of the models `labels`."""
+    def publish(self, log: PromotionLog) -> list[str]:
+        """Write the log's state to MLflow: all aliases (see `set_aliases`), tags and description of each version.
+
+        Only what differs is written, so that a pass after a crash completes it. Returns the aliases that changed.
+        """
         changes: list[str] = []
         while True:
             # MLflow has no compare-and-set: the process that read an older log may write last. So read the log again
@@ -107,14 +112,14 @@ class Registry:
             log.refresh()
             if len(log.records) == count:
                 break
-        versions = self.versions() if labels else {}
-        for label in labels:
-            if label in versions:
-                version = str(versions[label].version)
+        judged = {record.artifact for record in log.records}
+        for label, version in self.versions().items() if judged else ():
+            if label in judged:
                 self.set_tags(version, version_tags(log.records, label))
-                before, report = versions[label].description or "", versions[label].tags.get(REPORT, "")
+                before, report = version.description or "", version.tags.get(REPORT, "")
                 text = _description(version_description(log.records, label), report, before.partition("\n\n")[2])
-                self.client.update_model_version(self.name, version, text)
+                if text != before:
+                    self.client.update_model_version(self.name, version.version, text)
         return changes
 
     def describe(self, log: Log, label: str, report: str, card: str) -> None:
@@ -123,10 +128,9 @@ class Registry:
         A later `publish` changes only the first line.
         """
         if version := self.versions().get(label):
-            number = str(version.version)
-            self.set_tags(number, {REPORT: report})
+            self.set_tags(version, {REPORT: report})
             text = _description(version_description(log, label), report, card)
-            self.client.update_model_version(self.name, number, text)
+            self.client.update_model_version(self.name, version.version, text)
 
     def set_aliases(self, log: Log) -> list[str]:
         """Set each alias on its holder by the log and delete it elsewhere; return what that changed.
@@ -188,8 +192,8 @@ def labels_with_alias(root: Root) -> list[str]:
 # or `reconcile` completes them.
 
 
-def apply(runs: Runs, record: RunRecord, tracker: MLflowTracker, log: PromotionLog, artifact: str) -> bool:
-    """Write the newest decision on run `record` (whose lease is held) and its model `artifact`.
+def apply(runs: Runs, record: RunRecord, tracker: MLflowTracker, log: PromotionLog) -> bool:
+    """Write the newest decision on run `record`, whose lease is held.
 
     Returns whether MLflow shows it. If MLflow is away the run is marked, so that `reconcile` sends what is missing.
     Raises OSError if the root does not answer.
@@ -197,7 +201,7 @@ def apply(runs: Runs, record: RunRecord, tracker: MLflowTracker, log: PromotionL
     record.verdict = gate_decisions(log.records, record.name)[-1].kind
     runs.save(record)
     tracker.set_tags(record.mlflow_run, {"verdict": record.verdict})
-    shown = move_aliases(tracker, log, artifact)
+    shown = show_log(tracker, log)
     if tracker.stale:
         record.mlflow_stale = True
         runs.save(record)
@@ -205,6 +209,6 @@ def apply(runs: Runs, record: RunRecord, tracker: MLflowTracker, log: PromotionL
     return shown
 
 
-def move_aliases(tracker: MLflowTracker, log: PromotionLog, *labels: str) -> bool:
-    """Move MLflow's aliases to the holders by `log` and write the tags of the models `labels`; False if it is away."""
-    return tracker.reach.attempt(lambda: Registry(tracker).publish(log, *labels) is not None, False)
+def show_log(tracker: MLflowTracker, log: PromotionLog) -> bool:
+    """Make MLflow's aliases and versions follow `log`; False if it is away."""
+    return tracker.reach.attempt(lambda: Registry(tracker).publish(log) is not None, False)

@@ -22,7 +22,7 @@ from herd.tasks.promotion.log import (
     alias_history,
     current_label,
 )
-from herd.tasks.promotion.registry import move_aliases
+from herd.tasks.promotion.registry import show_log
 from herd.tasks.runs.records import now
 from herd.tasks.tracking.mlflow import MLflowTracker
 
@@ -74,7 +74,7 @@ def roll_back(root: Root, request: RollbackRequest) -> tuple[Promotion, bool]:
             break
         except HeadMoved:
             log.refresh()
-    return promotion, move_aliases(MLflowTracker(root, family), log, promotion.artifact, champion)
+    return promotion, show_log(MLflowTracker(root, family), log)
 
 
 def _target(log: Log, request: RollbackRequest) -> Promotion:

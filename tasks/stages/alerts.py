@@ -181,8 +181,12 @@ class Alerts:
 
 
 def alert_gate_failed(root: Root, console: Console, run: str, stage: str, text: str, position: int) -> None:
-    """Alert that a model did not pass a gate."""
-    emit_alert(root, console, Alert(time=time.time(), kind="gate", run=run, stage=stage, text=text, position=position))
+    """Alert once that a model did not pass a gate: a retry of the run finds the same decision."""
+    alert = Alert(time=time.time(), kind="gate", run=run, stage=stage, text=text, position=position)
+    with suppress(OSError):  # better twice than never
+        if alert in [known.model_copy(update={"time": alert.time}) for known in read_alerts(root, run)]:
+            return
+    emit_alert(root, console, alert)
 
 
 def emit_alert(root: Root, console: Console | None, alert: Alert) -> None:

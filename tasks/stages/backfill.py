@@ -26,7 +26,7 @@ from herd.storage.artifact import Artifact, Store, flatten
 from herd.storage.lease import LeaseLost
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
-from herd.tasks.promotion.log import Log, Promotion, PromotionLog, gate_decisions, read_log, version_tags
+from herd.tasks.promotion.log import Promotion, PromotionLog, gate_decisions, read_log
 from herd.tasks.promotion.registry import Registry
 from herd.tasks.runs.provenance import CLUSTER
 from herd.tasks.runs.records import RunRecord, Runs, evaluation_of
@@ -132,7 +132,7 @@ class _Publisher:
         log = PromotionLog(self.root, record.family)
         decisions = gate_decisions(log.records, record.name)
         for decision in {decision.artifact: decision for decision in decisions}.values():
-            self._publish_decision(decision, log.records)
+            self._publish_decision(decision)
         if decisions:
             self.mlflow.reach.attempt(lambda: len(Registry(self.mlflow).publish(log)), 0)
         if record.state != "running":
@@ -145,7 +145,6 @@ class _Publisher:
         params = flatten(resolved(self.runs.recipe(record.name)), depth=2)
         over = record.state != "running"
         handle = mlflow.open_run(record.name, self.tags, params, start=_time(record.started), over=over)
-        mlflow.log_params(handle, params)
         record.mlflow_run, record.mlflow_experiment = handle, mlflow.experiment
         self.done.runs += 1
         changes = record.provenance.diff_file if record.provenance else ""
@@ -171,8 +170,8 @@ class _Publisher:
         self.mlflow.close(child, "FINISHED", artifact.created if made else start)
         entry.mlflow_run = child
 
-    def _publish_decision(self, decision: Promotion, log: Log) -> None:
-        """Publish a decision on a model: its run, the model version, and the gate's table."""
+    def _publish_decision(self, decision: Promotion) -> None:
+        """Publish a decision on a model: its run and the model version."""
         from herd.tasks.models.card import describe_model  # imports matplotlib
 
         evaluation: Artifact | None = None
@@ -187,9 +186,7 @@ class _Publisher:
         model = checkpoint_model(self.mlflow, [child], checkpoint)
 
         def register() -> int:
-            registry = Registry(self.mlflow)
-            version = registry.version(checkpoint, self.record.name, child, model)
-            registry.set_tags(str(version.version), version_tags(log, decision.artifact))
+            Registry(self.mlflow).version(checkpoint, self.record.name, child, model)
             return 1
 
         self.done.versions += self.mlflow.reach.attempt(register, 0)

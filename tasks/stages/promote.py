@@ -52,7 +52,7 @@ def promote_model(
     last = gate_decisions(log.records, promotion.run, promotion.artifact)[-1]
     if last.kind == PENDING_APPROVAL:  # `herd approve` has not answered yet
         last = append_answer(log, promotion.run, approval)
-    apply(context.runs, context.record, context.tracker, log, promotion.artifact)
+    apply(context.runs, context.record, context.tracker, log)
     by = escape(last.by)
     result = f"[red]refused by {by}: {last.artifact} stays a candidate[/]"
     if last.kind == PROMOTED:
@@ -86,7 +86,7 @@ def judge_model(
         version = mlflow.reach.attempt(  # empty while MLflow is away
             lambda: str(registry.version(checkpoint, context.record.name, mlflow_run, model_id).version), ""
         )
-        apply(context.runs, context.record, context.tracker, log, checkpoint.label)
+        apply(context.runs, context.record, context.tracker, log)
         context.tracker.set_tags(mlflow_run, {"verdict": promotion.kind})
     _say(context, promotion, version)
     return promotion

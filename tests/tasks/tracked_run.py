@@ -141,7 +141,7 @@ class TrackedRun:
                 gate=decision,
             )
             log.append(promotion, log.head)
-            apply(context.runs, context.record, context.tracker, log, checkpoint.label)
+            apply(context.runs, context.record, context.tracker, log)
             context.tracker.set_tags(child, {"verdict": "promoted"})
 
     def end(self) -> None:

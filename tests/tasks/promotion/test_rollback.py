@@ -134,7 +134,7 @@ def test_whatever_is_asked_the_champion_is_there_and_once_was_promoted(
         use(patch, f"http://127.0.0.1:{free_port()}")
         root = Root.parse(tmp_path_factory.mktemp("root"))
         made = {artifact.label for artifact in champions(root, 4)}
-        patch.setattr(rollback, "move_aliases", lambda *_: False)
+        patch.setattr(rollback, "show_log", lambda *_: False)
         for to in asked:
             log = read_log(root, FAMILY)
             try:
@@ -209,7 +209,7 @@ def test_of_many_who_show_the_log_the_last_to_write_has_read_all(runs: Root) -> 
         log = PromotionLog(root, FAMILY)
         for label in labels:
             append_to(log, lambda records, label=label: judged_record(number, log=records, artifact=label))  # type: ignore[misc]
-            Registry(MLflowTracker(root, FAMILY)).publish(log, label)
+            Registry(MLflowTracker(root, FAMILY)).publish(log)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(promoter, range(4)))

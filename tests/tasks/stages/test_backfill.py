@@ -51,7 +51,7 @@ def test_a_version_has_a_line_with_the_report_and_its_card_also_after_another_ju
     card = "Free.\n\n## Model\n\nsmall\n\n## Data" + " long" * 1200
     registry.describe(log.records, label, address, card)
     assert registry.versions()[label].description == f"{line} · [report]({address})\n\nFree.\n\n## Model\n\nsmall"
-    registry.publish(log, label)
+    registry.publish(log)
     assert registry.versions()[label].description.endswith("## Model\n\nsmall"), "the card stays"
 
 
