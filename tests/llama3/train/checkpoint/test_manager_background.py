@@ -175,14 +175,15 @@ def test_no_space_left_on_the_device(small_disk: Path, tmp_path: Path) -> None:
     ("target", "calls", "after", "left"),
     [
         ("herd.llama3.train.checkpoint.dcp:write_file", 2, False, 5),  # calls of the second save
-        ("herd.llama3.train.checkpoint.dcp:write_file", 4, True, 5),
-        ("herd.llama3.train.checkpoint.manifest:write_atomic", 1, False, 5),
-        ("herd.llama3.train.checkpoint.manifest:write_atomic", 1, True, 5),
+        pytest.param("herd.llama3.train.checkpoint.dcp:write_file", 4, True, 5, marks=pytest.mark.slow),
+        pytest.param("herd.llama3.train.checkpoint.manifest:write_atomic", 1, False, 5, marks=pytest.mark.slow),
+        pytest.param("herd.llama3.train.checkpoint.manifest:write_atomic", 1, True, 5, marks=pytest.mark.slow),
         ("herd.llama3.train.checkpoint.storage:sync_folder", 1, False, 6),  # renamed: committed
-        ("shutil:rmtree", 3, False, 6),  # while an older one is deleted
+        pytest.param("shutil:rmtree", 3, False, 6, marks=pytest.mark.slow),  # while an older one is deleted
     ],
 )
 def test_killed_while_saving(target: str, calls: int, after: bool, left: int, tmp_path: Path) -> None:
+    """By SIGKILL, while its files may be written; test_manager_orders.py has every other point."""
     with pytest.raises(RuntimeError, match="died"):
         run(1, die_while_saving, tmp_path, target, calls, after)
     ((position, skipped, arrays),) = run(1, resume, tmp_path)
