@@ -135,6 +135,7 @@ def walk(play: Callable[[Fault], int], every: int = 1) -> int:
 
     Raises AssertionError with every fault that broke what `play` asserts.
     """
+    play(NONE)  # what is made once is there
     chosen, broken = faults(play(NONE), every), []
     for fault in chosen:
         try:

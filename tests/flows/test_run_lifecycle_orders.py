@@ -22,7 +22,7 @@ from herd.tasks.runs.records import OPEN, RunRecord, Runs, State, mark_open, now
 from herd.tasks.stages.backfill import STATUS, watch_outages
 from herd.tasks.step import Context
 from herd.tasks.tracking.mlflow import MLflowTracker
-from tests.orders import NONE, Boundary, Fault, cut_short, walk, watch_mlflow
+from tests.orders import Boundary, Fault, cut_short, walk, watch_mlflow
 
 RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
 
@@ -108,5 +108,4 @@ def test_a_run_that_ends_is_ended_everywhere_after_a_fault_at_any_call(
         assert announced.count(record.name) == 1 or (fault.lasts == "to death" and record.name not in announced)
         return len(boundary.calls)
 
-    play(NONE)  # the first makes the database
     walk(play, every)

@@ -20,7 +20,7 @@ from herd.tasks.runs.records import Runs, StepRecord, mark_open, now
 from herd.tasks.stages.backfill import catch_up, watch_outages
 from herd.tasks.step import Context, ensure_in_scratch
 from herd.tasks.tracking.mlflow import MLflowTracker
-from tests.orders import NONE, Boundary, Fault, cut_short, walk, watch_mlflow
+from tests.orders import Boundary, Fault, cut_short, walk, watch_mlflow
 
 RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
 PARAMS = flatten(resolved(RECIPE), depth=2)
@@ -97,5 +97,4 @@ def test_a_step_is_made_once_after_a_fault_at_any_call(
         assert [entry.dataset.name for entry in child.inputs.dataset_inputs] == ["math"]
         return len(boundary.calls)
 
-    play(NONE)  # the first makes the database and the experiment
     walk(play, every)

@@ -11,7 +11,7 @@ from mlflow.entities import LoggedModelStatus
 
 from herd.storage.root import Root
 from herd.tasks.tracking.mlflow import MetricPoint, MLflowTracker
-from tests.orders import NONE, Boundary, Died, Fault, walk, watch_mlflow
+from tests.orders import Boundary, Died, Fault, walk, watch_mlflow
 
 POINTS = [MetricPoint("train/loss", 8.0 - step, 1_700_000_000.0 + step, 4096 * step) for step in range(1, 4)]
 SCORE = MetricPoint("eval/bpb", 2.5, 1_700_000_009.0, 3 * 4096)
@@ -53,5 +53,4 @@ def test_what_is_sent_again_is_there_once_after_a_fault_at_any_call(every: int, 
         assert [output.step for output in run.outputs.model_outputs] == [3 * 4096]
         return len(boundary.calls)
 
-    play(NONE)  # the first makes the database and the experiment
     walk(play, every)
