@@ -138,7 +138,7 @@ OPERATIONS: dict[str, tuple[list[Operation], Operation, list[str], str]] = {
 
 
 @pytest.mark.fault("F2", "F15", "F26")
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 131])
+@pytest.mark.parametrize("every", [pytest.param(5, marks=pytest.mark.slow), 131])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_decision_is_one_record_and_is_shown_after_a_fault_at_any_call(
     name: str, every: int, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
