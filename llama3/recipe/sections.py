@@ -278,7 +278,7 @@ class Model(Section):
     kv_heads: Annotated[int, _SHAPE] = Field(ge=1)
     """Key/value heads, shared by groups of query heads (GQA)."""
     max_seq_len: Annotated[int, decides("nothing")] = Field(ge=2)
-    """Longest sequence."""
+    """Longest sequence that the models of stages trained from now on take."""
     tied_embeddings: Annotated[bool, _SHAPE] = False
     rope_theta: Annotated[float, _SHAPE] = Field(default=500_000.0, gt=1)
     rope_scaling: RopeScaling | None = None

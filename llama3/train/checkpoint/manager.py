@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
 from herd.llama3.parallel.mesh import ParallelContext, run_on_rank0_and_broadcast, to_local
-from herd.llama3.recipe.sections import Keep
+from herd.llama3.recipe.sections import Keep, Model
 from herd.llama3.train.checkpoint import dcp
 from herd.llama3.train.checkpoint.dcp import THREADS, Savable, SaveResult
 from herd.llama3.train.checkpoint.journal_upload import JournalUpload
@@ -345,8 +345,9 @@ def load_state(
     untouched, if it is of another model. Raises DamagedCheckpoint on all processes if a file has changed; `state` is
     then partly overwritten.
     """
-    expected = (state.config.model_dump(mode="json", exclude={"preset"}), state.vocab_size)
-    stored = ({key: value for key, value in manifest.model.items() if key != "preset"}, manifest.vocab_size)
+    # not max_seq_len: a stage with longer sequences may follow, also in a run that reuses the stages before it
+    expected = {**state.config.shape, "vocab_size": state.vocab_size}
+    stored = {**Model.model_validate({**manifest.model, "preset": "custom"}).shape, "vocab_size": manifest.vocab_size}
     if expected != stored:
         raise ValueError(
             f"{folder}: holds a model of shape {stored}, the recipe has {expected}; train that stage again"
