@@ -276,7 +276,7 @@ def check_suite(recipe: Recipe, rows: int | None = CHECKED_ROWS) -> list[str]:
 
 
 def suite_inputs(recipe: Recipe) -> dict[str, str]:
-    """Return digests of the scores' inputs besides model and documents: built-in tasks, baselines, each task.
+    """Return digests of the scores' inputs besides model and documents: built-in tasks, needles, baselines, each task.
 
     That of a task covers its data; a file that does not exist has the digest `missing`, a task whose programs cannot
     run here `not contained`. Raises as `recipe_suite` does.
@@ -284,6 +284,8 @@ def suite_inputs(recipe: Recipe) -> dict[str, str]:
     suite = recipe_suite(recipe)
     table = suite.baselines.model_dump(mode="json") if suite.baselines else None
     digests = {"suite": _sha256([suite.built_in, table])}
+    if "needle" in suite.built_in:
+        digests["needles"] = str(recipe.evaluate.needles)
     for planned in suite.tasks:
         definition, files = planned.definition, []
         if planned.runs_programs and sandbox_error():

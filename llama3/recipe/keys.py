@@ -177,14 +177,14 @@ STREAM = (
 
 
 def evaluation(recipe: Recipe) -> dict[str, Any]:
-    """Return the parameters, tasks and data aside, that decide the scores of a model by `evaluate.suite`."""
+    """Return the parameters that decide the scores of a model by `evaluate.suite`; `suite_inputs` has the others."""
     return parameters(
         recipe,
         "evaluation",
         Computed("suite", ("evaluate.suite", "evaluate.final", "evaluate.deferred_suite"), recipe.evaluate.suite),
         _weights(recipe),
         Computed("longest", ("stages.seq_len",), recipe.longest_sequence),
-        Computed("tasks", ("evaluate.data", "evaluate.tasks"), None),
+        Computed("tasks", ("evaluate.data", "evaluate.tasks", "evaluate.needles"), None),
     )
 
 

@@ -436,8 +436,8 @@ class Evaluate(Section):
     precision: Annotated[Literal["fp32", "bf16"], decides("evaluation", "gate"), left_out("fp32")] = "fp32"
     """Number format of weights and products. bf16 takes half the memory and time on GPUs and rounds likelihoods by a
     hundredth; two models are compared in the same format."""
-    needles: Annotated[int, decides("gate")] = Field(default=55, ge=11)
-    """Sentences that the `needle` gate hides, spread over eleven depths."""
+    needles: Annotated[int, decides("evaluation", "gate")] = Field(default=55, ge=11)
+    """Sentences that the `needle` gate and the task `needle` of a suite hide, spread over eleven depths."""
     ngram_baseline: Annotated[bool, decides("evaluation"), left_out(False)] = False
     """Also report the bits per byte of a 5-gram of bytes that counted 5 MB of the training text: what a model must beat
     to have learned more than spelling."""
