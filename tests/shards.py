@@ -161,6 +161,8 @@ def run(folder: Path, shard: str, files: Iterable[str]) -> None:
     (folder / "coverage").mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pytest", "-p", "tests.shards", "--results", f"{folder}/{shard}.jsonl", "-m", ""]
     command += ["--numprocesses", str(WORKERS), "--no-loadscope-reorder", "--durations", "10"]
+    # the worker that started a server ends it when all tests of the other worker that use it have ended
+    command += ["-o", "timeout_func_only=true"]
     command += ["--cov", "--cov-report=", "--cov-fail-under=0", *files]
     environment = {**os.environ, "COVERAGE_FILE": f"{folder}/coverage/{time.time_ns()}"}
     subprocess.run(command, cwd=ROOT, env=environment, check=False)

@@ -26,7 +26,7 @@ def curate_on_dask(recipe_path: Path, folder: Path) -> None:
     with data_runner(Cluster(data="dask", data_workers=2)) as runner:
         collect(recipe, collected, runner)
         annotate(recipe, collected, annotated, runner)
-        curate(recipe, collected, annotated, out, scratch, runner, parts=3)
+        curate(recipe, collected, annotated, out, scratch, runner, partitions=3)
 
 
 @flow
