@@ -218,6 +218,14 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         opened(tmp_path).resume(other)
 
 
+def test_a_model_continues_with_longer_sequences(tmp_path: Path) -> None:
+    saved(tmp_path, 3)
+    shape = State().config.model_copy(update={"max_seq_len": 16, "embedding_std": 1.0, "preset": "longer"})
+    longer = State(config=shape)
+    opened(tmp_path).resume(longer)
+    assert_holds(longer.arrays(), 3)
+
+
 def test_the_files_are_safetensors_that_anybody_reads(tmp_path: Path) -> None:
     state = State(position=8)
     save_state(tmp_path / "state", state, "main", ALONE)
