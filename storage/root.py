@@ -106,7 +106,7 @@ def mark_format(root: Root) -> None:
 
 @cache
 def check_format(root: Root) -> None:
-    """Raise ValueError for a root of another format. Writes nothing; reads the root once per process."""
+    """Raise ValueError for a root of another format. Writes nothing."""
     _is_new(root)
 
 

@@ -267,7 +267,7 @@ def test_of_writers_in_processes_one_wins_and_all_get_it(root: Root, proxy: Faul
 @pytest.mark.slow
 @pytest.mark.fault("F2")
 def test_a_commit_killed_at_any_request_is_whole_or_nothing(root: Root, proxy: FaultProxy) -> None:
-    whole, k, ended, left = 0, 0, False, [0]
+    whole, k, ended, left, staged = 0, 0, False, [0], list[int]()
     two_pages = LARGE[: PAGE + 1]
     while not ended:
         spec = artifact_spec(k=k)
@@ -285,7 +285,7 @@ def test_a_commit_killed_at_any_request_is_whole_or_nothing(root: Root, proxy: F
             whole += 1
         shutil.rmtree(elsewhere(root).local, ignore_errors=True)
         build(root, spec, large=two_pages if ended else b"").verify()
-        assert len(list((root.local / ".staging").iterdir())) == (0 if ended else 1)
+        staged.append(len(list((root.local / ".staging").iterdir())))
         there = len(attempts(root, spec))
         left.extend([there - 1] if loaded is None else [])
         tidied = clean_up_root(root, AT_ONCE, KINDS)
@@ -297,6 +297,9 @@ def test_a_commit_killed_at_any_request_is_whole_or_nothing(root: Root, proxy: F
         k += 1
     assert k >= 10
     assert 1 <= whole < k
+    opening = staged.index(1)  # requests that find that the root is new, before anything is staged
+    assert staged == [0] * opening + [1] * (k - 1 - opening) + [0]
+    assert opening < 5
     assert left[-1] == 1, "the last one that is not found was killed at its manifest: its files are there"
 
 
