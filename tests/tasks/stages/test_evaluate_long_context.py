@@ -106,8 +106,9 @@ def test_a_length_that_passes_its_gates_is_recorded_and_not_measured_again(works
     assert workspace.tracker.series(context.record.mlflow_run, "eval/short-context") == [
         (end, decision.rows[1].candidate) for end in (840_000, 860_000)
     ]
+    made = {step: artifact.manifest.created for step, artifact in context.artifacts.items()}
     assert check_long_context_gates.fn(context, "long-512", checkpoint, began, workspace.curated) == decision
-    assert {entry.outcome for entry in context.record.steps.values()} == {"reused"}
+    assert {step: artifact.manifest.created for step, artifact in context.artifacts.items()} == made
 
 
 def test_a_needle_not_found_stops_the_run_with_numbers_and_remedies(workspace: Workspace) -> None:
