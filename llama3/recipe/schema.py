@@ -261,6 +261,12 @@ class Recipe(Section):
         """Sequence lengths of the stages of kind `sft`, sorted, each once."""
         return sorted({stage.lengths[0] for stage in self.stages if stage.kind == "sft"})
 
+    def rollback_tokens(self, span: StageSpan) -> int:
+        """Return how many tokens before a spike a rollback in `span` goes back, at most; 0 without rollbacks."""
+        if self.spikes.policy != "rollback":
+            return 0
+        return self.spikes.skip_window_steps * max(segment.batch for segment in span.segments)
+
     @property
     def first_mix(self) -> dict[Domain, Share]:
         """Mix of the first stage; its shares are the weights of means over domains."""

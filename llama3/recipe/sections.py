@@ -364,17 +364,27 @@ class Spikes(Section):
 
 class Keep(Section):
     last: Annotated[int, decides("nothing")] = Field(default=3, ge=1)
-    """Number of newest checkpoints to keep while a stage trains."""
+    """Number of newest checkpoints to keep while a stage trains. With `spikes.policy: rollback` up to three more are
+    kept, so that one is older than `spikes.skip_window_steps`."""
     every: Annotated[Tokens | None, decides("nothing")] = None
     """Also keep one checkpoint per this many tokens; null: none."""
 
-    def kept(self, positions: Iterable[int], pinned: Iterable[int] = ()) -> set[int]:
+    def kept(self, positions: Iterable[int], pinned: Iterable[int] = (), rollback: int = 0) -> set[int]:
         """Return which of `positions` (ascending) to keep: pinned ones, the newest few, the first after each milestone.
 
+        With `rollback`, also at most three, one of them that many tokens older than the newest, unless all are
+        younger.
         Calling it after every save keeps the same checkpoints as calling it once at the end.
         """
         saved = list(positions)
         kept = {*saved[-self.last :], *pinned}
+        if rollback and saved:
+            old = [position for position in saved if position <= saved[-1] - rollback]
+            window = (old[-1] if old else saved[0]) // rollback
+            firsts: dict[int, int] = {}
+            for position in saved:
+                firsts.setdefault(position // rollback, position)
+            kept |= {position for number, position in firsts.items() if number >= window}
         if self.every is not None:
             first: dict[int, int] = {}
             for position in saved:

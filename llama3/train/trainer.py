@@ -104,6 +104,10 @@ class Trainer:
 
     def run(self) -> bool:
         """Train and commit `result`; return False if asked to stop before. Raises TrainingStopped at a bad step."""
+        rollback = self.recipe.spikes.policy == "rollback"
+        if rollback and not run_on_rank0_and_broadcast(self.world, self.checkpoints.positions):
+            # A spike before any other save goes back to here.
+            self.checkpoints.begin(self.state, self.span.name)
         while True:
             try:
                 done = self._train()
@@ -204,7 +208,8 @@ class Trainer:
         restart = self.job.restart_damaged
         if self.checkpoints.resume(self.state, before=decision.skip.start, restart=restart).path is None:
             init_or_load(self.state, self.job, self.recipe, self.span, self.world)
-        if self.world.is_rank0:  # only now: the checkpoints past that point, which do not know of the skip, are deleted
+        # Only now: the checkpoints past that point, which do not know of the skip, are not offered to a restart.
+        if self.world.is_rank0:
             self.skips.write(self.job.work)
         if self.recorder is not None:
             self.recorder.rewind(decision.skip, self.state.position, trained_to)
@@ -359,7 +364,8 @@ def setup_stage(
     precision = Precision.from_recipe(recipe, world.device)
     state = TrainState(recipe, vocab_size, precision, world, span.start, exact=job.deterministic)
     folder, keep = job.work / "checkpoints", recipe.checkpoint.keep
-    checkpoints = Checkpoints(folder, keep, world, uri=job.checkpoints, work=job.work, log=log)
+    rollback = recipe.rollback_tokens(span)
+    checkpoints = Checkpoints(folder, keep, world, uri=job.checkpoints, work=job.work, rollback=rollback, log=log)
     restored = checkpoints.resume(state, restart=job.restart_damaged)
     for reason in restored.skipped if world.is_rank0 else ():
         log(f"checkpoint skipped: {reason}")

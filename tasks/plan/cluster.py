@@ -379,7 +379,8 @@ def storage_use(plan: RunPlan) -> StorageUse:
             stride = every.amount
         elif keep.every is not None:
             stride *= max(1, keep.every // (4 * stride))
-        count += len(keep.kept((*range(span.start + stride, span.end, stride), span.end)))
+        saved = (*range(span.start + stride, span.end, stride), span.end)
+        count += len(keep.kept(saved, rollback=plan.recipe.rollback_tokens(span)))
     surveyed = bool(plan.sources) and all(survey.complete for survey in plan.sources)
     text = float(sum(survey.bytes for survey in plan.sources)) if surveyed else None
     return StorageUse(text, float(tokens * width), checkpoint_bytes(plan.parameters), float(count))

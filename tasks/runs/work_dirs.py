@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from herd.llama3.recipe.frozen import frozen_fields
 from herd.llama3.recipe.load import digest
 from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
+from herd.llama3.train.checkpoint.manifest import DAMAGED_MARK, MANIFEST, SUPERSEDED_MARKS
 from herd.storage.filesystem import is_local
 from herd.storage.objects import list_children, list_objects
 from herd.storage.root import Root
@@ -50,16 +51,22 @@ def newest(folders: Iterable[str]) -> SavedCheckpoint | None:
     """Return the newest committed checkpoint (one with a manifest) in any of the folders or prefixes."""
     saved = []
     for folder in folders:
+        superseded = set(list_children(f"{folder}/{SUPERSEDED_MARKS}"))
         for name in sorted((name for name in list_children(folder) if name.isdigit()), reverse=True):
-            if written := _manifest_times(f"{folder}/{name}"):
+            if written := _manifest_times(folder, name, superseded):
                 saved.append(SavedCheckpoint(int(name), written[0]))
                 break
     return max(saved, default=None)
 
 
-def _manifest_times(folder: str) -> list[float]:
-    """Return when the manifests of a checkpoint were written, newest first; a remote one has a folder per attempt."""
+def _manifest_times(folder: str, position: str, superseded: Collection[str]) -> list[float]:
+    """Return when the manifests of a checkpoint were written, newest first; a remote one has a folder per save."""
     if is_local(folder):
-        return [path.stat().st_mtime for path in Path(folder).glob("manifest.json")]
-    objects = list_objects(folder).items()
-    return sorted((stored.modified for name, stored in objects if name.endswith("/manifest.json")), reverse=True)
+        return [path.stat().st_mtime for path in Path(folder, position).glob(MANIFEST)]
+    times = []
+    objects = list_objects(f"{folder}/{position}")
+    for name, stored in objects.items():
+        save = name.removesuffix(f"/{MANIFEST}")
+        if save != name and f"{save}/{DAMAGED_MARK}" not in objects and f"{position}.{save}" not in superseded:
+            times.append(stored.modified)
+    return sorted(times, reverse=True)

@@ -222,7 +222,7 @@ def _resumes(span: StageSpan, work: Path, kept: str | None) -> int | None:
     if (work / "result").is_dir():
         return span.tokens
     saved = newest([str(work / "checkpoints"), *([kept] if kept else [])])
-    return saved.position - span.start if saved else None
+    return saved.position - span.start or None if saved else None
 
 
 def _train(context: Context, span: StageSpan, job: Path, runs: list[str], offers: CheckpointOffers) -> None:

@@ -45,6 +45,10 @@ ADVICE = (
     "repair or restore one of them and give the same command again, or add --restart-damaged to train the stage again "
     "from its start"
 )
+ROLLBACK_ADVICE = (
+    "give the same command again with --set spikes.policy=skip, which continues from the newest checkpoint without the "
+    "spike's batch, or add --restart-damaged to train the stage again from its start"
+)
 
 
 class SaveFailed(RuntimeError):
@@ -52,7 +56,7 @@ class SaveFailed(RuntimeError):
 
 
 class NoGoodCheckpoint(ValueError):
-    """There are checkpoints of the stage and all are damaged: the text names each."""
+    """All checkpoints of the stage are damaged or past the position of a rollback: the text names each."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class Checkpoints:
         *,
         uri: str | None = None,
         work: Path | None = None,
+        rollback: int = 0,
         threads: int = THREADS,
         tolerated: int = TOLERATED,
         log: Callable[[str], None] = print,
@@ -82,8 +87,10 @@ class Checkpoints:
         """Open the store; every process must do so at the same point. `log` gets the saves that failed.
 
         With a `uri`, the journal in the folder `work` and the small files beside it are kept with the checkpoints.
+        `rollback`: tokens before the newest checkpoint to which training may go back.
         """
         self.keep, self.world, self.threads, self.tolerated, self.log = keep, world, threads, tolerated, log
+        self.rollback = rollback
         self.attempt = world.broadcast_object(f"{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{uuid.uuid4().hex[:8]}")
         self.store: CheckpointStore
         if uri:
@@ -159,32 +166,34 @@ class Checkpoints:
     def resume(self, state: Savable, before: int | None = None, restart: bool = False) -> RestorePoint:
         """Load the newest good checkpoint into `state`; every process calls it. Quarantines damaged newer ones.
 
-        With `before`, checkpoints past that position are deleted; raises ValueError if one of them is pinned. Raises
-        NoGoodCheckpoint if all are damaged, because a disk that can be repaired may hold days of training; `restart`
-        quarantines them instead, and `state` must be reset. Raises ValueError for a checkpoint of another model.
+        With `before`, loads the newest that is not past this position, and only then supersedes those that are: they
+        are kept until the next commit. Raises NoGoodCheckpoint if there is none, and ValueError if one past it is
+        pinned; then all are as they were. Without `before`, raises NoGoodCheckpoint if all are damaged, because a disk
+        that can be repaired may hold days of training. `restart` quarantines the damaged ones instead, and `state` must
+        be reset. Raises ValueError for a checkpoint of another model.
         """
         self._wait_for_pruning()
         self.store.remove_leftovers(self.world)
-        if before is not None:
-            run_on_rank0_and_broadcast(self.world, lambda: self._forget_after(before))
+        refs = run_on_rank0_and_broadcast(self.world, lambda: self._refs_to_load(before))
+        later = [ref for ref in refs if before is not None and ref.position > before]
         path: Path | None = None
         manifest: CheckpointManifest | None = None
         damaged: dict[CheckpointRef, str] = {}
-        for ref in reversed(run_on_rank0_and_broadcast(self.world, self.store.refs)):
+        for ref in reversed(refs[: len(refs) - len(later)]):
             try:
                 path, manifest = self._load(ref, state)
                 break
             except DamagedCheckpoint as damage:
                 damaged[ref] = str(damage)
         reasons = tuple(damaged.values())
-        if damaged and path is None and not restart:
-            raise NoGoodCheckpoint(
-                "\n".join([f"checkpoints: none of this stage is good: {reasons[0]}", *reasons[1:], ADVICE])
-            )
+        if path is None and not restart and (damaged or before is not None):
+            raise NoGoodCheckpoint(self._none_is_good(before, reasons, later))
 
         def quarantine() -> None:
             for ref, reason in damaged.items():
                 self.store.quarantine(ref, reason)
+            for ref in later:
+                self.store.supersede(ref)
 
         run_on_rank0_and_broadcast(self.world, quarantine)
         return RestorePoint(path, manifest, reasons)
@@ -266,23 +275,35 @@ class Checkpoints:
         try:
             refs = self.store.refs()
             positions = sorted({ref.position for ref in refs})
-            keep = self.keep.kept(positions, pinned=self.store.pins.all())
+            keep = self.keep.kept(positions, pinned=self.store.pins.all(), rollback=self.rollback)
             newest = {ref.position: ref for ref in refs}
             for ref in refs:
                 if ref.position not in keep or newest[ref.position] != ref:
                     self.store.delete(ref)
+            self.store.remove_superseded()
         except Exception as error:
             self.log(f"older checkpoints could not be deleted: {type(error).__name__}: {error}")
 
-    def _forget_after(self, position: int) -> None:
-        """Delete the checkpoints after `position`. Raises ValueError if one of them is pinned."""
-        pinned = self.store.pins.all()
-        for ref in self.store.refs():
-            if ref.position > position:
-                if ref.position in pinned:
-                    reasons = ", ".join(pinned[ref.position])
-                    raise ValueError(f"going back to {position}: checkpoint {ref.position} is pinned ({reasons})")
-                self.store.delete(ref)
+    def _refs_to_load(self, before: int | None) -> list[CheckpointRef]:
+        """Return the committed checkpoints. Raises ValueError if one past `before` is pinned."""
+        refs = self.store.refs()
+        pinned = self.store.pins.all() if before is not None else {}
+        for ref in refs:
+            if before is not None and ref.position > before and ref.position in pinned:
+                reasons = ", ".join(pinned[ref.position])
+                raise ValueError(f"going back to {before}: checkpoint {ref.position} is pinned ({reasons})")
+        return refs
+
+    def _none_is_good(self, before: int | None, reasons: tuple[str, ...], later: list[CheckpointRef]) -> str:
+        """Return the text of NoGoodCheckpoint; every process calls it."""
+        if before is None:
+            superseded = run_on_rank0_and_broadcast(self.world, self.store.superseded)
+            aside = [f"superseded by a rollback, and whole: {', '.join(superseded)}"] if superseded else []
+            return "\n".join([f"checkpoints: none of this stage is good: {reasons[0]}", *reasons[1:], *aside, ADVICE])
+        kept = f"those at {', '.join(str(ref.position) for ref in later)} are untouched" if later else "there is none"
+        return "\n".join(
+            [f"checkpoints: none up to {before}, where the rollback begins, is good; {kept}", *reasons, ROLLBACK_ADVICE]
+        )
 
 
 class Snapshot:

@@ -22,6 +22,11 @@ from herd.storage.filesystem import sync_folder, write_atomic
 from herd.storage.processes import THREADS
 
 MANIFEST = "manifest.json"
+# In an object store, where nothing is renamed:
+DAMAGED_MARK = "damaged.txt"
+"""Beside the files of a checkpoint that failed to verify: why."""
+SUPERSEDED_MARKS = "superseded"
+"""Beside the checkpoints: has an empty object `<position>.<save>` for each that a rollback superseded."""
 PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 """Names that a manifest may contain: a file of this folder, never a path out of it."""
 

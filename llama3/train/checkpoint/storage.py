@@ -18,7 +18,13 @@ from typing import NamedTuple
 
 from herd.llama3.parallel.mesh import ParallelContext, raise_on_all_ranks, run_on_rank0_and_broadcast
 from herd.llama3.train.checkpoint.journal_upload import JournalUpload
-from herd.llama3.train.checkpoint.manifest import MANIFEST, CheckpointManifest, DamagedCheckpoint
+from herd.llama3.train.checkpoint.manifest import (
+    DAMAGED_MARK,
+    MANIFEST,
+    SUPERSEDED_MARKS,
+    CheckpointManifest,
+    DamagedCheckpoint,
+)
 from herd.storage.digests import digest_file
 from herd.storage.filesystem import is_local, local_path, sync_folder, write_atomic
 from herd.storage.lease import LeaseHeld
@@ -37,12 +43,10 @@ from herd.storage.processes import parallel_map
 
 PINS = "pins"
 DAY = 86_400.0
-SAVING, DELETING, DAMAGED, REPLACED = ".saving", ".deleting", ".damaged", ".replaced"
+SAVING, DELETING, DAMAGED, REPLACED, SUPERSEDED = ".saving", ".deleting", ".damaged", ".replaced", ".superseded"
 DIGITS = 18
 """Positions are written with this many digits, so that names sort as numbers."""
 ATTEMPTS = "attempts"
-MARK = "damaged.txt"
-"""Beside the files of a checkpoint that failed to verify: why."""
 
 
 class SupersededError(LeaseHeld):
@@ -163,6 +167,19 @@ class LocalCheckpointStore:
         with suppress(FileNotFoundError):  # damaged because it was deleted while it was read
             hide(self.folder / ref.name, DAMAGED)
 
+    def supersede(self, ref: CheckpointRef) -> None:
+        """Never offer this checkpoint again; keep its files until `remove_superseded`."""
+        hide(self.folder / ref.name, SUPERSEDED)
+
+    def superseded(self) -> list[str]:
+        """Return the folders of the superseded checkpoints."""
+        return sorted(str(path) for path in self.folder.glob(f"{SUPERSEDED}-*"))
+
+    def remove_superseded(self) -> None:
+        """Delete the superseded checkpoints, whose successor is committed now."""
+        for folder in self.superseded():
+            shutil.rmtree(folder)
+
     def delete(self, ref: CheckpointRef) -> None:
         shutil.rmtree(hide(self.folder / ref.name, DELETING))
 
@@ -241,7 +258,7 @@ class RemoteCheckpointStore:
 
     def refs(self) -> list[CheckpointRef]:
         names = self._names()
-        good = parallel_map(lambda name: self._has(name, MANIFEST) and not self._has(name, MARK), names)
+        good = parallel_map(lambda name: self._has(name, MANIFEST) and not self._has(name, DAMAGED_MARK), names)
         return [CheckpointRef(int(name.split("/")[0]), name) for name in compress(names, good)]
 
     def remove_leftovers(self, world: ParallelContext) -> None:
@@ -295,7 +312,18 @@ class RemoteCheckpointStore:
         shutil.rmtree(path, ignore_errors=True)
 
     def quarantine(self, ref: CheckpointRef, reason: str) -> None:
-        put_bytes(f"{self.uri}/{ref.name}/{MARK}", reason.encode())
+        put_bytes(f"{self.uri}/{ref.name}/{DAMAGED_MARK}", reason.encode())
+
+    def supersede(self, ref: CheckpointRef) -> None:
+        put_bytes(f"{self.uri}/{SUPERSEDED_MARKS}/{ref.name.replace('/', '.')}", b"")
+
+    def superseded(self) -> list[str]:
+        return [f"{self.uri}/{name}" for name in self._superseded()]
+
+    def remove_superseded(self) -> None:
+        for name in self._superseded():
+            self.remove_prefix(f"{self.uri}/{name}")
+            remove(f"{self.uri}/{SUPERSEDED_MARKS}/{name.replace('/', '.')}")
 
     def delete(self, ref: CheckpointRef) -> None:
         self.remove_prefix(f"{self.uri}/{ref.name}")
@@ -337,10 +365,16 @@ class RemoteCheckpointStore:
             remove_all(f"{self.uri}/{name}")
 
     def _names(self) -> list[str]:
-        """Return `<position>/<attempt>-<save>` of each prefix with files, whole checkpoint or not, sorted."""
-        positions = list(filter(str.isdigit, list_children(self.uri)))
+        """Return `<position>/<attempt>-<save>` of each prefix with files that is not superseded, sorted."""
+        children = list_children(self.uri)
+        superseded = set(self._superseded()) if SUPERSEDED_MARKS in children else set[str]()
+        positions = list(filter(str.isdigit, children))
         saves = parallel_map(lambda position: list_children(f"{self.uri}/{position}"), positions)
-        return [f"{position}/{save}" for position, names in zip(positions, saves, strict=True) for save in names]
+        names = [f"{position}/{save}" for position, each in zip(positions, saves, strict=True) for save in each]
+        return [name for name in names if name not in superseded]
+
+    def _superseded(self) -> list[str]:
+        return sorted(mark.replace(".", "/", 1) for mark in list_children(f"{self.uri}/{SUPERSEDED_MARKS}"))
 
     def _has(self, name: str, file: str) -> bool:
         """Ask for the file alone: a checkpoint may have 65,536, and each listing has 1,000 at most."""

@@ -198,7 +198,7 @@ def test_tokens_recipe_and_skips_decide_the_result(rolled_back: Path, tmp_path: 
             for moment in [
                 ("herd.llama3.train.loss_spikes:write_incident", True),
                 ("herd.llama3.train.journal:SkippedRanges.write", False),
-                ("herd.llama3.train.checkpoint.manager:Checkpoints._forget_after", True),
+                ("herd.llama3.train.checkpoint.storage:LocalCheckpointStore.supersede", True),
                 ("herd.llama3.train.metrics_log:Recorder.rewind", False),
                 ("herd.llama3.train.callbacks:StepResult.excluded", False),
                 ("herd.llama3.train.trainer:Trainer.commit_result", False),
@@ -218,6 +218,49 @@ def test_a_rollback_killed_at_any_moment_gives_the_same_weights(
     assert skipped(path) == [8, 9, 10, 11, 12]
     assert [r.position for r in records(path)] == [STEP * (number + 1) for number in range(16)]
     assert losses_of(path) == losses_of(rolled_back)
+
+
+@pytest.mark.parametrize(
+    "checkpoint",
+    [{"every": f"{STEP} tokens", "keep": {"last": 1}}, pytest.param({"every": "1 h"}, marks=pytest.mark.slow)],
+)
+def test_a_rollback_has_a_checkpoint_to_go_back_to(
+    checkpoint: dict[str, Any], rolled_back: Path, tmp_path: Path
+) -> None:
+    """However few are kept, one is older than the window; before the first save it is that of the stage's start."""
+    path = job(tmp_path, asked(spikes=ROLLBACK, checkpoint=checkpoint))
+    assert run(1, train_poisoned, path, [10], 1e6) == [0]
+    assert weights(path) == weights(rolled_back)
+
+
+def train_poisoned_and_flip(path: Path, steps: list[int], factor: float) -> int:
+    """Train; a bit of each checkpoint before the spike flips once the spike is seen."""
+    storage: Any = importlib.import_module("herd.llama3.train.loss_spikes")
+    write_incident = storage.write_incident
+
+    def flip(*arguments: Any) -> Any:
+        for file in (work(path) / "checkpoints").glob("*/*.safetensors"):
+            if int(file.parent.name) <= 8 * STEP:
+                data = bytearray(file.read_bytes())
+                data[len(data) // 2] ^= 1
+                file.write_bytes(data)
+        return write_incident(*arguments)
+
+    storage.write_incident = flip
+    return train_poisoned(path, steps, factor)
+
+
+def test_a_rollback_to_damaged_checkpoints_ends_the_run_and_keeps_all(tmp_path: Path) -> None:
+    kept = {"every": f"{STEP} tokens", "keep": {"last": 9}}
+    path = job(tmp_path, asked(spikes=ROLLBACK, checkpoint=kept))
+    assert run(1, train_poisoned_and_flip, path, [10], 1e6) == [2]
+    assert "spikes.policy=skip" in output(path)
+    assert not (work(path) / "skips.json").exists()
+    positions = [int(folder.name) // STEP for folder in sorted((work(path) / "checkpoints").glob("[0-9]*"))]
+    assert positions == [*range(2, 11)]
+    job(tmp_path, asked(spikes={**ROLLBACK, "policy": "skip"}, checkpoint=kept))
+    assert run(1, train_poisoned, path, [10], 1e6) == [0]
+    assert skipped(path) == [10]
 
 
 def losses_of(path: Path) -> dict[int, float]:

@@ -37,6 +37,27 @@ def test_milestones_survive_deletion_as_they_come(gaps: list[int], last: int, ev
     assert len(present) <= len(milestones) + last
 
 
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=60),
+    st.integers(1, 4),
+    st.integers(1, 300),
+    st.integers(0, 200),
+)
+def test_one_checkpoint_is_always_old_enough_for_a_rollback(
+    gaps: list[int], last: int, rollback: int, start: int
+) -> None:
+    """Whatever was deleted after each save, going back as far as a rollback may loses nothing that was saved before."""
+    present, reached = [start], [start]
+    for gap in gaps:
+        reached.append(reached[-1] + gap)
+        present = sorted(keep(last).kept([*present, reached[-1]], rollback=rollback))
+        oldest = max((position for position in reached if position <= reached[-1] - rollback), default=reached[0])
+        kept = max((position for position in present if position <= reached[-1] - rollback), default=present[0])
+        assert oldest - rollback < kept <= oldest
+        assert set(present) == keep(last).kept(reached, rollback=rollback)
+        assert len(present) <= last + 3
+
+
 def test_due_by_tokens_counts_crossed_multiples() -> None:
     due = SaveSchedule(Cadence.parse("100 tokens"), 250)
     assert [due.passed(position) for position in (260, 299, 300, 399)] == [False, False, True, True]

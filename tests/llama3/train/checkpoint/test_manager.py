@@ -7,7 +7,9 @@ import pickle
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,9 +36,11 @@ from tests.llama3.train.checkpoint_samples import (
     resume_and_list,
     save_in_the_background,
 )
+from tests.storage.memory_store import MemoryStore
+from tests.storage.simulation import ROOT
 
 
-def saved(folder: Path, *positions: int, **more: int) -> Checkpoints:
+def saved(folder: Path, *positions: int, **more: Any) -> Checkpoints:
     checkpoints = opened(folder, **{"last": 9, **more})
     for position in positions:
         checkpoints.save(State(position=position), "main")
@@ -300,9 +304,46 @@ def test_going_back_before_a_spike(tmp_path: Path) -> None:
     assert checkpoints.resume(state, before=7).path == tmp_path / "checkpoints" / f"{6:018}"
     assert state.position == 6
     assert checkpoints.positions() == [3, 6]
+    assert [Path(path).name for path in checkpoints.store.superseded()] == [f".superseded-{9:018}"]
+    checkpoints.save(state, "main")
+    assert checkpoints.store.superseded() == []
     checkpoints.store.pins.add(6, "alias")
     with pytest.raises(ValueError, match=r"checkpoint 6 is pinned \(alias\)"):
         checkpoints.resume(state, before=4)
+
+
+@pytest.mark.parametrize("where", ["disk", "object store"])
+@pytest.mark.parametrize(
+    ("positions", "damaged", "untouched"),
+    [
+        ((3, 4, 5), 3, "those at 4, 5 are untouched"),
+        ((5,), None, "those at 5 are untouched"),
+        ((), None, "there is none"),
+    ],
+)
+def test_going_back_to_nothing_good_leaves_all_checkpoints(
+    where: str, positions: tuple[int, ...], damaged: int | None, untouched: str, tmp_path: Path
+) -> None:
+    memory = MemoryStore() if where == "object store" else None
+    with memory.in_place() if memory else nullcontext():
+        more = {"uri": f"{ROOT}/stage"} if memory else {}
+        checkpoints = saved(tmp_path / "checkpoints", *positions, **more)
+        if damaged is not None and memory:
+            key = next(key for key in memory.objects if f"{damaged:018}/" in key and key.endswith(".safetensors"))
+            memory.objects[key].data = b"x" + memory.objects[key].data[1:]
+        elif damaged is not None:
+            flip(next((tmp_path / f"checkpoints/{damaged:018}").glob("*.safetensors")))
+        with pytest.raises(NoGoodCheckpoint, match=f"(?s)none up to 3, .*{untouched}.*policy=skip.*restart-damaged"):
+            checkpoints.resume(State(), before=3)
+        assert checkpoints.positions() == [*positions]
+        assert checkpoints.store.superseded() == []
+        state = State()
+        if positions:
+            checkpoints.resume(state)
+            assert_holds(state.arrays(), positions[-1])
+        restarted = checkpoints.resume(state, before=3, restart=True)
+        assert (restarted.path, checkpoints.positions()) == (None, [])
+        assert len(checkpoints.store.superseded()) == sum(position > 3 for position in positions)
 
 
 def test_a_position_reached_again_replaces_what_was_there(tmp_path: Path) -> None:
