@@ -374,10 +374,8 @@ def storage_use(plan: RunPlan) -> StorageUse:
     count = 0
     for span in plan.schedule.trained:
         # The tokens between two saves: of a cadence in seconds assume at least four saves per milestone.
-        stride = span.segments[-1].batch
-        if every.unit == "tokens":
-            stride = every.amount
-        elif keep.every is not None:
+        stride = every.amount if every.unit == "tokens" else span.segments[-1].batch
+        if every.unit == "seconds" and keep.every is not None:
             stride *= max(1, keep.every // (4 * stride))
         saved = (*range(span.start + stride, span.end, stride), span.end)
         count += len(keep.kept(saved, rollback=plan.recipe.rollback_tokens(span)))
