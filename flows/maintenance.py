@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from prefect import flow, get_client, get_run_logger
 from prefect.artifacts import create_table_artifact
 from prefect.settings import PREFECT_API_URL
+from rich.markup import escape
 
 from herd.flows.crash_recovery import thin_out
 from herd.flows.local_server import is_temporary
@@ -76,7 +77,10 @@ def clean_up(root: Root, keep_runs: int, older_than: str, dry_run: bool, console
             raise ValueError(f"{field}: {error}") from error
     aliases = labels_with_alias(root)
     plan = plan_gc(root, keep_runs, ages["older_than"], aliases)
-    deleted = None if dry_run else delete_items(root, plan)
+    damaged = list[str]()
+    deleted = None if dry_run else delete_items(root, plan, damaged.append)
+    for line in damaged:
+        console.log(f"  [yellow]{escape(line)}[/]")
     if "databases" in ages:
         with ExitStack() as stack:
             lasting = PREFECT_API_URL.value() and not is_temporary()
@@ -92,7 +96,7 @@ def clean_up(root: Root, keep_runs: int, older_than: str, dry_run: bool, console
         text = f"dry run: {len(plan.doomed)} of {len(plan.items)} would be deleted, {format_bytes(plan.freed)}"
     else:
         freed = format_bytes(sum(item.bytes for item in deleted or []))
-        text = f"deleted {len(deleted or [])} of {len(plan.items)}, {freed}"
+        text = "; ".join([f"deleted {len(deleted or [])} of {len(plan.items)}, {freed}", *damaged])
     prefect_artifacts.table("gc", gc_rows(plan, deleted), text)
     prefect_artifacts.flush()
     return text

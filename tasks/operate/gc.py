@@ -13,7 +13,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -30,7 +30,8 @@ from herd.storage.objects import list_children, list_objects, remove_all
 from herd.storage.root import Root
 from herd.storage.staging import discard, disk_usage, newest_mtime
 from herd.tasks.format import format_bytes, format_duration
-from herd.tasks.promotion.log import aliased_labels
+from herd.tasks.operate.integrity import artifact_problems
+from herd.tasks.promotion.log import aliased_labels, current_aliases, families, read_log
 from herd.tasks.runs.records import OPEN, RunRecord, Runs, read_records
 from herd.tasks.runs.work_dirs import IN_PROGRESS
 from herd.tasks.step import CALIBRATION, KINDS
@@ -183,9 +184,30 @@ def active_artifacts(root: Root, live: set[str], artifacts: Mapping[str, Artifac
     }
 
 
-def delete_items(root: Root, plan: GcPlan) -> list[GcItem]:
-    """Delete planned items except those now in use, each under its lease; return the deleted items."""
+def damaged_families(root: Root, plan: GcPlan) -> dict[str, str]:
+    """Return family -> what is wrong with a model that holds one of its aliases, if the plan has checkpoints of it.
+
+    Reads these models whole: if they are damaged, an older one is what is left.
+    """
+    names = [item.label.split("/", 1)[1] for item in plan.doomed if item.kind == "checkpoint"]
+    damaged = {}
+    for family in families(root):
+        if any(_named(name, family) for name in names):
+            for label in dict.fromkeys(current_aliases(read_log(root, family)).values()):
+                for file, problem in artifact_problems(root, label).items():
+                    damaged[family] = f"{family} has a model with an alias that is damaged: {label}/{file} {problem}"
+    return damaged
+
+
+def delete_items(root: Root, plan: GcPlan, log: Callable[[str], object] = str) -> list[GcItem]:
+    """Delete planned items except those now in use, each under its lease; return the deleted items.
+
+    Nothing of a family is deleted while a model that holds one of its aliases is damaged; `log` gets a line for each.
+    """
     store, runs = open_store(root), Runs(root)
+    damaged = damaged_families(root, plan)
+    for problem in damaged.values():
+        log(f"{problem}; nothing of the family is deleted: roll back (herd rollback), or run its recipe again")
     seen, live, used = dict[str, RunRecord](), set[str](), set[str]()
     deleted = []
     for item in plan.doomed:
@@ -201,7 +223,7 @@ def delete_items(root: Root, plan: GcPlan) -> list[GcItem]:
                 open_runs = [record for record in changed if seen or is_open(record, plan.time)]
                 used |= {step.artifact for record in open_runs for step in record.steps.values()}
                 seen |= {record.name: record for record in changed}
-                if item.label in used or any(_named(name, family) for family in live):
+                if item.label in used or any(_named(name, family) for family in (*live, *damaged)):
                     continue
                 if item.kind == UNFINISHED:
                     if not root.is_local:

@@ -132,6 +132,11 @@ def _labels(root: Root) -> Iterator[str]:
                 yield f"{kind}/{name}"
 
 
+def artifact_problems(root: Root, label: str) -> dict[str, str]:
+    """Return what is wrong with an artifact by file, after reading all of it; empty if it was deleted."""
+    return _read_artifact(open_store(root), label, Verification(root=root.uri), False)[1]
+
+
 def _read_artifact(
     store: Store, label: str, result: Verification, sign: bool
 ) -> tuple[Manifest | None, dict[str, str], bool]:

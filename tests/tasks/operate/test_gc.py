@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import time
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -199,6 +200,26 @@ def test_what_comes_into_use_between_plan_and_deletion_stays(root: Root) -> None
         deleted = delete_items(root, plan)
     assert {item.label for item in deleted} == {lost[3].label}
     assert open_store(root).load(lost[2].label)
+
+
+@pytest.mark.parametrize("damaged", ["manifest", "another file"])
+def test_nothing_of_a_family_goes_while_its_champion_is_damaged(damaged: str, root: Root) -> None:
+    chains = [chain(root, "tiny", number) for number in range(1, 4)]
+    for number, artifacts in enumerate(chains, start=1):
+        ended(root, number, artifacts)
+        promoted(root, f"tiny-{number}", artifacts[-1], at=number)
+    other = chain(root, "other", 9)
+    champion = chains[2][-1]
+    file = "manifest.json" if damaged == "manifest" else next(iter(champion.manifest.files))
+    path = root.local / champion.label / file
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    lines = list[str]()
+    deleted = delete_items(root, planned(root), lines.append)
+    assert {item.label for item in deleted} == {artifact.label for artifact in other[1:]}
+    (line,) = lines
+    assert re.search(rf"tiny .* damaged: {champion.label}/{file} .*herd rollback", line)
 
 
 def test_a_run_that_started_between_plan_and_deletion_keeps_its_family(root: Root) -> None:
