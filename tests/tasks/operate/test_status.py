@@ -168,8 +168,9 @@ def test_the_commands_offered_name_runs_that_exist_and_a_change(root: Root) -> N
         f"compare tiny-1 tiny-2 {other}",
     ]
     add(root, 1)
-    add(root, 2, run="tiny-3")
-    assert offered("seed=9")[1:] == [f"compare tiny-1 tiny-3 {other}"], "the champion that it was judged against"
+    add(root, 2)
+    add(root, 3)
+    assert offered("seed=9")[1:] == [f"compare tiny-2 tiny-3 {other}"], "the champion that it was judged against"
 
 
 def test_an_artifact_that_was_deleted_is_said_to_be_gone(root: Root) -> None:

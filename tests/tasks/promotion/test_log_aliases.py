@@ -157,6 +157,8 @@ def test_versions_say_what_became_of_them() -> None:
     assert first["rollback"] == second["rollback"]
     assert first["rollback"].endswith("by Ada at noon: it loops")
     assert "rollback" not in version_tags(log, log[0].artifact)
+    forward = judged_record(2, ROLLED_BACK, [*log, back], by="Bob", time="night")
+    assert version_tags([*log, back, forward], log[0].artifact)["rollback"].endswith("by Bob at night")
 
 
 def test_a_record_with_unknown_fields_is_refused() -> None:

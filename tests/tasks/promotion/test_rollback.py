@@ -21,6 +21,7 @@ from herd.tasks.models.lookup import label_of_alias
 from herd.tasks.operate.recovery import reconcile, show_aliases
 from herd.tasks.promotion import rollback
 from herd.tasks.promotion.log import (
+    CANDIDATE,
     CHAMPION,
     PREVIOUS,
     REJECTED,
@@ -39,6 +40,7 @@ from herd.tasks.promotion.rollback import RollbackRequest, roll_back
 from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.tasks.mlflow_server import use
 from tests.tasks.promotion_samples import FAMILY, add, append_to, champions, judged_record
+from tests.tasks.standing_root import commit
 from tests.tasks.tracked_run import models, two_runs
 
 
@@ -124,6 +126,20 @@ def test_a_champion_that_changes_meanwhile_stops_it(root: Root, monkeypatch: pyt
         back(root)
     assert label_of_alias(root, FAMILY, CHAMPION) == second
     assert label_of_alias(root, FAMILY, PREVIOUS) == first
+
+
+def test_each_alias_goes_back_among_its_own_holders(root: Root) -> None:
+    models = [commit(root, "checkpoint", "tiny-main", {"end": 100}, seed=str(number)).label for number in range(4)]
+    for number, (label, alias) in enumerate(zip(models, ("staging", CHAMPION) * 2, strict=True), start=1):
+        add(root, number, artifact=label, alias=alias)
+    record, _ = roll_back(root, RollbackRequest(FAMILY, "staging"))
+    assert (record.alias, record.champion, record.artifact) == ("staging", models[2], models[0])
+    assert current_aliases(read_log(root, FAMILY)) == {
+        "staging": models[0], CHAMPION: models[3], PREVIOUS: models[1], CANDIDATE: models[3]
+    }  # fmt: skip
+    open_store(root).delete(models[2])
+    with pytest.raises(ValueError, match="no other model that held it exists"):
+        roll_back(root, RollbackRequest(FAMILY, "staging", to=models[2]))
 
 
 @given(st.lists(st.one_of(st.just(""), st.integers(1, 4).map(str)), max_size=8))

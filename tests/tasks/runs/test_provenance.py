@@ -139,3 +139,5 @@ def test_differences_in_a_line() -> None:
     third = facts("2.13", "", "dp 8", 16)
     rows = {name: [first[name], third[name]] for name in first}
     assert differences_line(rows) == "git diff aaa -> none; cluster.processes 8 -> 16"
+    stages = provenance_facts("c0de", None, [{"layout": "dp 8", "hosts": "n1"}, {"layout": "tp 2"}, {"layout": "dp 8"}])
+    assert (stages["layout"], stages["hosts"]) == ("dp 8 / tp 2", "n1"), "of all stages"

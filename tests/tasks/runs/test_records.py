@@ -7,7 +7,7 @@ import pytest
 from herd.llama3.recipe.load import load_recipe
 from herd.storage.root import Root
 from herd.tasks.models.lookup import model_folder
-from herd.tasks.runs.records import Runs
+from herd.tasks.runs.records import Runs, StudyPart, rerun_command
 from tests.dist import forkserver
 
 QUICKSTART = Path("recipes/quickstart.yaml")
@@ -34,6 +34,36 @@ def test_only_the_newest_run_of_the_same_recipe_is_continued(tmp_path: Path) -> 
     found = runs.unfinished(recipe)
     assert found is not None
     assert found.name == "quickstart-2"
+
+
+def test_a_run_is_continued_by_the_same_request_only(tmp_path: Path) -> None:
+    runs, recipe = Runs(Root.parse(tmp_path)), load_recipe(QUICKSTART)
+    requests: list[dict[str, str]] = [
+        {},
+        {"until": "main"},
+        {"rerun_of": "quickstart-1", "redo_from": "anneal"},
+        {"rerun_of": "quickstart-2", "redo_from": "anneal"},
+        {"rerun_of": "quickstart-2", "redo_from": "main"},
+    ]
+    made = [runs.begin(recipe, "c", **request) for request in requests]
+    for record, request in zip(made[1:], requests[1:], strict=True):
+        found = runs.unfinished(recipe, **request)
+        assert found is not None
+        assert found.name == record.name
+    assert runs.unfinished(recipe, until="anneal") is None
+    assert runs.unfinished(recipe, rerun_of="quickstart-1", redo_from="main") is None
+    assert [rerun_command(runs.root, record).split()[2:5] for record in made[:2]] == [
+        ["quickstart-1", "--root", str(tmp_path)],
+        ["quickstart-2", "--until", "main"],
+    ]
+
+
+def test_a_stage_that_is_redone_and_each_variant_of_a_study_have_their_own_work_folder(tmp_path: Path) -> None:
+    record = Runs(Root.parse(tmp_path)).begin(load_recipe(QUICKSTART), "c", redo_from="anneal")
+    study = StudyPart(study="ramp", variant="long", repeat=1)
+    for part, other in ((None, ""), (study, record.recipe_digest)):
+        keyed = record.model_copy(update={"study": part})
+        assert (keyed.work_dir_key("anneal"), keyed.work_dir_key("main")) == (record.name, other)
 
 
 def test_an_unknown_run_names_the_known_ones(tmp_path: Path) -> None:
