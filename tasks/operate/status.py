@@ -20,7 +20,7 @@ from rich.markup import escape
 from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.units import tokens
 from herd.llama3.train import metrics
-from herd.llama3.train.job import TERMINATED, AttemptResult, read_outcomes
+from herd.llama3.train.job import TERMINATED, AttemptResult, first_failure, read_outcomes
 from herd.storage.artifact import Artifact, Store
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
@@ -276,14 +276,14 @@ def _endings(root: Root, run: RunProgress) -> Iterator[tuple[str, int, str, str,
 
 def _ending(outcomes: list[AttemptResult]) -> tuple[str, str, str, str]:
     """Return how an attempt ended, its cause, on which host, and the first line of the reason."""
-    worst = max(outcomes, key=lambda outcome: abs(outcome.status), default=None)
-    if worst is None:
+    if not outcomes:
         return "", "", "", "it did not say"
-    why = (worst.message.splitlines() or [""])[0]
-    how = {0: "complete", TERMINATED: "stopped"}.get(worst.status, f"status {worst.status}")
-    if worst.status < 0:
-        how = signal.Signals(-worst.status).name
-    return how, worst.cause, worst.host, "" if worst.status == 0 else why[:70]
+    first = first_failure(outcomes)
+    why = (first.message.splitlines() or [""])[0]
+    how = {0: "complete", TERMINATED: "stopped"}.get(first.status, f"status {first.status}")
+    if first.status < 0:
+        how = signal.Signals(-first.status).name
+    return how, first.cause, first.host, "" if first.status == 0 else why[:70]
 
 
 def _colored(text: str) -> str:

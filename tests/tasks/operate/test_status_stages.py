@@ -13,6 +13,7 @@ from herd.llama3.evaluate.scores import GENERATIONS_FILE, Score, write_scores
 from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.statistics.estimates import normal
 from herd.llama3.train import metrics
+from herd.llama3.train.job import TERMINATED
 from herd.llama3.train.journal import Journal, Record
 from herd.storage.artifact import Artifact, ArtifactSpec
 from herd.storage.lease import lease
@@ -121,6 +122,15 @@ def test_restarts_are_of_the_trainers_of_all_stages_or_of_the_run_if_more(root: 
             log_attempt(root, "tiny-1", stage, number, 0, "")
     record = find(root)
     assert [run_progress(root, [record.model_copy(update={"attempts": n})])[0].restarts for n in (2, 9)] == [3, 8]
+
+
+def test_an_attempt_ended_as_its_supervisor_says_and_not_as_those_that_were_stopped_then(root: Root) -> None:
+    log_attempt(root, "tiny-1", "ramp", 1, 1, "trainer: ValueError: the peer left")
+    for node, status, message in ((1, -9, "rank 3 was killed by SIGKILL"), (2, 0, ""), (3, TERMINATED, "")):
+        outcome = {"status": status, "message": message, "time": 1.0, "host": f"n{node}"}
+        (root.file("runs", "tiny-1", "logs", "ramp", "attempt-1") / f"node-{node}.json").write_text(json.dumps(outcome))
+    (trainer,) = run_document(root, "tiny-1")["trainers"]
+    assert (trainer["ended"], trainer["cause"], trainer["host"]) == ("SIGKILL", "killed", "n1")
 
 
 def test_the_last_lines_go_through_all_stages_and_end_with_the_last_model(root: Root) -> None:
