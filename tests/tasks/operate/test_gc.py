@@ -9,12 +9,15 @@ import time
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from uuid import UUID
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect import flow, get_client, task
+from prefect.client.schemas.filters import FlowRunFilter
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import AwaitingRetry, Completed, Failed, Running, State
@@ -29,6 +32,7 @@ from herd.storage.object_artifact import open_store
 from herd.storage.objects import list_objects, put_bytes
 from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole
+from herd.tasks.operate import gc
 from herd.tasks.operate.gc import (
     COPY,
     TAG,
@@ -358,6 +362,36 @@ def test_the_log_names_what_must_stay(root: Root) -> None:
     assert last is not None
     assert last.kind == PENDING_APPROVAL
     assert last_promotion(root, "tiny-9") is None
+
+
+def test_flow_runs_are_read_page_by_page_and_deleted_with_all_that_is_below_them() -> None:
+    """More than one page of runs, of children, and levels of them."""
+    old, now = datetime.fromtimestamp(0, UTC), 1000.0
+    listed = [SimpleNamespace(id=UUID(int=n), name=f"run-{n}", tags=[TAG], end_time=old) for n in range(120)]
+    below = {1: range(200, 260), 200: [300], 300: [400]}
+    calls: list[list[int]] = []
+
+    def read(flow_run_filter: FlowRunFilter, limit: int | None = None, offset: int = 0) -> list[Any]:
+        if limit is not None:
+            return listed[offset : offset + limit]
+        assert flow_run_filter.parent_flow_run_id is not None
+        parents = [parent.int for parent in flow_run_filter.parent_flow_run_id.any_ or []]
+        return [SimpleNamespace(id=UUID(int=n)) for parent in parents for n in below.get(parent, [])]
+
+    def request(method: str, path: str, json: dict[str, Any]) -> Any:
+        assert (method, path, json["limit"]) == ("POST", "/flow_runs/bulk_delete", 50)
+        calls.append([UUID(name).int for name in json["flow_runs"]["id"]["any_"]])
+        return SimpleNamespace(json=lambda: {"deleted": json["flow_runs"]["id"]["any_"]})
+
+    client = SimpleNamespace(read_flow_runs=read, request=request)
+    links = {str(UUID(int=7)): True, str(UUID(int=8)): False}
+    items = {item.label: item for item in gc._flow_runs(client, links, 10.0, now)}
+    assert len(items) == 120
+    assert {name for name, item in items.items() if item.why} == {"run-7"}
+    assert items["run-119"].age_s == now
+    assert [UUID(name).int for name in gc._delete_flow_runs(client, [str(UUID(int=n)) for n in (1, 2)], 0.0)] == [1, 2]
+    assert [len(call) for call in calls] == [2, 50, 12]
+    assert sorted(n for call in calls for n in call) == [1, 2, *range(200, 260), 300, 400]
 
 
 @given(st.data())

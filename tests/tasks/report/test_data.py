@@ -4,6 +4,8 @@ import json
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import yaml
 
@@ -12,10 +14,14 @@ from herd.llama3.data.collect import collect
 from herd.llama3.data.curate import curate
 from herd.llama3.data.mapreduce import run_serial
 from herd.llama3.recipe.load import parse_recipe
+from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
+from herd.llama3.train import metrics
+from herd.llama3.train.journal import Series
 from herd.storage.artifact import Artifact, ArtifactSpec, Store
-from herd.tasks.report.data import data_page
+from herd.tasks.report.data import MixRow, _mix, _stage_row, data_page
 from herd.tasks.report.run import render_data
+from tests.tasks.standing_root import tiny
 
 
 def a_recipe(folder: Path, checkout: Path) -> Recipe:
@@ -85,3 +91,25 @@ def test_the_page_shows_every_finding(tmp_path: Path, checkout: Path) -> None:
         assert text in html
     assert html.count("<svg") == 1
     assert not re.search(r"\bNone\b|\bnan\b", html)
+
+
+def test_the_figures_of_a_stage_are_of_its_own_positions() -> None:
+    span = Schedule(tiny()).span("main")
+    facts = {"start": span.start, "end": span.end, "steps": span.steps, "first_loss": 5.0, "last_loss": 4.0}
+    artifact: Any = SimpleNamespace(metadata=facts, manifest=SimpleNamespace(seconds=60.0))
+
+    def curve(before: float, *own: float, after: float) -> Series:
+        positions = [span.start + 1, span.start + 2, span.end][-len(own) :]
+        return [(span.start, before), *zip(positions, own, strict=True), (span.end + 1, after)]
+
+    series = {
+        metrics.TOKENS_PER_S: curve(1.0, 30.0, 90.0, 20.0, after=500.0),
+        metrics.GOODPUT: curve(0.1, 0.7, 0.9, after=0.2),
+        metrics.HELD_OUT: curve(9.0, 3.0, 2.5, after=8.0),
+        metrics.fraction("math"): curve(0.9, 0.5, 0.25, after=0.8),
+        metrics.target_fraction("math"): curve(0.9, 0.2, 0.3, after=0.8),
+    }
+    row = _stage_row(span, artifact, series, "created")
+    assert (row.tokens_per_s, row.goodput, row.bits_per_byte) == (30.0, 0.9, 2.5)
+    assert (row.tokens, row.steps, row.first_loss, row.last_loss) == (span.tokens, span.steps, 5.0, 4.0)
+    assert _mix("main", artifact, series) == [MixRow("main", "math", 0.3, 0.25, span.tokens // 4)]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
+import threading
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from herd.tasks.operate.gc import TRASH, GcItem, GcPlan, delete_rows, plan_gc, p
 from herd.tasks.promotion.log import PromotionLog, version_description
 from herd.tasks.promotion.registry import Registry
 from herd.tasks.runs.records import Runs, StepRecord
+from herd.tasks.stages import backfill
 from herd.tasks.stages.backfill import Sender, backfill_run, catch_up, watch_outages
 from herd.tasks.stages.follow import JournalTailer
 from herd.tasks.tracking.mlflow import MetricPoint, MLflowTracker
@@ -148,7 +151,13 @@ def test_a_run_that_never_reached_mlflow_is_whole_when_it_answers(
     shown = seen(MLflowTracker(root, "tiny"), ["tiny-1"])
     assert {run["status"] for run in shown.values()} == {"FINISHED"}
     assert len(shown["tiny-1"]["points"][metrics.LOSS]) == 20
-    assert MLflowTracker(root, "tiny").client.get_run(record.steps["main"].mlflow_run).info.run_name == "tiny-1 main"
+    client = MLflowTracker(root, "tiny").client
+    assert client.get_run(record.steps["main"].mlflow_run).info.run_name == "tiny-1 main"
+    for step in record.steps.values():
+        info, made = client.get_run(step.mlflow_run).info, context.store.load(step.artifact).created
+        assert (info.start_time, info.end_time) == pytest.approx((1000 * (made - 1.0), 1000 * made), abs=1)
+    ended = client.get_run(record.mlflow_run).info.end_time
+    assert ended == pytest.approx(1000 * datetime.fromisoformat(record.ended).timestamp(), abs=1)
 
 
 def test_an_outage_of_mlflow_and_of_the_root_stops_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +197,38 @@ def test_points_after_an_unexpected_error_are_sent_and_the_sender_does_not_claim
     assert not sender.drain()
     assert sent == [1, 2]
     assert "ZeroDivisionError: unexpected" in caplog.text
+
+
+def test_the_queue_is_bounded_by_what_waits_and_not_by_what_was_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backfill, "MAX_QUEUED", 10)
+    tracker, sent, opened = MLflowTracker(Root.parse(tmp_path), "tiny"), list[int](), threading.Event()
+    opened.set()
+
+    def log_points(runs: list[str], points: list[MetricPoint]) -> None:
+        opened.wait(30)
+        sent.append(len(points))
+
+    monkeypatch.setattr(tracker, "log_points", log_points)
+    monkeypatch.setattr(tracker.reach, "available", lambda: False)
+    sender = Sender(tracker, ["run"], lambda: None)
+    for count in range(1, 5):
+        sender.put([MetricPoint(metrics.LOSS, 1.0, 1.0, 1)] * 10)
+        while len(sent) < count:
+            time.sleep(0.001)
+    assert not tracker.stale
+    assert sender.drain()
+    opened.clear()
+    sender.put([MetricPoint(metrics.LOSS, 1.0, 1.0, 1)] * 9)
+    while sender._queued:  # taken from the queue, on its way
+        time.sleep(0.001)
+    assert not sender.drain(0.01), "a call that hangs may send nothing"
+    tracker.reach.stale = False
+    for count, stale in ((9, False), (1, False), (1, True)):
+        sender.put([MetricPoint(metrics.LOSS, 1.0, 1.0, 1)] * count)
+        assert tracker.stale == stale
+    opened.set()
 
 
 def test_an_unfinished_stage_is_published_from_its_journal(root: Root, tmp_path: Path) -> None:

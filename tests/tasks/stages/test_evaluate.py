@@ -7,14 +7,20 @@ import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from herd.llama3.evaluate.main import MISTAKE, REFUSED, EvaluateJob
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.recipe.schema import Recipe
+from herd.llama3.train.job import AttemptResult
 from herd.tasks.cluster import Cluster, EvaluationCluster
+from herd.tasks.errors import EvaluationFailed
 from herd.tasks.launch.local import rank_process
+from herd.tasks.stages import evaluate
 from herd.tasks.stages.evaluate import run_evaluation
 from tests.agents import shared_agents
 from tests.llama3.evaluate.suite_samples import make
@@ -72,6 +78,50 @@ def test_a_mistake_of_all_processes_is_one_line(workspace: Path, recipe: Recipe,
         )
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("ends", "made", "timeout_s", "error", "match"),
+    [
+        ([-9, -9, -9, -9], 3, 60, EvaluationFailed, "ended with status -9:\nend 3"),
+        ([-9, -9, 0], 3, 4000, None, ""),
+        ([0], 1, 60, None, ""),
+        ([-9, REFUSED, 0], 2, 4000, ValueError, "^end 2$"),
+    ],
+)
+def test_an_evaluation_is_tried_as_often_as_the_cluster_allows(
+    ends: list[int],
+    made: int,
+    timeout_s: int,
+    error: type[Exception] | None,
+    match: str,
+    recipe: Recipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And with the cluster's own settings; ranks wait for one another for at least half an hour."""
+    started: list[tuple[int, str]] = []
+
+    def start(path: Path, processes: int, logs: Path) -> AttemptResult:
+        logs.mkdir(parents=True)
+        started.append((processes, logs.name))
+        job, status = EvaluateJob.model_validate_json(path.read_text()), ends[len(started) - 1]
+        assert (job.threads, job.device, job.timeout_s) == (2, "cpu", max(1800, timeout_s))
+        if status == 0:
+            job.result.mkdir()
+            job.facts.write_text('{"eval/bpb": 2.5}')
+        return AttemptResult(status=status, message=f"{MISTAKE if status == REFUSED else ''}end {len(started)}")
+
+    launcher = SimpleNamespace(live=lambda path: None, start=start)
+    monkeypatch.setattr(evaluate, "launcher_of", lambda *_: launcher)
+    monkeypatch.setattr(evaluate, "wait", lambda outcome, stopped: outcome)
+    place = cluster(2).model_copy(update={"attempts": 3, "timeout_s": timeout_s, "threads": 5})
+    with pytest.raises(error, match=match) if error else nullcontext():
+        scores = run_evaluation(
+            recipe, tmp_path, tmp_path, tmp_path / "scores", tmp_path / "work", place, shared_agents()
+        )
+        assert scores == {"eval/bpb": 2.5}
+    assert started == [(2, f"attempt-{number}") for number in range(1, made + 1)]
 
 
 @pytest.mark.slow
