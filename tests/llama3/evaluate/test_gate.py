@@ -14,6 +14,7 @@ from herd.llama3.evaluate.scores import Better, Score
 from herd.llama3.recipe import gates
 from herd.llama3.recipe.gates import AbsoluteRule, GateRule, NoWorseThan
 from herd.llama3.statistics.estimates import normal
+from herd.llama3.statistics.significance import PAIRED, Difference
 
 
 def table(values: Mapping[str, float], requests: str = "d") -> dict[str, Score]:
@@ -124,6 +125,59 @@ def test_gate_table(
     assert row.threshold == pytest.approx(threshold)
     assert row.reason == reason
     assert decision.refusals == ([] if passed else [reason])
+
+
+EDGE = 2.0**-20
+
+
+@pytest.mark.parametrize("lower", [True, False])
+@pytest.mark.parametrize(
+    ("rule", "champion", "allowed", "at_the_bound"),
+    [
+        ("better", 2.0, 0.0, False),
+        ("no worse than 25%", 2.0, 0.5, True),
+        ("no worse than 25%", -2.0, 0.5, True),
+        ("no drop over 25 points", 2.0, 0.25, True),
+    ],
+)
+def test_a_relative_rule_is_kept_up_to_its_bound(
+    rule: str, champion: float, allowed: float, at_the_bound: bool, lower: bool
+) -> None:
+    """By the scores alone, and by the end of the interval of their difference, whatever the scores."""
+    name, sign = ("bpb", 1.0) if lower else ("core", -1.0)
+    for worse, passed in ((allowed - EDGE, True), (allowed, at_the_bound), (allowed + EDGE, False)):
+        value = sign * worse
+        ours, theirs = table({name: champion + value}), table({name: champion})
+        assert decide(rules(**{name: rule}), ours, theirs).accepted == passed, worse
+        low, high = (value - 1, value) if lower else (value, value + 1)
+        difference = Difference(
+            value=(low + high) / 2,
+            low=low,
+            high=high,
+            p=0.5,
+            n=64,
+            method=PAIRED,
+            better="lower" if lower else "higher",
+        )
+        decision = decide(rules(**{name: rule}), theirs, theirs, {f"eval/{name}": difference})
+        assert decision.accepted == passed, worse
+
+
+@pytest.mark.parametrize(("rule", "sign"), [("at most 0.5", 1.0), ("at least 0.5", -1.0)])
+@pytest.mark.parametrize("name", ["bpb", "core"])
+def test_an_absolute_rule_is_kept_up_to_its_bound(rule: str, sign: float, name: str) -> None:
+    for over, passed in ((-EDGE, True), (0.0, True), (EDGE, False)):
+        assert decide(rules(**{name: rule}), table({name: 0.5 + sign * over}), table({name: 0.5})).accepted == passed
+
+
+@pytest.mark.parametrize(("p", "worse", "passed"), [(0.0499, 0.1, False), (0.05, 0.1, True), (0.0499, -0.1, True)])
+def test_a_drop_is_significant_below_five_percent(p: float, worse: float, passed: bool) -> None:
+    for name, sign in (("bpb", 1.0), ("core", -1.0)):
+        better: Better = "lower" if sign > 0 else "higher"
+        ends = {"value": sign * worse, "low": sign * worse - 0.01, "high": sign * worse + 0.01}
+        difference = Difference(**ends, p=p, n=64, method=PAIRED, better=better)
+        asked, same = rules(**{name: "no significant drop"}), table({name: 1.0})
+        assert decide(asked, same, same, {f"eval/{name}": difference}).accepted == passed
 
 
 def test_without_champion_relative_rules_pass_and_absolute_ones_hold() -> None:

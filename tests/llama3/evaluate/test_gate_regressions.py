@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
+from typing import TypeVar
 
 import numpy as np
 import pytest
 
 from herd.llama3.evaluate.compare import PairedSamples, difference_of_questions
 from herd.llama3.evaluate.gate import Check, Decision, Evidence, MeasuredScore, decide
+from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.recipe.gates import GateRule
 from herd.llama3.statistics.estimates import paired_proportions
 from herd.llama3.statistics.significance import Difference
 from tests.llama3.evaluate.paired_samples import TASKS, evidence
 
 SEEDS = range(20)
+T = TypeVar("T")
 
 
 def failed(decision: Decision) -> list[str]:
@@ -198,6 +202,27 @@ def test_facts_come_first_and_refuse_too() -> None:
     assert [row.metric for row in decision.rows[:3]] == ["integrity/digests", "integrity/tokenizer", "integrity/finite"]
     assert decision.refusals == ["tokenizer is another than the evaluation's"]
     assert not decision.accepted
+
+
+def test_permuted_domains_and_tasks_have_permuted_verdicts() -> None:
+    """No name counts for more than another: only the pattern that it matches."""
+    given = evidence(3, {"math": 0.0, "code": 0.01, "multilingual": 0.004}, {"piqa": 0.06})
+    assert given.champion is not None
+    assert given.differences is not None
+    domains, tasks = [f"eval/bpb/{domain}" for domain in DOMAINS], [f"eval/{task}" for task in TASKS]
+    new = {old: names[number - 1] for names in (domains, tasks) for number, old in enumerate(names)}
+
+    def renamed(values: Mapping[str, T]) -> dict[str, T]:
+        return {new.get(key, key): value for key, value in values.items()}
+
+    update = {"candidate": renamed(given.candidate), "champion": renamed(given.champion)}
+    decision = changed(given, **update, differences=renamed(given.differences))
+    before, after = ({row.metric: row for row in each.rows} for each in (given.decide(), decision))
+    assert {row.passed for row in before.values()} == {True, False}
+    for metric, row in before.items():
+        name = new.get(metric, metric)
+        assert after[name] == row.model_copy(update={"metric": name, "reason": row.reason.replace(metric, name, 1)})
+    assert len(after) == len(before)
 
 
 def test_a_stored_decision_is_replayed_from_its_document() -> None:

@@ -131,5 +131,8 @@ def test_weighted_mean_scales_weights_and_adds_variances() -> None:
     assert (mean.value, mean.n) == (2.0, 30)
     assert mean.stderr == pytest.approx(0.25)
     assert weighted_mean(parts, [0.25, 0.75]).value == 2.5
+    single = Estimate(7.0, math.nan, 0, 0, 1)
+    assert weighted_mean([parts[0], single], [2.0, 0.0]).stderr == pytest.approx(0.3), "a weight of 0 adds no noise"
+    assert math.isnan(weighted_mean([parts[0], single], [2.0, 1.0]).stderr)
     with pytest.raises(ValueError, match="one weight of 0 or more"):
         weighted_mean(parts, [1.0])

@@ -68,6 +68,35 @@ def test_the_wider_of_a_variant_s_own_interval_and_the_pooled_one_counts() -> No
     assert half[2] == pytest.approx(own[2])
 
 
+@pytest.mark.parametrize(("variants", "repeats"), [(1, 2), (1, 4), (3, 2), (4, 3)])
+def test_the_pooled_noise_is_that_of_a_table_of_variants_and_repeats(variants: int, repeats: int) -> None:
+    """By least squares with a column for each variant and each repeat, the control among the variants."""
+    gains = np.random.default_rng(variants).standard_normal((variants, repeats))
+    runs = np.vstack([np.zeros(repeats), gains])
+    rows, columns = (place.ravel() for place in np.indices(runs.shape))
+    design = np.hstack([rows[:, None] == np.arange(variants + 1), columns[:, None] == np.arange(repeats)])
+    fit = design @ np.linalg.lstsq(design.astype(float), runs.ravel(), rcond=None)[0]
+    dof = runs.size - np.linalg.matrix_rank(design.astype(float))
+    pooled = ((runs.ravel() - fit) ** 2).sum() / dof * 2 / repeats  # of the mean of a difference of two runs
+    noise_of_repeats = repeat_noise(gains)
+    assert noise_of_repeats.variances[:, 1] == pytest.approx(np.full(variants, pooled))
+    assert noise_of_repeats.dof.tolist() == [[repeats - 1, dof]] * variants
+    documents, n = np.full(variants, 0.3), np.array([1.0, 12.0, 30.0, 50.0])[-variants:]
+    own = stats.t.isf(0.05, repeats - 1) ** 2 * gains.var(axis=1, ddof=1) / repeats
+    wider = np.maximum(own, stats.t.isf(0.05, dof) ** 2 * pooled)
+    expected = np.sqrt(stats.t.isf(0.05, np.maximum(1, n - 1)) ** 2 * 0.3 + wider)
+    half = half_width(np.full(variants, 0.1), documents, n, noise_of_repeats)
+    assert half == pytest.approx(np.where(n > 1, expected, np.inf))
+
+
+def test_a_single_repeat_has_the_interval_of_its_documents_and_no_p() -> None:
+    alone = repeat_noise(np.array([[0.5], [0.1]]))
+    assert half_width(np.full(2, 0.05), np.full(2, 0.04), np.full(2, 20.0), alone) == pytest.approx(
+        stats.t.isf(0.025, 19) * 0.2
+    )
+    assert np.isnan(two_sided_p(np.array([0.5, 0.1]), np.full(2, 0.04), np.full(2, 20.0), alone)).all()
+
+
 @pytest.mark.parametrize(("variants", "repeats"), [(4, 3), (8, 2), pytest.param(4, 6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scatter", [pytest.param(1.0, marks=pytest.mark.slow), 5.0])
 def test_a_variant_that_scatters_more_than_the_others_is_covered_too(

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from herd.llama3.evaluate.scores import Score
 from herd.llama3.recipe.base import DOMAINS, Domain
@@ -75,6 +76,39 @@ def test_the_gain_of_any_mix_lies_in_its_interval_in_57_of_60_searches() -> None
         truth = sum(WEIGHTS[d] * SLOPES[d] * (np.log(ROW[i]) - np.log(shares[i])) for i, d in enumerate(DOMAINS))
         held += found.gain.low <= truth <= found.gain.high
     assert held >= 57
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_the_fit_is_least_squares_with_scheffes_interval_and_each_variant_left_out_in_turn(seeds: int) -> None:
+    """By plain least squares; the noise of seeds is that of a table of variants and seeds without their means."""
+    found, weights = trials(6, SLOPES, seeds=seeds, noise=0.03), {**WEIGHTS, "math": 0.6}
+    made = fit_mixture(found, weights)
+    row = np.array([weights[domain] for domain in made.domains]) / sum(weights.values())
+    runs = np.array([[sum(row * [t.losses[d] for d in made.domains]) for t in found if t.name == v] for v in MIXES])
+    design = np.array([[1.0, *(np.log(float(mix[domain])) for domain in made.domains)] for mix in MIXES.values()])
+    totals = runs.mean(axis=1)
+    fit, (squares,), *_ = np.linalg.lstsq(design, totals, rcond=None)
+    dof, variance = len(design) - 5, squares / (len(design) - 5)
+    if seeds > 1:
+        rest = runs - runs.mean(axis=0) - runs.mean(axis=1, keepdims=True) + runs.mean()
+        freedom = (len(design) - 1) * (seeds - 1)
+        between = (rest**2).sum() / freedom / seeds
+        dof, variance = (freedom, between) if between >= variance else (dof, variance)
+    covariance = variance * np.linalg.inv(design.T @ design)[1:, 1:]
+    assert made.totals == pytest.approx(totals)
+    assert made.coefficients == pytest.approx(fit[1:])
+    assert (made.dof, made.covariance) == (dof, pytest.approx(covariance))
+    for place in range(len(design)):
+        others = np.arange(len(design)) != place
+        without = np.linalg.lstsq(design[others], totals[others], rcond=None)[0]
+        assert made.predicted[place] == pytest.approx(design[place] @ without)
+    assert made.rank_correlation == pytest.approx(stats.spearmanr(made.predicted, totals).statistic)
+    shares = np.array([0.3, 0.4, 0.2, 0.1])
+    change = np.log(ROW) - np.log(shares)
+    half = np.sqrt(4 * stats.f.isf(0.05, 4, dof) * change @ covariance @ change)
+    value = change @ fit[1:]
+    gain = made.gain(shares, ROW)
+    assert (gain.value, gain.low, gain.high) == pytest.approx((value, value - half, value + half))
 
 
 def test_a_large_effect_is_found_and_the_proposal_goes_the_right_way() -> None:
