@@ -177,14 +177,18 @@ class Journal:
 
 
 def discard_after(path: Path, position: int) -> None:
-    """Move the records after `position` to a file beside the journal. Only the holder of the lease may call it."""
+    """Move the valid records after `position` to a file beside the journal. Only the lease's holder may call it."""
     if not path.exists():
         return
     kept, discarded = list[bytes](), list[bytes]()
+    later = deque(read_rewinds(path))
     with path.open("rb") as file:
         for line in _lines(file):
             entry = _parse(path, line)
-            (discarded if isinstance(entry, Record) and entry.position > position else kept).append(line)
+            if isinstance(entry, Rewind):
+                later.popleft()
+            valid = isinstance(entry, Record) and all(entry.position <= rewind.position for rewind in later)
+            (discarded if valid and entry.position > position else kept).append(line)
     if discarded:
         write_atomic(path.with_name(f"abandoned-{time.time_ns()}.jsonl"), b"".join(discarded))
         write_atomic(path, b"".join(kept))

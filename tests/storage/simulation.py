@@ -184,6 +184,10 @@ class Simulation:
         raise Dead
 
 
+Play = Callable[[Simulation], None]
+"""Begins actors, runs the simulation and judges the outcome."""
+
+
 class Dead(BaseException):
     """The actor is dead: what its frames still want to do at collection must not happen."""
 
@@ -487,14 +491,17 @@ ROLES: tuple[Callable[[Simulation, Actor], None], ...] = (
 )
 
 
-def simulate(seed: int, suppressed: Iterable[int] = ()) -> Simulation:
-    """Run one schedule; return what happened. Raises Violation, with the simulation as `simulation`."""
+def simulate(seed: int, suppressed: Iterable[int] = (), play: Play | None = None) -> Simulation:
+    """Run one schedule of `play`; return what happened. Raises Violation, with the simulation as `simulation`.
+
+    Default: some of ROLES, whose outcome is judged when all is quiet.
+    """
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(prefix="herd-simulation-", dir=memory) as folder:
         simulation = Simulation(seed, Path(folder), frozenset(suppressed))
         try:
             with _in_one_thread(simulation):
-                _play(simulation)
+                (play or _play)(simulation)
         except Violation as error:
             error.simulation = simulation  # type: ignore[attr-defined]
             raise
@@ -509,12 +516,12 @@ def _play(simulation: Simulation) -> None:
     random = simulation.random
     roles = random.sample(ROLES, random.randint(2, 6))
     for number, role in enumerate(roles):
-        _begin(simulation, f"{role.__name__}-{number}", role)
+        begin(simulation, f"{role.__name__}-{number}", role)
     simulation.run()
     _judge(simulation)
 
 
-def _begin(simulation: Simulation, name: str, role: Callable[[Simulation, Actor], None], life: int = 0) -> None:
+def begin(simulation: Simulation, name: str, role: Callable[[Simulation, Actor], None], life: int = 0) -> None:
     """Let an actor play `role`; if it dies, another machine continues."""
     local = simulation.folder / f"{name}-{life}"
     local.mkdir()
@@ -525,7 +532,7 @@ def _begin(simulation: Simulation, name: str, role: Callable[[Simulation, Actor]
         while actor.alive and not task.dead:
             simulation.sleep(7)
         if not actor.alive:
-            _begin(simulation, name, role, life + 1)
+            begin(simulation, name, role, life + 1)
 
     task = simulation.spawn(lambda: role(simulation, actor), actor)
     simulation.spawn(watch, nurse)
@@ -632,14 +639,14 @@ def _in_one_thread(simulation: Simulation) -> Iterator[None]:
         yield
 
 
-def minimal(seed: int) -> str:
+def minimal(seed: int, play: Play | None = None) -> str:
     """Return the shortest schedule found that still breaks the promise that `seed` breaks: its faults and its steps."""
     suppressed: set[int] = set()
-    broken = _broken(seed, suppressed)
+    broken = _broken(seed, suppressed, play)
     assert broken is not None
     began = time.monotonic()
     for request in sorted(broken[1].faults, reverse=True):
-        if time.monotonic() - began < 60 and (tried := _broken(seed, suppressed | {request})) is not None:
+        if time.monotonic() - began < 60 and (tried := _broken(seed, suppressed | {request}, play)) is not None:
             suppressed.add(request)
             broken = tried
     error, simulation = broken
@@ -647,9 +654,9 @@ def minimal(seed: int) -> str:
     return "\n".join([f"seed {seed}: {error}", f"faults: {faults or 'none'}", *simulation.history])
 
 
-def _broken(seed: int, suppressed: set[int]) -> tuple[Violation, Simulation] | None:
+def _broken(seed: int, suppressed: set[int], play: Play | None) -> tuple[Violation, Simulation] | None:
     try:
-        simulate(seed, suppressed)
+        simulate(seed, suppressed, play)
     except Violation as error:
         return error, error.simulation  # type: ignore[attr-defined]
     return None

@@ -8,6 +8,7 @@ import re
 import time
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -61,6 +62,8 @@ class JournalUpload:
         self._length, self._sum = 0, hashlib.sha256()
         """Of the journal as far as it is stored."""
         self._stored_digests: dict[str, str] = {}
+        self._compared = False
+        """Whether the journal was found to begin with what is stored."""
 
     def mark(self) -> int:
         """Return where the journal ends now, for `store`."""
@@ -75,6 +78,10 @@ class JournalUpload:
         texts = {name: (self.work / name).read_text() for name in self._small_files()}
         digests = {name: digest_bytes(text.encode()).sha256 for name, text in texts.items()}
         changed = {name: text for name, text in texts.items() if self._stored_digests.get(name) != digests[name]}
+        if not self._compared:  # the records after the checkpoint were discarded since `restore`
+            self._compared = True
+            if self._begins_with(self._length).hexdigest() != self._sum.hexdigest():
+                self._start_chain()
         for number in count():
             stop = min(mark, self._length + CHUNK_BYTES)
             with (self.work / JOURNAL).open("rb") as file:
@@ -130,14 +137,22 @@ class JournalUpload:
         records = [UploadRecord.model_validate_json(line) for line in lines]
         if chunk not in [record.chunk for record in records]:
             return False
-        last = records[-1]
-        stored = hashlib.sha256()
-        with journal.open("rb") as file:
-            while block := file.read(min(CHUNK_BYTES, last.length - file.tell())):
-                stored.update(block)
+        last, stored = records[-1], self._begins_with(records[-1].length)
         if stored.hexdigest() == last.sha256:  # else records were abandoned, and the whole journal is stored again
             self._last, self._length, self._sum = last.chunk, last.length, stored
         return True
+
+    def _begins_with(self, length: int) -> Any:
+        """Return the SHA-256 of the first `length` bytes of the local journal, or of all it has."""
+        digest = hashlib.sha256()
+        with (self.work / JOURNAL).open("rb") as file:
+            while block := file.read(min(CHUNK_BYTES, length - file.tell())):
+                digest.update(block)
+        return digest
+
+    def _start_chain(self) -> None:
+        """Let the next chunk be the first of a chain, which has the whole journal."""
+        self._last, self._length, self._sum = None, 0, hashlib.sha256()
 
     def _chain(self, chunk: JournalChunk) -> list[tuple[ChunkHeader, bytes]]:
         chain: list[tuple[ChunkHeader, bytes]] = []
@@ -198,6 +213,6 @@ class JournalUpload:
         sha256 = self._sum.hexdigest() if joined else ""
         record = UploadRecord(chunk=self._last, length=self._length, sha256=sha256)
         if not joined:
-            self._last, self._length, self._sum = None, 0, hashlib.sha256()
+            self._start_chain()
         with (self.work / UPLOADS).open("ab") as file:
             file.write(b"\n" + record.model_dump_json().encode() + b"\n")

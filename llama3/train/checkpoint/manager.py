@@ -274,6 +274,7 @@ class Checkpoints:
         """Delete checkpoints that are not kept. Errors are only logged: the save itself has succeeded."""
         try:
             refs = self.store.refs()
+            self.store.check()  # after the list: it may have what a later attempt has saved
             positions = sorted({ref.position for ref in refs})
             keep = self.keep.kept(positions, pinned=self.store.pins.all(), rollback=self.rollback)
             newest = {ref.position: ref for ref in refs}
@@ -287,6 +288,8 @@ class Checkpoints:
     def _refs_to_load(self, before: int | None) -> list[CheckpointRef]:
         """Return the committed checkpoints. Raises ValueError if one past `before` is pinned."""
         refs = self.store.refs()
+        if before is not None:
+            self.store.check()  # after the list: it may have what a later attempt has saved
         pinned = self.store.pins.all() if before is not None else {}
         for ref in refs:
             if before is not None and ref.position > before and ref.position in pinned:

@@ -33,6 +33,7 @@ from herd.storage.objects import (
     get_bytes,
     get_file,
     list_children,
+    list_objects,
     put_bytes,
     put_file,
     remove,
@@ -47,6 +48,8 @@ SAVING, DELETING, DAMAGED, REPLACED, SUPERSEDED = ".saving", ".deleting", ".dama
 DIGITS = 18
 """Positions are written with this many digits, so that names sort as numbers."""
 ATTEMPTS = "attempts"
+LATE_S = 600.0
+"""How long after its last file the manifest of a save may still be stored."""
 
 
 class SupersededError(LeaseHeld):
@@ -335,10 +338,14 @@ class RemoteCheckpointStore:
 
     def _read_manifest(self, prefix: str) -> CheckpointManifest:
         """Return the manifest if the stored files have its names and sizes. Raises DamagedCheckpoint."""
+        uri = f"{prefix}/{MANIFEST}"
         try:
-            manifest = CheckpointManifest.parse(get_bytes(f"{prefix}/{MANIFEST}"), f"{prefix}/{MANIFEST}")
+            try:
+                manifest = CheckpointManifest.parse(get_bytes(uri), uri)
+            except DamagedCheckpoint:  # maybe in transit only
+                manifest = CheckpointManifest.parse(get_bytes(uri), uri)
         except FileNotFoundError as error:
-            raise DamagedCheckpoint(f"{prefix}/{MANIFEST}: is missing") from error
+            raise DamagedCheckpoint(f"{uri}: is missing") from error
         sizes = list_children(prefix)
         manifest.compare(sizes.keys() - {MANIFEST}, prefix)
         for name, digest in manifest.files.items():
@@ -359,10 +366,16 @@ class RemoteCheckpointStore:
         self.number = number
 
     def _remove_unfinished(self) -> None:
-        """Remove prefixes of earlier attempts without a manifest; a later attempt may still be writing its prefix."""
+        """Remove prefixes of earlier attempts without a manifest, unless one may still come.
+
+        A later attempt may still be writing its prefix; and what a paused process or a slow server stores late must not
+        be the manifest of files that are gone.
+        """
         earlier = [name for name in self._names() if name.split("/")[1] < self.attempt]
+        now = max((entry.modified for entry in list_objects(f"{self.uri}/{ATTEMPTS}").values()), default=0.0)
         for name in compress(earlier, parallel_map(lambda name: not self._has(name, MANIFEST), earlier)):
-            remove_all(f"{self.uri}/{name}")
+            if now - max(entry.modified for entry in list_objects(f"{self.uri}/{name}").values()) > LATE_S:
+                remove_all(f"{self.uri}/{name}")
 
     def _names(self) -> list[str]:
         """Return `<position>/<attempt>-<save>` of each prefix with files that is not superseded, sorted."""
@@ -389,6 +402,7 @@ class RemoteSave:
         name = f"{position:0{DIGITS}}/{store.attempt}-{number:04}"
         self.folder, self.prefix = store.staging / name, f"{store.uri}/{name}"
         self.journal_end = store.journal.mark() if store.journal else 0
+        self.manifest_sent = False
 
     def start(self) -> None:
         """No-op: the prefix is new."""
@@ -403,11 +417,16 @@ class RemoteSave:
             manifest = manifest.model_copy(update={"journal": chunk})
         manifest.compare(list_children(self.prefix).keys(), self.prefix)
         self.store.check()
+        self.manifest_sent = True
         put_bytes(f"{self.prefix}/{MANIFEST}", manifest.text().encode())
 
     def clean_up(self, committed: bool, is_rank0: bool) -> None:
         shutil.rmtree(self.folder.parent, ignore_errors=True)
-        if is_rank0 and not committed:
+        if not is_rank0 or committed:
+            return
+        if self.manifest_sent:  # it may be stored late, and then names files that must be there
+            remove(f"{self.prefix}/{MANIFEST}")
+        else:
             self.store.remove_prefix(self.prefix)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from herd.llama3.train.checkpoint.manager import Checkpoints, SaveFailed
+from herd.llama3.train.checkpoint.storage import LATE_S
 from herd.llama3.train.journal import Journal, Record
 from tests.llama3.train.checkpoint_samples import State, assert_holds, opened
 from tests.orders import Boundary, Fault, cut_short, walk
@@ -73,6 +74,8 @@ def test_the_newest_whole_checkpoint_is_loaded_after_a_fault_at_any_call(
             with boundary.watch_disk(folder), store, cut_short(SaveFailed, RuntimeError):
                 operation(first, 6, work)
                 ended = True
+            if memory:
+                memory.simulation.now += 2 * LATE_S
             second, other = machine("two")
             state = State()
             point = second.resume(state)

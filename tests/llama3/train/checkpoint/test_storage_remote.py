@@ -163,13 +163,16 @@ def test_damage_is_named_and_marked_and_passed_over(damage: str, uri: str, tmp_p
 
 
 @pytest.mark.fault("F24")
-def test_without_a_manifest_it_is_no_checkpoint(uri: str, tmp_path: Path) -> None:
+def test_without_a_manifest_it_is_no_checkpoint(uri: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     store(uri, tmp_path, 3, 6)
     filesystem_of(uri).rm_file(only(uri, 6, "manifest.json"))
     assert store(uri, tmp_path).positions() == [3]
     state, skipped = load(uri, tmp_path)
     assert skipped == ()
     assert_holds(state.arrays(), 3)
+    assert objects(f"{uri}/{6:018}"), "its manifest may be stored late"
+    monkeypatch.setattr(remote, "LATE_S", -1.0)
+    load(uri, tmp_path)
     assert objects(f"{uri}/{6:018}") == [], "a prefix that an earlier attempt left is removed"
 
 
@@ -224,8 +227,9 @@ def test_an_upload_that_breaks_leaves_nothing_to_choose(
         return
     with pytest.raises(SaveFailed, match="connection lost"):
         checkpoints.save(state, "main")
-    assert objects(f"{uri}/{6:018}") == []
     left = 99
+    assert checkpoints.positions() == [3]
+    assert bool(objects(f"{uri}/{6:018}")) == (uploads == 4), "the manifest may be stored late"
     assert_holds(load(uri, tmp_path)[0].arrays(), 3)
     checkpoints.save(state, "main")
     assert_holds(load(uri, tmp_path)[0].arrays(), 6)
