@@ -37,7 +37,7 @@ suite: .venv/dev
 
 # For releases and at night (.ci/nightly): every test, more examples of each property, and the coverage of branches.
 # SHARD=2/5 runs the second of five shards; without it all run in turn. What was stopped or failed runs again, not the rest.
-test-all: .venv/dev .venv/pyright/bin/basedpyright-langserver check
+test-all: .venv/dev .venv/pyright/bin/basedpyright-langserver .venv/mutate/bin/mutmut check
 	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m tests.shards $(SHARD) $(TESTS)
 	@if [ -n "$(SHARD)$(TESTS)" ]; then :; elif [ -d $(NULLCUDA_SOURCE) ]; then $(MAKE) test-cuda; \
 	    else echo "test-cuda skipped: no $(NULLCUDA_SOURCE)"; fi
