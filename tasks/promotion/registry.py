@@ -198,7 +198,7 @@ def apply(runs: Runs, record: RunRecord, tracker: MLflowTracker, log: PromotionL
     Returns whether MLflow shows it. If MLflow is away the run is marked, so that `reconcile` sends what is missing.
     Raises OSError if the root does not answer.
     """
-    record.verdict = gate_decisions(log.records, record.name)[-1].kind
+    record.verdict = gate_decisions(log.records, record.judged_in or record.name)[-1].kind
     runs.save(record)
     tracker.set_tags(record.mlflow_run, {"verdict": record.verdict})
     shown = show_log(tracker, log)

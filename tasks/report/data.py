@@ -159,7 +159,7 @@ def collect_report_data(root: Root, name: str) -> ReportData:
     outcomes = sorted(
         page.outcomes if page else [], key=lambda row: (row.name != "kept", row.name != "held_out", row.name)
     )
-    promotion, tracker = last_promotion(root, name), MLflowTracker(root, record.family)
+    promotion, tracker = last_promotion(root, record.judged_in or name), MLflowTracker(root, record.family)
     tags = (tracker.tags(record.mlflow_run) if record.mlflow_run else {}) or tracker.noted_tags(name)
     return ReportData(
         record=record,

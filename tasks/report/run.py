@@ -340,6 +340,8 @@ def summarize(root: Root, data: ReportData) -> Summary:
         headline = "It is still running; there is no verdict yet."
     else:
         headline = f"Not judged: it stopped after {record.until or 'its last step'}."
+    if record.judged_in:
+        headline = f"Unchanged since {record.judged_in}, which was judged. {headline}"
     return Summary(tone, headline, reasons[:REASONS], scores, _cost(data), _next(root, data))
 
 

@@ -104,6 +104,8 @@ class RunRecord(BaseModel):
     steps: dict[str, StepRecord] = {}
     verdict: str = ""
     """`promoted`, `rejected`, or empty while there is none."""
+    judged_in: str = ""
+    """Run in which this model was judged, if nothing has changed since; empty: in this one."""
     error: str = ""
     mlflow_run: str = ""
     mlflow_experiment: str = ""

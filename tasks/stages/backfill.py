@@ -130,7 +130,7 @@ class _Publisher:
                 if record.state != "running":
                     self.mlflow.close(child, STATUS[record.state], _time(record.ended))
         log = PromotionLog(self.root, record.family)
-        decisions = gate_decisions(log.records, record.name)
+        decisions = gate_decisions(log.records, record.judged_in or record.name)
         for decision in {decision.artifact: decision for decision in decisions}.values():
             self._publish_decision(decision)
         if decisions:

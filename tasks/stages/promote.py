@@ -82,6 +82,7 @@ def judge_model(
         promotion = None if override.rejudge else decided_before(log.records, context.record.name, checkpoint.label)
         if promotion is None:
             promotion = append_decision(context, log, checkpoint, evaluation, curated, override)
+        context.record.judged_in = promotion.run if promotion.run != context.record.name else ""
         model_id, registry = checkpoint_model(context.tracker, [mlflow_run], checkpoint), Registry(mlflow)
         version = mlflow.reach.attempt(  # empty while MLflow is away
             lambda: str(registry.version(checkpoint, context.record.name, mlflow_run, model_id).version), ""
@@ -102,7 +103,8 @@ def append_decision(
 ) -> Promotion:
     """Decide on `checkpoint` and append the decision to `log`; decide again while other promotions come first.
 
-    Only a new champion is measured again. Raises as `decide` does.
+    Only a new champion is measured again. Where nothing has changed since another run's decision, returns that one.
+    Raises as `decide` does.
     """
     candidate = measure_candidate(context, checkpoint, evaluation, curated)
     champions: dict[str, ChampionModel] = {}
@@ -112,6 +114,8 @@ def append_decision(
         if label not in champions:
             champions[label] = measure_champion(context, log.records, evaluation, curated)
         promotion = decide(candidate, champions[label], context.recipe.promote, override, now())
+        if not (override.rejudge or override.override) and (same := decided_elsewhere(log.records, promotion)):
+            return same
         try:
             return log.append(promotion, head)
         except HeadMoved:
@@ -127,7 +131,31 @@ def decided_before(log: Log, run: str, artifact: str) -> Promotion | None:
     return None if last.kind == PENDING_APPROVAL and last.champion != current_label(log, last.alias) else last
 
 
+def decided_elsewhere(log: Log, promotion: Promotion) -> Promotion | None:
+    """Return another run's decision on the model of `promotion` that still applies: same scores, rules and champion.
+
+    A nightly run that changes nothing is not judged every night.
+    """
+    decisions = gate_decisions(log, artifact=promotion.artifact)
+    if not decisions or decisions[-1].run == promotion.run or decisions[-1].alias != promotion.alias:
+        return None
+    last = decisions[-1]
+    old, new = last.evidence, promotion.evidence
+    if old is None or new is None or (old.rules, old.candidate) != (new.rules, new.candidate):
+        return None
+    if [(check.metric, check.passed) for check in old.checks] != [(check.metric, check.passed) for check in new.checks]:
+        return None
+    if last.kind == PROMOTED:
+        return last if promotion.champion == promotion.artifact else None
+    same_champion = (last.champion, old.champion) == (promotion.champion, new.champion)
+    return last if last.kind == REJECTED and same_champion else None
+
+
 def _say(context: Context, promotion: Promotion, version: str) -> None:
+    if promotion.run != context.record.name:
+        verdict = f"{promotion.kind}, number {promotion.n} of the log"
+        context.console.log(f"  {'promote':<18}unchanged since {promotion.run}: {verdict}; it is not judged again")
+        return
     target = f"{promotion.family} version {version}" if version else promotion.artifact
     result = {
         PROMOTED: f"[green]{target} is the {promotion.alias}[/]",

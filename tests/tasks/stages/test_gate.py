@@ -13,6 +13,7 @@ from torch import Tensor
 from herd.llama3.evaluate.gate import Evidence
 from herd.llama3.model.files import WEIGHTS
 from herd.llama3.parallel.layout import Layout
+from herd.llama3.recipe.sections import Promote
 from herd.llama3.tokens.tokenizer import train_tokenizer
 from herd.storage.artifact import Artifact
 from herd.storage.processes import free_port
@@ -135,6 +136,30 @@ def test_a_judgement_survives_records_that_change_no_champion(
     after = append_decision(workspace.context, log, second, evaluation, workspace.curated, Override())
     assert rivals.measured == [first.label]
     assert (after.n, after.against, after.evidence, after.gate) == (3, 1, before.evidence, before.gate)
+
+
+def test_a_later_run_that_changes_nothing_is_not_judged_again(workspace: PromotionWorkspace) -> None:
+    first, second = workspace.checkpoint(1), workspace.checkpoint(2)
+    log = PromotionLog(workspace.root, "quickstart")
+
+    def judged(run: str, checkpoint: Artifact, override: Override = Override()) -> tuple[str, int]:  # noqa: B008
+        workspace.context.record.name, evaluation = run, workspace.evaluation(checkpoint)
+        record = append_decision(workspace.context, log, checkpoint, evaluation, workspace.curated, override)
+        return record.run, record.n
+
+    def rule(text: str) -> None:
+        policy = Promote.model_validate({"when": {"eval/bpb": text}})
+        workspace.context.recipe = workspace.recipe.model_copy(update={"promote": policy})
+
+    assert judged("quickstart-1", first) == ("quickstart-1", 1)
+    assert judged("quickstart-2", first) == ("quickstart-1", 1), "it is the champion"
+    rule("at most 0.1")
+    assert judged("quickstart-3", second) == ("quickstart-3", 2)
+    assert log.records[-1].kind == REJECTED
+    assert judged("quickstart-4", second) == ("quickstart-3", 2)
+    assert judged("quickstart-4", second, Override(rejudge=True)) == ("quickstart-4", 3), "a person asks"
+    rule("at most 0.2")
+    assert judged("quickstart-5", second) == ("quickstart-5", 4), "the rules have changed"
 
 
 def rewritten(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
