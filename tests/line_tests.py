@@ -123,18 +123,19 @@ def record(test_files: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="lines-") as name:
         folder = Path(name)
         (folder / "context").write_text("")
-        settings = ["parallel = true", "sigterm = true", "patch = subprocess, _exit", f"data_file = {folder}/data"]
+        settings = ["parallel = true", "sigterm = true", "patch = subprocess, _exit"]
         settings.append(f"source =\n    {ROOT}/llama3\n    {ROOT}/tasks")
         (folder / "rc").write_text("\n".join(["[run]", *settings]))
         command = [sys.executable, "-m", "coverage", "run", f"--rcfile={folder}/rc", "-m", "pytest", "-q"]
         command += ["-p", "no:cacheprovider", "-p", "tests.line_tests", f"--record={folder}/tests", *test_files]
-        environment = {**os.environ, CONTEXT: f"{folder}/context"}
+        # COVERAGE_FILE counts more than data_file, and would be that of tests which record tests
+        environment = {**os.environ, CONTEXT: f"{folder}/context", "COVERAGE_FILE": f"{folder}/data"}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode not in (0, 1, 5):
             raise SystemExit(f"{' '.join(test_files)}: {(done.stdout + done.stderr)[-2000:]}")
         for line in re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.MULTILINE):
             print(f"not used, because it fails without a mutant: {line}", flush=True)
-        measured = coverage.Coverage(config_file=f"{folder}/rc")
+        measured = coverage.Coverage(f"{folder}/data", config_file=f"{folder}/rc")
         measured.combine()
         data, passed = measured.get_data(), json.loads((folder / "tests").read_text())
         runs = {str(Path(path).relative_to(ROOT)): data.contexts_by_lineno(path) for path in data.measured_files()}
