@@ -1,7 +1,7 @@
 """The servers and workers that herd starts as child processes, and the temporary Prefect server of a run."""
 
 # A flow run runs commands, and a page of any web site can send requests to this machine. So a Prefect server of herd
-# needs a random password, new at each start, and answers only requests to its own host names from its own origins.
+# needs a random password, and answers only requests to its own host names from its own origins.
 
 from __future__ import annotations
 
@@ -43,8 +43,11 @@ STOP_TIMEOUT_S = 40
 """A trainer that gets SIGTERM writes a checkpoint first."""
 _LOG = "its log is in the folder logs of the root"
 STOP_S = 5
+BUSY_S = 10.0
+"""How long a request is repeated while another writer has the database."""
 NAME = "HERD_TEMPORARY_SERVER"
 """Variable with the address of the temporary server."""
+PASSWORD_FILE = "prefect.password"
 ACCESS = "prefect.env"
 """File in the root's working folder, readable by its owner only: variables to reach the servers of `herd up`."""
 ORIGINS, DATABASE = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS", "PREFECT_SERVER_DATABASE_CONNECTION_URL"
@@ -65,28 +68,38 @@ def server_command(*address: str) -> list[str]:
 
 
 def server_variables(root: Root, port: int, *names: str) -> dict[str, str]:
-    """Return the variables of a server with host names `names`, and of its clients; the user's settings stay.
-
-    The password is new, unless a `herd up` that was killed left one: the runs that outlive it keep their access.
-    """
+    """Return the variables of a server with host names `names`, and of its clients; the user's settings stay."""
     from prefect.settings import get_current_settings
 
     known = get_current_settings()
     origins = known.server.api.cors_allowed_origins
     own = known.server.api.auth_string
-    kept = read_access(root).get(PASSWORD, "")
-    password = own.get_secret_value() if own else kept or f"herd:{secrets.token_urlsafe(32)}"
+    password = own.get_secret_value() if own else kept_password(root)
     variables = {
         SERVER_PASSWORD: password,
         PASSWORD: password,
         ORIGINS: ",".join(f"http://{name}:{port}" for name in dict.fromkeys(names)) if origins == "*" else origins,
         "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
+        "PREFECT_SERVER_DATABASE_TIMEOUT": "60",  # of a statement: 10 s, the default, are too few on a busy disk
     }
     if "home" not in known.model_fields_set and not _CHOICES & known.server.database.model_fields_set:
         # Several object stores may share a working folder (HERD_SCRATCH).
         name = "prefect" if root.is_local else re.sub(r"\W+", "-", f"prefect {root.uri}")
         variables[DATABASE] = f"sqlite+aiosqlite:///{root.local / name}.db"
     return variables
+
+
+def kept_password(root: Root) -> str:
+    """Return the password of the root's servers, a random one at first.
+
+    It stays, so that open pages and runs that outlive a server keep their access.
+    """
+    path = root.local / PASSWORD_FILE
+    with suppress(FileExistsError):
+        root.local.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(f"herd:{secrets.token_urlsafe(32)}\n")
+    return path.read_text().strip()
 
 
 def create_app() -> ASGIApp:
@@ -119,7 +132,48 @@ def create_app() -> ASGIApp:
         await app(scope, receive, answer)
 
     # Around the application, not in it: the server calls its own application by another host name.
-    return TrustedHostMiddleware(confined, allowed_hosts=names, www_redirect=False)
+    return TrustedHostMiddleware(repeat_when_busy(confined), allowed_hosts=names, www_redirect=False)
+
+
+def repeat_when_busy(app: ASGIApp) -> ASGIApp:
+    """Return `app`, where a request that it answers 503 is repeated for BUSY_S.
+
+    Prefect answers so while another writer has SQLite, having changed nothing. Its client repeats such requests, a
+    browser does not: a person's click would be lost.
+    """
+    from asyncio import sleep
+
+    async def repeated(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        body: list[Message] = []
+        while not body or (body[-1]["type"] == "http.request" and body[-1].get("more_body")):
+            body.append(await receive())
+        deadline, pause_s, busy = time.monotonic() + BUSY_S, 0.1, True
+        while busy:
+            parts, busy = iter(body), False
+
+            async def again() -> Message:
+                return next(parts, None) or await receive()  # noqa: B023  (of this round)
+
+            async def answer(message: Message) -> None:
+                nonlocal busy
+                if message["type"] == "http.response.start":
+                    busy = message["status"] == 503 and time.monotonic() < deadline
+                if not busy:
+                    await send(message)
+
+            try:
+                await app(dict(scope), again, answer)
+            except Exception:  # Starlette raises what it has answered
+                if not busy:
+                    raise
+            if busy:
+                await sleep(pause_s)
+                pause_s = min(2 * pause_s, 1.0)
+
+    return repeated
 
 
 def sign_in_link(server: str, password: str) -> str:

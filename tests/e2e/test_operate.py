@@ -89,18 +89,17 @@ def test_the_environment_of_what_is_started_names_the_root_and_a_fast_heartbeat(
     assert set(os.environ) <= set(environment)
 
 
-def test_a_server_has_a_new_password_at_each_start_and_a_database_for_each_root(tmp_path: Path) -> None:
+def test_a_root_keeps_the_password_and_the_database_of_its_servers(tmp_path: Path) -> None:
     stores = [Root.parse(f"s3://bucket/{name}", scratch=str(tmp_path)) for name in ("herd", "other")]
-    first, again, remote, beside = (
-        Servers.from_environment(free_port(), free_port(), "127.0.0.1").environment(root)
-        for root in (Root.parse(tmp_path), Root.parse(tmp_path), *stores)
+    roots = [Root.parse(tmp_path), Root.parse(tmp_path), *stores, Root.parse(tmp_path / "new")]
+    first, again, remote, beside, new = (
+        Servers.from_environment(free_port(), free_port(), "127.0.0.1").environment(root) for root in roots
     )
     assert first["PREFECT_API_AUTH_STRING"] == first["PREFECT_SERVER_API_AUTH_STRING"]
     assert len(first["PREFECT_API_AUTH_STRING"]) > 40
-    assert first["PREFECT_API_AUTH_STRING"] != again["PREFECT_API_AUTH_STRING"]
-    write_access(Root.parse(tmp_path), "", {"PREFECT_API_AUTH_STRING": first["PREFECT_API_AUTH_STRING"]})
-    killed = Servers.from_environment(free_port(), free_port(), "127.0.0.1").environment(Root.parse(tmp_path))
-    assert killed["PREFECT_API_AUTH_STRING"] == first["PREFECT_API_AUTH_STRING"], "its runs go on"
+    assert first["PREFECT_API_AUTH_STRING"] == again["PREFECT_API_AUTH_STRING"], "open pages and runs go on"
+    assert first["PREFECT_API_AUTH_STRING"] != new["PREFECT_API_AUTH_STRING"]
+    assert (tmp_path / "prefect.password").stat().st_mode & 0o777 == 0o600
     assert first[DATABASE] == again[DATABASE] == f"sqlite+aiosqlite:///{tmp_path}/prefect.db"
     assert len({first[DATABASE], remote[DATABASE], beside[DATABASE]}) == 3
 

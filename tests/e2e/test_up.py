@@ -22,7 +22,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.flow_runs import resume_flow_run
 
-from herd.flows.local_server import ACCESS, PASSWORD
+from herd.flows.local_server import ACCESS, PASSWORD, PASSWORD_FILE
 from herd.tasks.promotion.log import CHALLENGER, current_aliases, last_promotion, read_log
 from herd.tasks.runs.records import PENDING_APPROVAL
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts
@@ -148,11 +148,12 @@ def test_once_approved_the_run_promotes_and_is_linked_both_ways(up: Up, suspende
     assert mlflow.get_model_version_by_alias("tiny", "champion").tags["herd.artifact"] == done.artifact
 
 
-def test_the_password_is_in_one_private_file_and_on_no_command_line(up: Up, sent: FlowRun) -> None:
+def test_the_password_is_in_private_files_and_on_no_command_line(up: Up, sent: FlowRun) -> None:
     secret = up.password.partition(":")[2]
     files = [path for folder in (up.herd.root, up.herd.home) for path in folder.rglob("*") if path.is_file()]
-    assert [path for path in files if secret.encode() in path.read_bytes()] == [up.herd.root / ACCESS]
-    assert (up.herd.root / ACCESS).stat().st_mode & 0o777 == 0o600
+    private = {up.herd.root / ACCESS, up.herd.root / PASSWORD_FILE}
+    assert {path for path in files if secret.encode() in path.read_bytes()} == private
+    assert {path.stat().st_mode & 0o777 for path in private} == {0o600}
     assert not any(secret in word for process in up.below() for word in process.cmdline())
     assert PASSWORD in up.below()[0].environ()
 
