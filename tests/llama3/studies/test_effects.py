@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from benchmarks.simulated_studies import PlantedEffects, outcomes
 from herd.llama3.evaluate.scores import Score
@@ -139,18 +140,59 @@ def test_other_documents_are_left_out_and_said() -> None:
     assert any("other documents" in flag for flag in comparison_flags(results, "base", ["gsm"]))
 
 
-def test_the_mean_over_domains_is_that_of_their_gains() -> None:
+def test_a_domain_without_a_score_has_no_weight_in_the_mean() -> None:
     results = outcomes(TRUTH, 0)
     weights = {"general": 2.0, "math": 1.0, "code": 1.0}
-    contrasts = by_score(uncorrected_contrasts(results, "base", ["gsm"], ["eval/bpb", *BPB], weights))
-    by_domain = {name: contrasts[f"eval/bpb/{name}"] for name in DOMAINS}
-    assert contrasts["eval/bpb"].gain == pytest.approx(
-        sum(weights[name] / 4 * contrast.gain for name, contrast in by_domain.items())
+    measured, unmeasured = (
+        uncorrected_contrasts(results, "base", ["gsm"], ["eval/bpb"], given)
+        for given in (weights, {**weights, "multilingual": 4.0})
     )
-    spread = np.sqrt(sum((weights[name] / 4 * contrast.documents) ** 2 for name, contrast in by_domain.items()))
-    assert contrasts["eval/bpb"].documents == pytest.approx(spread)
-    unmeasured = uncorrected_contrasts(results, "base", ["gsm"], ["eval/bpb"], {**weights, "multilingual": 4.0})
-    assert unmeasured[0].gain == pytest.approx(contrasts["eval/bpb"].gain)
+    assert unmeasured == measured
+
+
+def test_gains_and_intervals_are_those_of_plain_numpy() -> None:
+    """Of two variants with three repeats: the documents' noise, and the larger of a variant's own and the pooled."""
+    effects = {"base": {}, "gsm": {"math": 0.02}, "more": {"code": 0.03, "arithmetic": 0.1}}
+    results = outcomes(dataclasses.replace(TRUTH, effects=effects, luck=0.01), 3)
+    variants, weights = ["gsm", "more"], {"general": 2.0, "math": 1.0, "code": 5.0}
+    runs = {(run.variant, run.repeat): run for run in results}
+
+    def table(variant: str, score: str) -> np.ndarray:
+        return np.array([runs[variant, repeat].samples[score].numerators for repeat in (1, 2, 3)])
+
+    gains: dict[tuple[str, str], np.ndarray] = {}
+    sampling: dict[tuple[str, str], float] = {}
+    counts = {}
+    for score in [*BPB, "eval/arithmetic"]:
+        sizes = runs["base", 1].samples[score].denominators
+        counts[score] = len(sizes)
+        for variant in variants:
+            better = table("base", score) - table(variant, score)
+            better = better if score in BPB else -better
+            gains[variant, score] = better.sum(axis=1) / sizes.sum()
+            mean = better.mean(axis=0)
+            rest = mean - mean.sum() / sizes.sum() * sizes
+            sampling[variant, score] = len(sizes) / (len(sizes) - 1) * (rest @ rest) / sizes.sum() ** 2
+            if score not in BPB:
+                sampling[variant, score] += 1 / (len(sizes) + 2) ** 2
+    for variant in variants:
+        parts = [(weights[name] / 8, (variant, f"eval/bpb/{name}")) for name in DOMAINS]
+        gains[variant, "eval/bpb"] = np.sum([weight * gains[key] for weight, key in parts], axis=0)
+        sampling[variant, "eval/bpb"] = sum(weight**2 * sampling[key] for weight, key in parts)
+    counts["eval/bpb"] = min(DOMAINS.values())
+    scores = ["eval/bpb", *BPB, "eval/arithmetic"]
+    contrasts = uncorrected_contrasts(results, "base", variants, scores, weights)
+    assert len(contrasts) == len(scores) * len(variants)
+    for contrast in contrasts:
+        key, n = (contrast.variant, contrast.score), counts[contrast.score]
+        block = np.array([np.zeros(3), *(gains[variant, contrast.score] for variant in variants)])
+        rest = block - block.mean(axis=0) - block.mean(axis=1, keepdims=True) + block.mean()
+        own, pooled = gains[key].var(ddof=1) / 3, 2 * (rest**2).sum() / 4 / 3
+        noise = max(stats.t.isf(0.025, 2) ** 2 * own, stats.t.isf(0.025, 4) ** 2 * pooled)
+        half = np.sqrt(stats.t.isf(0.025, n - 1) ** 2 * sampling[key] + noise)
+        assert contrast.gain == pytest.approx(gains[key].mean())
+        assert contrast.documents == pytest.approx(np.sqrt(sampling[key]))
+        assert (contrast.low, contrast.high) == pytest.approx((contrast.gain - half, contrast.gain + half))
 
 
 def test_a_score_without_samples_is_compared_more_cautiously() -> None:

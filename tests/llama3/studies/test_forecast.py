@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from itertools import cycle
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import optimize, special, stats
 
 from herd.llama3.studies.forecast import POINTS, RUNS, EvaluatedPoint, ForecastFit, fit_forecast
 
@@ -46,6 +48,41 @@ def test_exact_laws_are_found_again() -> None:
         assert found.accuracy.value == pytest.approx(accuracy_at(nll), abs=1e-6)
         assert found.accuracy.low <= found.accuracy.value <= found.accuracy.high
         assert found.beyond == pytest.approx(factor)
+
+
+def test_line_and_sigmoid_are_scipys_at_unequal_numbers_of_questions() -> None:
+    """The line with its exact interval, and the curve by maximum likelihood with its expected information."""
+    dice = np.random.default_rng(4)
+    exact = zip(points(dice, 0.02), cycle((50, 400, 2000)))
+    some = [EvaluatedPoint(p.run, p.flops, p.nll, dice.binomial(n, p.accuracy) / n, n) for p, n in exact]
+    found, x = fit_forecast(some, CHANCE), 21.5
+    ends = np.array([(math.log10(p.flops), p.nll) for p in some if p.flops in SIZES])
+    line = stats.linregress(*ends.T)
+    rest = ends[:, 1] - line.intercept - line.slope * ends[:, 0]
+    leverage = 1 / len(ends) + (x - ends[:, 0].mean()) ** 2 / (len(ends) * ends[:, 0].var())
+    half = stats.t.isf(0.025, len(ends) - 2) * math.sqrt((rest @ rest) / (len(ends) - 2) * (1 + leverage))
+    nats = found.predict(10**x).nll
+    assert nats.value == pytest.approx(line.intercept + line.slope * x)
+    assert (nats.low, nats.high) == pytest.approx((nats.value - half, nats.value + half), abs=0.1 * half)
+
+    nll, share, n = np.array([(p.nll, p.accuracy, p.n) for p in some]).T
+    away = nll - nll.mean()
+
+    def curve(beta: np.ndarray) -> np.ndarray:
+        return np.asarray(CHANCE + (1 - CHANCE) * special.expit(beta[0] + beta[1] * away))
+
+    def loss(beta: np.ndarray) -> float:
+        return float(-(special.xlogy(n * share, curve(beta)) + special.xlog1py(n * (1 - share), -curve(beta))).sum())
+
+    best = optimize.minimize(loss, [0.0, -1.0], method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-9}).x
+    assert found.curve.coefficients == pytest.approx(best, rel=1e-4)
+    steps = 1e-6 * np.eye(2)
+    slopes = np.array([(curve(best + step) - curve(best - step)) / 2e-6 for step in steps])
+    variance = curve(best) * (1 - curve(best)) / n
+    assert found.curve.covariance == pytest.approx(np.linalg.inv(slopes / variance @ slopes.T), rel=1e-3)
+    excess = ((share - curve(best)) ** 2 / variance).sum() / (len(n) - 2)
+    assert excess > 1
+    assert (found.curve.excess, found.curve.n) == pytest.approx((excess, stats.hmean(n)), rel=1e-3)
 
 
 def test_any_chance_is_the_lower_end() -> None:

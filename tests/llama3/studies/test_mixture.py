@@ -59,12 +59,6 @@ def fitted(seed: int, slopes: Mapping[str, float], **more: float) -> Mixture:
     return fit_mixture(trials(seed, slopes, **more), WEIGHTS)  # type: ignore[arg-type]
 
 
-def test_without_noise_the_form_is_found_again() -> None:
-    made = fitted(1, SLOPES, noise=0.0)
-    assert made.coefficients == pytest.approx([WEIGHTS[domain] * SLOPES[domain] for domain in DOMAINS], abs=1e-9)
-    assert made.rank_correlation == pytest.approx(1.0)
-
-
 @pytest.mark.slow
 def test_the_gain_of_any_mix_lies_in_its_interval_in_57_of_60_searches() -> None:
     """Also of the mix that was chosen by looking."""
