@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
@@ -292,6 +294,21 @@ def test_a_deleted_run_takes_its_mark_along(root: Root, client: SyncPrefectClien
     mark_open(root, "quickstart-999")
     assert reconcile_record(root, client, "runs/quickstart-999") == []
     assert "quickstart-999" not in root.names(OPEN)
+
+
+def test_files_of_killed_processes_are_removed_after_a_day(tmp_path: Path) -> None:
+    root = Root.parse(tmp_path)
+    for name, hours in (("young", 23), ("old", 25)):
+        folder, lock = tmp_path / ".staging" / name, tmp_path / ".locks" / "staging" / name
+        for path in (folder, lock.parent):
+            path.mkdir(parents=True, exist_ok=True)
+        lock.touch()
+        (folder / "half.bin").write_bytes(b"x" * 5000)
+        for path in (folder / "half.bin", folder):
+            os.utime(path, (time.time() - 3600 * hours,) * 2)
+    assert reconcile(root, None, cleanup=False) == []
+    assert [(line.where, line.after) for line in reconcile(root, None)] == [("storage", "removed")]
+    assert [path.name for path in (tmp_path / ".staging").iterdir()] == ["young"]
 
 
 def test_settled_runs_cost_one_listing(tmp_path: Path, client: SyncPrefectClient) -> None:

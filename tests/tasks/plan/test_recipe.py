@@ -29,6 +29,7 @@ from herd.tasks.plan.recipe import (
     survey_and_plan,
     tokens_needed,
 )
+from tests.llama3.train.train_samples import recipe as tiny_recipe
 
 PUBLISHED = load_recipe(Path("recipes/llama3-405b.yaml"))
 QUICKSTART = Path("recipes/quickstart.yaml")
@@ -182,6 +183,25 @@ def test_tensor_parallelism_stays_in_a_node(changes: dict[str, object], fault: s
     faults = [line for line in layout_faults(eight, cluster, 128_256) if "processes_per_node" in line]
     assert bool(faults) == bool(fault)
     assert all(re.match(f"cluster.layout.tp: {fault}", line) for line in faults)
+
+
+def test_each_length_of_each_stage_is_checked_with_the_layout_of_that_stage() -> None:
+    """Sequences 16 and 36 split into 4 pieces (cp 2), and only the first into 8 (cp 4)."""
+    stage: dict[str, object] = {"name": "main", "for": "9216 tokens", "seq_len": 16, "batch": "2304 tokens"}
+    stages = [stage | {"mix": "base"}, stage | {"mix": "base", "name": "long", "seq_len": [16, 36]}]
+    two_lengths = tiny_recipe(stages=stages)
+
+    def faults(**cluster: object) -> list[str]:
+        return [line.partition(": ")[2] for line in layout_faults(two_lengths, Cluster.model_validate(cluster), 512)]
+
+    four, two = {"processes": 4, "layout": {"cp": 4}}, {"processes": 2, "layout": {"cp": 2}}
+    (fault,) = faults(**four)
+    assert fault.startswith("sequence 36 does not split into 8 pieces")
+    assert faults(**four, stages={"long": two}) == []
+    assert faults(**two, stages={"long": four}) == faults(**four)
+    assert faults(**two, stages={"main": four}) == []
+    (fault,) = faults(**two, stages={"long": {"processes": 10}})
+    assert fault.startswith("2304 is not a multiple of sequence 16 x data-parallel size 5")
 
 
 def test_a_layout_is_checked_against_the_tokenizer_that_conversations_need(tmp_path: Path) -> None:

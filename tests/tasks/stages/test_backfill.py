@@ -203,26 +203,26 @@ def test_the_queue_is_bounded_by_what_waits_and_not_by_what_was_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backfill, "MAX_QUEUED", 10)
-    tracker, sent, opened = MLflowTracker(Root.parse(tmp_path), "tiny"), list[int](), threading.Event()
+    tracker, sent = MLflowTracker(Root.parse(tmp_path), "tiny"), list[int]()
+    begun, opened = threading.Event(), threading.Event()
     opened.set()
 
     def log_points(runs: list[str], points: list[MetricPoint]) -> None:
+        begun.set()
         opened.wait(30)
         sent.append(len(points))
 
     monkeypatch.setattr(tracker, "log_points", log_points)
     monkeypatch.setattr(tracker.reach, "available", lambda: False)
     sender = Sender(tracker, ["run"], lambda: None)
-    for count in range(1, 5):
+    for count in range(1, 4):
         sender.put([MetricPoint(metrics.LOSS, 1.0, 1.0, 1)] * 10)
-        while len(sent) < count:
-            time.sleep(0.001)
-    assert not tracker.stale
-    assert sender.drain()
+        assert sender.drain()
+        assert sent == [10] * count
     opened.clear()
+    begun.clear()
     sender.put([MetricPoint(metrics.LOSS, 1.0, 1.0, 1)] * 9)
-    while sender._queued:  # taken from the queue, on its way
-        time.sleep(0.001)
+    assert begun.wait(30)
     assert not sender.drain(0.01), "a call that hangs may send nothing"
     tracker.reach.stale = False
     for count, stale in ((9, False), (1, False), (1, True)):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
+import time
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
@@ -72,6 +73,8 @@ def test_one_call_that_fails_is_sent_again_and_a_refusal_is_not() -> None:
     assert (reach.stale, reach.away) == (False, False)
     assert reach.attempt(fail, "instead") == "instead"
     assert (reach.stale, reach.away) == (True, True)
+    assert 29.0 < reach._retry_at - time.monotonic() <= 30.0
+    assert reach.attempt(lambda: pytest.fail("called too early"), "instead") == "instead"
     reach._retry_at = 0.0
     assert reach.attempt(lambda: "sent", "instead") == "sent"
     assert (reach.stale, reach.away) == (True, False), "until the run was sent again"
