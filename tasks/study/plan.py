@@ -7,7 +7,7 @@ fabric or of this machine, else earlier runs of similar models under this root; 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -243,13 +243,11 @@ class RunCost:
     device_hours: float
 
 
-def spent(
-    expanded: ExpandedStudy, store: Store, answers: Mapping[str, RunRecord], devices: Callable[[str], int]
-) -> dict[str, RunCost]:
-    """Return the cost of each run of a study, by the name of a variant's run; `devices` returns those of a run.
+def spent(expanded: ExpandedStudy, store: Store, answers: Mapping[str, RunRecord]) -> dict[str, RunCost]:
+    """Return the cost of each run of a study, by the name of a variant's run.
 
     A stage is booked to the run that trained it, else to the first run that uses it; a stage from before the study
-    costs nothing. The hours of an attempt that was killed before its first commit are not counted.
+    costs nothing. The hours are those of all attempts at the stage, as its trainer counts them.
     """
     names = {record.name for record in answers.values()}
     stages = {run.name: list(_stages(store, run, answers[run.name])) for run in expanded.runs if run.name in answers}
@@ -266,7 +264,7 @@ def spent(
             if booked_to.get(artifact.label) == answers[run].name:
                 config, vocab_size = read_config(artifact.path_of(f"model/{CONFIG}").parent)
                 flops += training_flops(expanded, segments, config, vocab_size)
-                hours += artifact.manifest.seconds * devices(artifact.manifest.created_by) / 3600
+                hours += artifact.metadata["cost"]["gpu_hours"]
         costs[run] = RunCost(flops, hours)
     return costs
 

@@ -42,7 +42,7 @@ def conclude(studies: Studies, expanded: ExpandedStudy, record: StudyRecord, tra
     analysis = analyze(expanded, results, _weak_points(expanded, answers))
     record.verdict = analysis.verdict
     studies.save(record)
-    runs = _finished_runs(root, expanded, answers, results, tracker)
+    runs = _finished_runs(root, expanded, answers, results)
     before = _present_values(expanded, analysis.verdict)
     page = studies.publish(record.name, PAGE, study_page(record, analysis, runs, before))
     text = verdict_markdown(record.name, record.question, analysis.verdict, before)
@@ -90,15 +90,11 @@ def _weak_points(expanded: ExpandedStudy, answers: Mapping[str, RunRecord]) -> l
 
 
 def _finished_runs(
-    root: Root,
-    expanded: ExpandedStudy,
-    answers: Mapping[str, RunRecord],
-    results: Sequence[RunResult],
-    tracker: MLflowTracker,
+    root: Root, expanded: ExpandedStudy, answers: Mapping[str, RunRecord], results: Sequence[RunResult]
 ) -> list[FinishedRun]:
     """Return the finished runs with results and cost, in the order of the variants."""
     by_run = {(result.variant, result.repeat): result for result in results}
-    costs = spent(expanded, open_store(root), answers, lambda run: int(tracker.noted_tags(run).get("world", "1")))
+    costs = spent(expanded, open_store(root), answers)
     finished = []
     for run in expanded.runs:
         if run.name in answers:

@@ -21,7 +21,7 @@ from herd.tasks.study.records import Studies, StudyRecord
 from herd.tasks.study.report import rewrite
 
 STUDY = load_study(Path("recipes/experiments/judge-cpu.yaml"))
-VOCAB_SIZE, SECONDS = 640, 90.0
+VOCAB_SIZE, HOURS = 640, 0.75
 
 
 def stage(root: Root, run: VariantRun, name: str, made_by: str, **parameters: str) -> StepRecord:
@@ -30,7 +30,8 @@ def stage(root: Root, run: VariantRun, name: str, made_by: str, **parameters: st
         (folder / "model").mkdir()
         save_model(folder / "model", run.recipe.model, VOCAB_SIZE, {})
         design = ArtifactSpec("checkpoint", name, 1, dict(parameters), {})
-        artifact = store.commit(design, folder, {}, made_by, "abc", SECONDS)
+        cost = {"gpu_hours": HOURS * (4 if name == "half" else 1), "usd": 9.0}
+        artifact = store.commit(design, folder, {"cost": cost}, made_by, "abc", 90.0)
     return StepRecord(artifact=artifact.label, outcome="created")
 
 
@@ -47,11 +48,9 @@ def answers(root: Root, half_by: str) -> dict[str, RunRecord]:
 
 def test_a_shared_stage_is_paid_for_once(tmp_path: Path) -> None:
     root = Root.parse(tmp_path)
-    found = spent(STUDY, open_store(root), answers(root, "judge-cpu-1"), lambda name: 2)
+    found = spent(STUDY, open_store(root), answers(root, "judge-cpu-1"))
     first, *others = (found[run.name] for run in STUDY.runs)
-    assert [one.device_hours for one in found.values()] == pytest.approx(
-        [2 * 2 * SECONDS / 3600, *[2 * SECONDS / 3600] * len(others)]
-    )
+    assert [one.device_hours for one in found.values()] == [5 * HOURS, *[HOURS] * len(others)]
     run = STUDY.runs[0]
     assert first.flops == pytest.approx(trained_flops(run.recipe, run.recipe.model, VOCAB_SIZE, run.tokens))
     half = Schedule(run.recipe).trained[0]
@@ -64,15 +63,14 @@ def test_a_shared_stage_is_paid_for_once(tmp_path: Path) -> None:
 def test_the_run_that_made_it_pays_else_the_first_that_stands_on_it(tmp_path: Path, maker: str, payer: int) -> None:
     """Runs side by side: any of them may make what they share; and the one that did may answer for no variant."""
     root = Root.parse(tmp_path)
-    found = [*spent(STUDY, open_store(root), answers(root, maker), lambda name: 1).values()]
-    hours = [(2 if index == payer else 1) * SECONDS / 3600 for index in range(len(found))]
-    assert [cost.device_hours for cost in found] == pytest.approx(hours)
+    found = [*spent(STUDY, open_store(root), answers(root, maker)).values()]
+    assert [cost.device_hours for cost in found] == [HOURS * (5 if n == payer else 1) for n in range(len(found))]
 
 
 def test_the_sum_is_what_was_planned(tmp_path: Path) -> None:
     """The plan counts the vocabulary of the recipe, the cost those of the trained model."""
     root = Root.parse(tmp_path)
-    found = spent(STUDY, open_store(root), answers(root, "judge-cpu-1"), lambda name: 1)
+    found = spent(STUDY, open_store(root), answers(root, "judge-cpu-1"))
     planned = sum(work.flops for work in distinct_stages(STUDY.runs).values())
     whole = sum(run.flops for run in STUDY.runs)
     assert sum(one.flops for one in found.values()) / planned == pytest.approx(
@@ -82,8 +80,8 @@ def test_the_sum_is_what_was_planned(tmp_path: Path) -> None:
 
 def test_a_stage_from_outside_costs_nothing(tmp_path: Path) -> None:
     root = Root.parse(tmp_path)
-    found = spent(STUDY, open_store(root), answers(root, "another-7"), lambda name: 1)
-    assert [cost.device_hours for cost in found.values()] == pytest.approx([SECONDS / 3600] * len(STUDY.runs))
+    found = spent(STUDY, open_store(root), answers(root, "another-7"))
+    assert [cost.device_hours for cost in found.values()] == [HOURS] * len(STUDY.runs)
 
 
 def test_no_report_is_written_beside_a_study_at_work(tmp_path: Path) -> None:
