@@ -11,7 +11,7 @@ from herd.storage.lease import lease
 from herd.storage.processes import free_port
 from herd.storage.root import Root
 from herd.tasks.operate.recovery import show_aliases
-from herd.tasks.promotion.approval import decide, question
+from herd.tasks.promotion.approval import Approval, append_answer, decide, question
 from herd.tasks.promotion.log import CHALLENGER, PROMOTED, REJECTED, Promotion, PromotionLog, read_log
 from herd.tasks.runs.records import OPEN, PENDING_APPROVAL, Runs
 from herd.tasks.stages.promote import decided_before
@@ -99,6 +99,24 @@ def test_an_approval_is_refused_once_the_champion_is_another(tmp_path: Path) -> 
         decide(root, "tiny-1", True)
     assert read_log(root, FAMILY)[-1] == other
     assert decide(root, "tiny-1", False)[0].artifact == challenger.artifact, "a refusal rests on no comparison"
+
+
+def test_an_answer_follows_what_another_process_has_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, append, tries = Root.parse(tmp_path), PromotionLog.append, list[str]()
+    add(root, 1, PENDING_APPROVAL, asked=True)
+    log = PromotionLog(root, FAMILY)
+
+    def rivaled(log: PromotionLog, record: Promotion, expected_head: str) -> Promotion:
+        tries.append(record.kind)
+        assert len(tries) < 3, "it does not read what was added"
+        if len(tries) == 1:
+            append(other := PromotionLog(root, FAMILY), judged_record(3, REJECTED, other.records), other.head)
+        return append(log, record, expected_head)
+
+    add(root, 2, REJECTED)
+    monkeypatch.setattr(PromotionLog, "append", rivaled)
+    made = append_answer(log, "tiny-1", Approval(True, "Ada"))
+    assert (made.n, made.against, made.kind, made.by) == (4, 3, PROMOTED, "Ada")
 
 
 def test_a_run_that_died_after_it_was_decided_on_is_not_judged_again(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from herd.tasks.promotion import rollback
 from herd.tasks.promotion.log import (
     CANDIDATE,
     CHAMPION,
+    COLUMNS,
     PREVIOUS,
     REJECTED,
     ROLLED_BACK,
@@ -240,6 +241,8 @@ def test_the_command_tells_what_it_did(tmp_path: Path, monkeypatch: pytest.Monke
     assert run.output.startswith(f"tiny@champion: rolled back from {made[1].label} to {made[0].label}"), run.output
     words = ["promotion-log", FAMILY, "--root", str(tmp_path)]
     assert "rolled back" in CliRunner().invoke(app, words).output
+    holds = [row[COLUMNS.index("holds")] for row in promotion_table(Root.parse(tmp_path), FAMILY).rows]
+    assert holds == ["", "candidate", "champion"], "the newest record of a model names what it holds"
     for width, told, left_out in ((300, ["rolled back", "Ada", "loops"], False), (80, ["rolled back"], True)):
         console = Console(width=width, force_terminal=True, color_system=None, file=io.StringIO())
         console.print(promotion_table(Root.parse(tmp_path), FAMILY))

@@ -94,6 +94,9 @@ def test_slow_steps_may_take_longer(watched: Watched) -> None:
     watched.step(5, seconds=60.0)
     watched.alerts.observe_silence(1000)
     assert watched.kinds == []
+    watched.step(40, seconds=0.5)
+    watched.alerts.observe_silence(STALL_S + 1)
+    assert watched.kinds == ["no-progress"], "they were long ago"
 
 
 def test_a_start_that_never_comes_to_a_step_is_told_of(watched: Watched) -> None:
@@ -179,8 +182,13 @@ def test_two_alerts_of_a_kind_have_a_calm_between_them(
 def test_a_straggler_is_told_of_at_the_third_slow_measurement(watched: Watched) -> None:
     watched.step(2, slow=1.3, median=1.0)
     assert watched.kinds == []
-    watched.step(1, slow=1.3, median=1.0)
-    assert watched.kinds == ["straggler"]
+    watched.step(1, slow=1.1, median=1.0)
+    watched.step(2, slow=1.3, median=1.0)
+    assert watched.kinds == [], "in a row"
+    for count in (1, 2):
+        watched.step(3, slow=1.3, median=1.0)
+        assert watched.kinds == ["straggler"] * count
+        watched.step(1, slow=1.0, median=1.0)
 
 
 def test_a_failed_attempt_is_an_alert_that_begins_with_its_cause(watched: Watched) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from herd.tasks.runs.records import Runs, StepRecord
 from herd.tasks.stages import backfill
 from herd.tasks.stages.backfill import Sender, backfill_run, catch_up, watch_outages
 from herd.tasks.stages.follow import JournalTailer
-from herd.tasks.tracking.mlflow import MetricPoint, MLflowTracker
+from herd.tasks.tracking.mlflow import CircuitBreaker, MetricPoint, MLflowTracker
 from herd.tasks.tracking.steps import Thinning
 from tests.tasks.mlflow_server import empty_database, use
 from tests.tasks.tracked_run import TrackedRun, models, records, seen, two_runs
@@ -197,6 +198,13 @@ def test_points_after_an_unexpected_error_are_sent_and_the_sender_does_not_claim
     assert not sender.drain()
     assert sent == [1, 2]
     assert "ZeroDivisionError: unexpected" in caplog.text
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_run_that_is_continued_knows_that_mlflow_lacks_points(known: bool) -> None:
+    reach, record = CircuitBreaker(lambda: None), SimpleNamespace(mlflow_stale=known)
+    watch_outages(SimpleNamespace(tracker=SimpleNamespace(reach=reach), record=record))  # type: ignore[arg-type]
+    assert reach.stale == known
 
 
 def test_the_queue_is_bounded_by_what_waits_and_not_by_what_was_sent(

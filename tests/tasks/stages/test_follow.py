@@ -106,7 +106,8 @@ def test_what_is_shown_is_a_mean_of_the_last_steps_and_the_last_score_on_held_ou
     with Journal(tmp_path / "journal.jsonl") as journal:
         for number, loss in enumerate(losses, start=1):
             scored = {metrics.HELD_OUT: 3.0 - number / 100} if number in (20, 70) else {}
-            journal.add(Record(float(number), number * STEP, {metrics.LOSS: loss, **scored}))
+            values = {metrics.LOSS: loss, metrics.TOKENS_PER_S: 10.0 * number, **scored}
+            journal.add(Record(float(number), number * STEP, values))
     shown: list[tuple[float | None, ...]] = []
 
     class Line:
@@ -115,7 +116,7 @@ def test_what_is_shown_is_a_mean_of_the_last_steps_and_the_last_score_on_held_ou
 
     follower = JournalTailer(context, [context.record.mlflow_run], tmp_path / "journal.jsonl", len(losses), Line())
     follower._process_entries(0)
-    assert shown == [(80 * STEP, pytest.approx(5.0), None, pytest.approx(2.3))]
+    assert shown == [(80 * STEP, pytest.approx(5.0), 800.0, pytest.approx(2.3))]
 
 
 def test_silence_is_counted_from_a_rollback_and_not_from_the_start_of_the_attempt(

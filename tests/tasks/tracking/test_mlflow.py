@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, ErrorCode
 
 from herd.llama3.recipe.load import load_recipe
 from herd.storage.filesystem import cache_folder
 from herd.storage.root import Root
 from herd.tasks.runs.records import Runs
-from herd.tasks.tracking.mlflow import CircuitBreaker, MetricPoint, MLflowTracker
+from herd.tasks.tracking.mlflow import CircuitBreaker, MetricPoint, MLflowTracker, is_refusal
 from herd.tasks.tracking.mlflow_store import prepare_database
 from tests.dist import forkserver
 
@@ -78,6 +78,23 @@ def test_one_call_that_fails_is_sent_again_and_a_refusal_is_not() -> None:
     reach._retry_at = 0.0
     assert reach.attempt(lambda: "sent", "instead") == "sent"
     assert (reach.stale, reach.away) == (True, False), "until the run was sent again"
+
+
+@pytest.mark.parametrize(
+    ("code", "refused"),
+    [
+        ("INVALID_PARAMETER_VALUE", True),
+        ("RESOURCE_DOES_NOT_EXIST", True),
+        ("RESOURCE_ALREADY_EXISTS", True),
+        ("PERMISSION_DENIED", False),
+        ("UNAUTHENTICATED", False),
+        ("REQUEST_LIMIT_EXCEEDED", False),
+        ("INTERNAL_ERROR", False),
+        ("TEMPORARILY_UNAVAILABLE", False),
+    ],
+)
+def test_what_another_call_may_not_meet_is_no_refusal(code: str, refused: bool) -> None:
+    assert is_refusal(MlflowException("no", ErrorCode.Value(code))) == refused
 
 
 def test_a_run_and_its_children_are_found_again(tracker: MLflowTracker) -> None:
