@@ -181,5 +181,18 @@ def test_faster_products_shorten_exactly_their_seconds() -> None:
     assert saved == pytest.approx(before.gemm_bound * (1 - 1 / 1.25), rel=0.03)
 
 
+def test_a_model_that_has_predicted_other_steps_predicts_each_as_a_new_one_does() -> None:
+    """It computes once what layouts share, and a search asks for hundreds of them."""
+    same, both = Load(4096, 1, 8), Layout(tp=2, cp=2)
+    changes: list[dict[str, Any]] = [{}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"tp": 2, "cp": 2, "pp": 2, "vpp": 3}]
+    changes += [{"dp_replicate": 2}, {"zero": 3}, {"recompute": "selective"}, {"compile": True}]
+    steps = [(Layout(**change), same) for change in changes]
+    loads = (same, Load(8192, 1, 8), Load(4096, 2, 8), Load(4096, 1, 4), replace(same, precision="fp32"))
+    steps += [(both, load) for load in (*loads, replace(same, precision="fp8"), replace(same, exact=True))]
+    shared = step_model()
+    for layout, load in [*steps, *steps[::-1]]:
+        assert shared.predict(layout, 32, load) == step_model().predict(layout, 32, load)
+
+
 def test_a_step_is_all_of_its_fields() -> None:
     assert StepTime(*(2.0**power for power in range(11))).total == 2**11 - 1

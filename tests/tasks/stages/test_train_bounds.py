@@ -102,6 +102,20 @@ def test_the_job_has_the_cluster_s_settings_and_the_costs_of_the_stages_before(
     assert job.costs.so_far(2.0) == {"gpu_hours": 6.0, "usd": 17.0, "kwh": 1.0}
 
 
+def test_a_stage_is_announced_by_its_first_and_the_last_length_before_it(context: Context) -> None:
+    lines: list[str] = []
+    context.console = SimpleNamespace(log=lines.append)  # type: ignore[assignment]
+    stages = [{"name": "long", "for": "4608 tokens", "seq_len": [16, 32], "batch": "512 tokens", "mix": "base"}]
+    stages += [{"name": "short", "for": "1024 tokens", "seq_len": [16, 32], "batch": "1024 tokens", "mix": "base"}]
+    context.recipe = recipe(stages=stages)
+    for name in ("long", "short"):
+        train._announce(context, Schedule(context.recipe).span(name))
+    assert lines == [
+        "[bold]long[/]: seq_len 16, batch 512 tokens",
+        "[bold]long -> short[/]: seq_len 32 -> 16, batch 512 tokens -> 1Ki; stream continues at token 4,608",
+    ]
+
+
 @pytest.mark.parametrize("files", [1, 2])
 def test_a_stage_s_figures_are_means_of_its_ends_and_its_last_score(files: int, tmp_path: Path) -> None:
     """The table may be in any order."""
