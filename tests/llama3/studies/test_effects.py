@@ -53,8 +53,9 @@ def test_gain_is_above_zero_where_bits_fall_and_where_answers_rise() -> None:
     assert [contrast.unit for contrast in contrasts.values()] == ["bpb", "accuracy"]
 
 
-@pytest.mark.parametrize("repeats", [2, pytest.param(3, marks=pytest.mark.slow), 5])
-@pytest.mark.parametrize("luck", [pytest.param(0.0, marks=pytest.mark.slow), 0.02])
+@pytest.mark.slow
+@pytest.mark.parametrize("repeats", [2, 3, 5])
+@pytest.mark.parametrize("luck", [0.0, 0.02])
 def test_intervals_cover_the_truth(repeats: int, luck: float) -> None:
     truth = dataclasses.replace(TRUTH, questions={}, repeats=repeats, luck=luck)
     effects = {f"eval/bpb/{name}": truth.effects["gsm"].get(name, 0.0) for name in DOMAINS}
