@@ -10,6 +10,8 @@ A name is imported when it is used: `import herd` loads no library.
 
 from __future__ import annotations
 
+import os
+from collections.abc import MutableMapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +44,26 @@ __all__ = [
     "plan_on_cluster",
     "run",
 ]
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def bypass_proxy(*hosts: str, variables: MutableMapping[str, str] = os.environ) -> None:
+    """Name `hosts` in no_proxy and NO_PROXY if a proxy is set: HTTP libraries read them, child processes inherit them.
+
+    Without it they send requests to servers of this machine to the proxy, which cannot reach them.
+    """
+    if not any(value for name, value in variables.items() if name.lower() in PROXIES):
+        return
+    lists = {name: variables.get(name, "") for name in ("no_proxy", "NO_PROXY")}
+    for name, own in lists.items():  # libraries read one of the two, some the first and some the second
+        known = [host.strip() for host in (own or max(lists.values())).split(",") if host.strip()]
+        variables[name] = ",".join([*known, *(host for host in hosts if not {host, "*"} & set(known))])
+
+
+bypass_proxy(
+    *LOOPBACK
+)  # every process of herd imports this file: commands, workers' flow runs, agents, ranks, notebooks
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -31,8 +30,9 @@ import asyncpg  # type: ignore[import-untyped]
 import psutil
 
 from herd.deploy.services import Service, Team, identity, postgres_program
-from herd.flows.local_server import WORKING_DIRECTORY
+from herd.flows.local_server import WORKING_DIRECTORY, failed_answer
 from herd.storage.processes import PACKAGE_FOLDER
+from herd.tasks.console import Wait
 
 PURGED = "90d"
 DATABASES = ("prefect", "mlflow", "mlflow_auth")
@@ -117,7 +117,7 @@ def up(team: Team) -> None:
 
 def start(team: Team, service: Service) -> None:
     """Start a service in the background; it outlives this command."""
-    if service.url and answers(service.url):
+    if service.url and not fault_of(service.url):
         raise ValueError(f"{service.name}: something else answers at {service.url}; choose another port")
     with team.log(service).open("ab") as log:
         process = subprocess.Popen(
@@ -144,9 +144,11 @@ def run(team: Team, service: Service) -> None:
 def wait_for_database(team: Team) -> None:
     """Return when Postgres answers. Raises ValueError if it does not."""
     url, deadline = f"tcp://{team.database_place}", time.monotonic() + START_S
-    while not answers(url):
+    wait = Wait(f"Postgres at {team.database_place}")
+    while answer := fault_of(url):
         if time.monotonic() > deadline:
-            raise ValueError(f"no Postgres at {team.database_place}")
+            raise ValueError(f"no Postgres at {team.database_place}: {answer}")
+        wait.note(answer)
         time.sleep(0.5)
 
 
@@ -172,7 +174,7 @@ def status(team: Team) -> int:
     well = True
     for service in team.services():
         process = running(team, service)
-        answering = process is not None and (not service.url or answers(service.url))
+        answering = process is not None and (not service.url or not fault_of(service.url))
         well &= answering
         words = "down" if process is None else f"{'up  ' if answering else 'mute'} pid {process.pid}  {service.address}"
         print(f"{service.name:9} {words.rstrip()}")
@@ -201,29 +203,29 @@ def running(team: Team, service: Service) -> psutil.Process | None:
 
 def await_answer(team: Team, service: Service) -> None:
     """Return when the service answers. Raises ValueError if it ends before, or takes longer than two minutes."""
-    deadline = time.monotonic() + START_S
-    while not service.url or not answers(service.url):
+    wait, deadline = Wait(f"{service.name} at {service.url}"), time.monotonic() + START_S
+    while not service.url or (answer := fault_of(service.url)):
         process = running(team, service)
         if process is not None and not service.url:
             return
         if process is None or time.monotonic() > deadline:
             log = team.log(service)
-            how = "ended" if process is None else f"did not answer within {START_S:.0f} s"
+            how = "ended" if process is None else f"did not answer within {START_S:.0f} s (the last: {answer})"
             raise ValueError(f"{service.name} {how}; the end of {log}:\n{log.read_text(errors='replace')[-1500:]}")
+        wait.note(answer)
         time.sleep(0.2)
 
 
-def answers(url: str) -> bool:
-    """Return whether something answers there without an error."""
+def fault_of(url: str) -> str:
+    """Return why nothing answers there, such as "connection refused"; "" if something does."""
     place = urlsplit(url)
+    if place.scheme != "tcp":
+        return failed_answer(url, timeout_s=5)
     try:
-        if place.scheme == "tcp":
-            with socket.create_connection((place.hostname, place.port), timeout=2):
-                return True
-        with urllib.request.urlopen(url, timeout=5):
-            return True
-    except OSError:
-        return False
+        with socket.create_connection((place.hostname, place.port), timeout=2):
+            return ""
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
 
 
 def surroundings(own: dict[str, str]) -> dict[str, str]:

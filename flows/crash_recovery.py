@@ -26,6 +26,7 @@ from herd.flows.local_server import is_temporary
 from herd.llama3.recipe.schema import Recipe
 from herd.storage.lease import lease_holders
 from herd.storage.root import Root
+from herd.tasks.console import Wait
 from herd.tasks.operate.recovery import FRUITLESS, RESUMED
 from herd.tasks.runs.records import Runs
 
@@ -103,11 +104,12 @@ def exit_if_alive_elsewhere(root: Root, work: str, log: Callable[[str], None]) -
     with get_client(sync_client=True) as client:
         if not was_resumed(client.read_flow_run_states(UUID(str(flow_run.id)))):
             return
-    until = time.monotonic() + LEAVE_S
+    wait, until = Wait(f"the end of {work}", log), time.monotonic() + LEAVE_S
     while holder := lease_holders(root, [work]).get(work, ""):
         if time.monotonic() > until:
             log(f"{work} is used by {holder}, an earlier process of this flow run: this one leaves")
             leave_quietly()
+        wait.note(f"{holder} still has it")
         time.sleep(1)
 
 

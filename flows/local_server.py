@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import base64
+import errno
 import logging
 import os
 import re
@@ -25,6 +26,7 @@ from urllib.parse import urlsplit
 
 from herd.storage.processes import PACKAGE_FOLDER, die_with_parent
 from herd.storage.root import Root
+from herd.tasks.console import Wait
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -42,6 +44,7 @@ START_TIMEOUT_S = 300
 STOP_TIMEOUT_S = 40
 """A trainer that gets SIGTERM writes a checkpoint first."""
 _LOG = "its log is in the folder logs of the root"
+UNREACHABLE = os.strerror(errno.ENETUNREACH).lower()
 STOP_S = 5
 BUSY_S = 10.0
 """How long a request is repeated while another writer has the database."""
@@ -255,19 +258,39 @@ def child(
 
 
 def await_answer(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Wait until `url` answers. Raises NoServer if the server ends or takes longer than START_TIMEOUT_S."""
-    from urllib.request import urlopen
+    """Wait until `url` answers, and say after some seconds what answered last.
 
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
+    Raises NoServer if the server ends, takes longer than START_TIMEOUT_S, or cannot be reached on this machine.
+    """
+    wait, deadline = Wait(url), time.monotonic() + START_TIMEOUT_S
+    while (answer := failed_answer(url)) and time.monotonic() < deadline:
         if process.poll() is not None:
             raise NoServer(f"{url}: the server ended with status {process.returncode}; {_LOG}")
-        try:
-            with urlopen(url, timeout=2):
-                return
-        except OSError:
-            time.sleep(0.1)
-    raise NoServer(f"{url}: no answer within {START_TIMEOUT_S} s; {_LOG}")
+        if UNREACHABLE in answer and LOOPBACK in url:
+            raise NoServer(f"{LOOPBACK}: this machine has no loopback interface; start it: ip link set lo up")
+        wait.note(answer)
+        time.sleep(0.1)
+    if answer:
+        raise NoServer(f"{url}: no answer within {START_TIMEOUT_S} s (the last: {answer}); {_LOG}")
+
+
+def failed_answer(url: str, timeout_s: float = 2.0) -> str:
+    """Return why `url` does not answer: "connection refused", "the proxy answered 503"; "" if it does."""
+    from http.client import HTTPException
+    from urllib.error import HTTPError
+    from urllib.request import build_opener, getproxies, proxy_bypass
+
+    address = urlsplit(url)
+    proxied = address.scheme in getproxies() and not proxy_bypass(address.netloc)
+    try:
+        with build_opener().open(url, timeout=timeout_s):
+            return ""
+    except HTTPError as error:
+        return f"the proxy answered {error.code}" if proxied else f"status {error.code}"
+    except (OSError, HTTPException) as error:
+        reason = getattr(error, "reason", error)  # URLError has the system's error inside
+        text = os.strerror(reason.errno) if isinstance(reason, OSError) and reason.errno else str(reason)
+        return f"the proxy: {text.lower()}" if proxied else text.lower()
 
 
 def start_temporary_server(root: Root) -> Callable[[], None]:

@@ -16,6 +16,7 @@ from uuid import UUID
 from herd.flows.local_server import read_access
 from herd.storage.lease import lease_holder
 from herd.storage.root import Root
+from herd.tasks.console import Wait
 from herd.tasks.launch.base import orphans
 from herd.tasks.report.progress import log_folders
 from herd.tasks.runs.records import RunRecord, Runs, rerun_command
@@ -97,10 +98,11 @@ def stop_run(root: Root, name: str, log: Callable[[str], None], patience_s: floa
         raise ValueError(
             f"run {name} works on another machine: {holder}; there, write: herd stop {name}, or: kill {holder.pid}"
         )
-    deadline = time.monotonic() + patience_s if patience_s else float("inf")
-    while lease_holder(root, lease) is not None:
+    wait, deadline = Wait(f"the end of {name}", log), time.monotonic() + patience_s if patience_s else float("inf")
+    while holder := lease_holder(root, lease):
         if time.monotonic() > deadline:
             return f"{name} still saves after {patience_s:.0f} s; herd status {name} shows when it has ended"
+        wait.note(f"{holder} still has it")
         time.sleep(POLL_S)
     return f"{name} is stopped; the same command, or: {rerun_command(root, record)}, continues it"
 

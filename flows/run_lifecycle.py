@@ -37,11 +37,11 @@ from herd.llama3.recipe.schema import Recipe
 from herd.storage.artifact import Artifact, flatten
 from herd.storage.lease import Lease, LeaseHeld, LeaseLost, lease
 from herd.storage.object_artifact import open_store
-from herd.storage.processes import peak_memory
+from herd.storage.processes import exit_within, peak_memory
 from herd.storage.root import Root
 from herd.storage.secrets import split_login
 from herd.tasks.cluster import Cluster
-from herd.tasks.console import Console, current_console, working
+from herd.tasks.console import Console, Wait, current_console, print_error, working
 from herd.tasks.errors import EvaluationFailed, SchedulerRefused, StudyIncomplete, TrainingFailed
 from herd.tasks.launch.local import slow_precision
 from herd.tasks.models.lookup import label_of_alias
@@ -65,7 +65,7 @@ from herd.tasks.stages.backfill import catch_up, watch_outages
 from herd.tasks.step import Context
 from herd.tasks.tracking import prefect_artifacts
 from herd.tasks.tracking.events import flow_failed, run_ended
-from herd.tasks.tracking.mlflow import MLflowTracker
+from herd.tasks.tracking.mlflow import MLFLOW_STOPPED_S, STOPPED_S, MLflowTracker
 from herd.tasks.tracking.mlflow_store import report_page
 from herd.tasks.tracking.prefect_artifacts import run_done
 from herd.tasks.tracking.prometheus import remove_gauges
@@ -82,6 +82,9 @@ STOPS: dict[type[BaseException], str] = {
     TerminationSignal: "stopped by herd stop or SIGTERM",
 }
 """What ends a run from outside -> the error of its record."""
+UNREPORTED = (
+    f"Prefect or MLflow did not take the end of this run within {STOPPED_S:.0f} s; herd up, or the next run, reports it"
+)
 BEGUN = threading.Event()
 """Set once a flow of this process has begun its work: an earlier failure may be retried."""
 RECORDED = threading.Event()
@@ -195,8 +198,11 @@ def _introduce(context: Context, plan: RunPlan) -> None:
 
 
 @contextmanager
-def reporting_end(close: Callable[[State, str, str], None]) -> Iterator[None]:
-    """Call `close` with state, MLflow status and error of the block, whatever ends it."""
+def reporting_end(tracker: MLflowTracker, close: Callable[[State, str, str], None]) -> Iterator[None]:
+    """Call `close` with state, MLflow status and error of the block, whatever ends it.
+
+    After a stop the process has STOPPED_S for all reports, those of Prefect after the block too.
+    """
     RECORDED.set()
     try:
         yield
@@ -207,6 +213,8 @@ def reporting_end(close: Callable[[State, str, str], None]) -> Iterator[None]:
         close("interrupted", "FINISHED", PENDING_APPROVAL)
         raise
     except BaseException as error:
+        left_s = max(tracker.reach.hurry(), STOPPED_S - MLFLOW_STOPPED_S)  # the record is written in any case
+        exit_within(left_s, lambda: print_error(UNREPORTED))
         intent = ""
         with suppress(ImportError):  # a private module of Prefect; without it the watchdog corrects the state
             from prefect._internal.control_listener import get_intent
@@ -222,7 +230,7 @@ def reporting_end(close: Callable[[State, str, str], None]) -> Iterator[None]:
 @contextmanager
 def _closing(context: Context) -> Iterator[None]:
     """Write how the run ended into its record and into MLflow."""
-    with reporting_end(partial(_close, context)):
+    with reporting_end(context.tracker, partial(_close, context)):
         with peak_memory() as peak, context.agents:
             yield
         context.record.peak_memory_gib = round(peak.gib, 2)
@@ -377,14 +385,16 @@ def existing_run(
     seconds), raises LeaseHeld, or with `read_only` yields a context with ReadOnlyRuns.
     """
     runs, until = Runs(root), time.monotonic() + patience_s
+    wait = Wait(f"the lease of {name}", current_console().log)
     with ExitStack() as stack:
         while True:
             try:
                 holder = f"{flow_run.name or 'a command'} on {name}"
                 runs.hold(name, stack.enter_context(lease(root, f"runs/{name}", holder)))
                 break
-            except LeaseHeld:
+            except LeaseHeld as held:
                 if time.monotonic() <= until:
+                    wait.note(escape(str(held)))
                     time.sleep(1)
                 elif read_only:
                     runs = ReadOnlyRuns(root)

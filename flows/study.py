@@ -165,7 +165,7 @@ def open_study(config: StudyParameters, expanded: ExpandedStudy) -> Iterator[Stu
         record = _recorded(config, expanded, studies)
         tracker = MLflowTracker(root, name)
         context = StudyContext(config, expanded, runs, studies, record, tracker, console)
-        with watched(root, f"{FOLDER}/{name}", attempt_number()), reporting_end(context.close):
+        with watched(root, f"{FOLDER}/{name}", attempt_number()), reporting_end(tracker, context.close):
             console.log(f"study [bold]{record.name}[/] {record.digest[:12]} in {root.uri}")
             console.table(plan_table(plan))
             for line in plan_lines(plan):

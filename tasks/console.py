@@ -7,6 +7,7 @@ on a Prefect worker it goes to the flow run's log. The command line sets HERD_CO
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,9 @@ from herd.tasks.format import format_duration
 
 PLAIN_INTERVAL_S = 5.0
 QUIET_S = 5.0
-"""Without a terminal: from the begin of silent work to its first line."""
+"""Without a terminal: from the begin of silent work to its first line. A wait says by then what it waits for."""
+REPEAT_S = 60.0
+"""Between two lines of one wait."""
 
 
 class ProgressLine(Protocol):
@@ -176,6 +179,27 @@ class Activity:
         """Return `web 12 of 40 after 1:07 min`; without items only the time."""
         items = f"{self.step} {self.done:,} of {self.total:,} " if self.total else ""
         return f"{items}after {format_duration(time.monotonic() - self.began)}"
+
+
+def print_error(text: str) -> None:
+    """Print a line on standard error: standard output may be a document."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Wait:
+    """A wait for `what`: it says after QUIET_S, and then every REPEAT_S, what it waits for and what answered last."""
+
+    def __init__(self, what: str, say: Callable[[str], None] = print_error) -> None:
+        self.what, self.say, self.answer = what, say, "no answer yet"
+        self.began = time.monotonic()
+        self._due = self.began + QUIET_S
+
+    def note(self, answer: str) -> None:
+        """Take the newest answer, such as "connection refused"."""
+        self.answer = answer
+        if (now := time.monotonic()) >= self._due:
+            self._due = now + REPEAT_S
+            self.say(f"waits for {self.what} for {format_duration(now - self.began)}: {answer}")
 
 
 _activity: ContextVar[Activity | None] = ContextVar("activity", default=None)

@@ -356,6 +356,7 @@ def tracked_step(context: Context, kind: str, step: str, key: str) -> Iterator[s
         context.tracker.close(handle, "FAILED")
         raise
     except BaseException:
+        context.tracker.reach.hurry()
         context.tracker.close(handle, "KILLED")
         raise
     context.tracker.close(handle, "FINISHED")

@@ -38,7 +38,7 @@ from herd.flows.cli.errors import (
 from herd.flows.cli.plan import planner
 from herd.flows.cli.study import study
 from herd.storage.filesystem import use_writable_cache
-from herd.storage.processes import fix_import_path
+from herd.storage.processes import COMMAND, fix_import_path
 from herd.storage.root import DEFAULT_ROOT, Root
 from herd.storage.secrets import move_logins
 
@@ -444,6 +444,7 @@ def _run(cluster_file: Path | None, processes: int, threads: int, json_: bool, *
 
 def main() -> None:
     """Entry point of the `herd` command."""
+    COMMAND.set()
     fix_import_path()
     use_writable_cache()
     move_logins()  # before Prefect reads its settings

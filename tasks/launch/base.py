@@ -25,6 +25,7 @@ from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.train.job import GRACE_S, AttemptResult
 from herd.storage.filesystem import write_atomic
 from herd.tasks.cluster import SCHEDULERS, Cluster
+from herd.tasks.console import Wait
 from herd.tasks.errors import SchedulerRefused, TrainingFailed
 
 REAP_S = 5.0
@@ -134,7 +135,7 @@ def query(*command: str, forgotten: str | None = None) -> str:
     It is repeated while it fails, and runs in its own session, so that Ctrl-C does not interrupt it. Raises
     SchedulerRefused with its error message after LOST_S.
     """
-    deadline = time.monotonic() + LOST_S
+    wait, deadline = Wait(command[0]), time.monotonic() + LOST_S
     while True:
         done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
         if done.returncode == 0:
@@ -143,6 +144,7 @@ def query(*command: str, forgotten: str | None = None) -> str:
             return ""
         if time.monotonic() > deadline:
             raise SchedulerRefused(f"{shlex.join(command)}: failed for {LOST_S:.0f} s: {done.stderr.strip()}")
+        wait.note(done.stderr.strip() or f"status {done.returncode}")
         time.sleep(1.0)
 
 

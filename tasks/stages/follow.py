@@ -124,7 +124,9 @@ class JournalTailer:
                     until = time.monotonic() + POLL_S
                     while time.monotonic() < until and launch.poll() is None:
                         time.sleep(WATCH_S)
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self.context.tracker.reach.hurry()
             self.sender.drain(INTERRUPTED_S)
             raise
         self.health_checked_at = -math.inf

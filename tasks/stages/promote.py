@@ -74,8 +74,8 @@ def judge_model(
     mlflow = context.tracker
     if not mlflow.reach.wait(int(timeout), context.console.log):
         raise ValueError(
-            f"promote.mlflow_timeout: MLflow at {mlflow.uri} did not answer for {timeout}; the model is "
-            "trained and evaluated: start MLflow and give the same command again"
+            f"promote.mlflow_timeout: MLflow at {mlflow.uri} did not answer for {timeout} ({mlflow.reach.why}); the "
+            "model is trained and evaluated: start MLflow and give the same command again"
         )
     with tracked_step(context, "promotion", "promote", evaluation.key) as mlflow_run:
         log = PromotionLog(context.root, context.recipe.name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import re
 import threading
 import time
@@ -48,10 +49,13 @@ WAIT_INTERVAL_S = 2.0
 """Between two probes of a caller that waits for the server."""
 RETRIABLE = (401, 403, 408, 429)
 """HTTP statuses below 500 that another call may not return."""
+STOPPED_S, MLFLOW_STOPPED_S = 10.0, 6.0
+"""After a stop: seconds for all reports together, and how many of them are MLflow's."""
 AWAY = "away-"
 """Prefix of the handle of a run that could not be opened yet."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # a traceback of each error that is also raised
 
 
 class MetricPoint(NamedTuple):
@@ -86,6 +90,8 @@ class CircuitBreaker:
         self._probe = probe
         self._retry_at = 0.0
         self.away = False
+        self.why = ""
+        """What its last failed call answered, such as `Connection refused`."""
         self.stale = False
         """Whether a call was skipped or failed since this was last set to False."""
         self.changed: Callable[[bool, str], None] = lambda away, why: log.warning(
@@ -95,6 +101,38 @@ class CircuitBreaker:
         self.refused: Callable[[str], None] = log.warning
         """Called with each distinct refusal, once."""
         self._refusals: set[str] = set()
+        self._stopped_at: float | None = None
+
+    def hurry(self) -> float:
+        """Let all calls from now on share MLFLOW_STOPPED_S, after a stop; return what is left of STOPPED_S.
+
+        What they do not send is sent later: `reconcile` finds it missing.
+        """
+        if self._stopped_at is None:
+            self._stopped_at = time.monotonic()
+        return self._stopped_at + STOPPED_S - time.monotonic()
+
+    def _call(self, call: Callable[[], T]) -> T:
+        """Return the result of `call`. Raises TimeoutError after a stop once its time is over, also during the call."""
+        if self._stopped_at is None:
+            return call()
+        results: queue.Queue[T | BaseException] = queue.Queue()
+
+        def work() -> None:
+            try:
+                results.put(call())
+            except BaseException as error:
+                results.put(error)
+
+        left = self._stopped_at + MLFLOW_STOPPED_S - time.monotonic()
+        threading.Thread(target=work, name="mlflow-last", daemon=True).start()
+        try:
+            result = results.get(timeout=max(left, 0.0))
+        except queue.Empty:
+            raise TimeoutError("it did not answer before the process had to end") from None
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
     def available(self) -> bool:
         """Return whether MLflow can be called now; probes it if it was away and half a minute has passed."""
@@ -106,7 +144,7 @@ class CircuitBreaker:
             self.stale = True
             return otherwise
         try:
-            return call()
+            return self._call(call)
         except Exception as error:
             message = _message(error)
             if not is_refusal(error):
@@ -118,20 +156,20 @@ class CircuitBreaker:
             return otherwise
 
     def wait(self, seconds: float, say: Callable[[str], None]) -> bool:
-        """Return whether MLflow answers within `seconds`; reports the wait once by `say`."""
+        """Return whether MLflow answers within `seconds`; reports the wait once, and its reason, by `say`."""
         deadline, reported = time.monotonic() + seconds, False
         while not self._check():
             if time.monotonic() >= deadline:
                 return False
             if not reported:
-                say(f"waits for MLflow, at most {seconds:,.0f} s")
+                say(f"waits for MLflow, at most {seconds:,.0f} s: {self.why}")
                 reported = True
             time.sleep(min(WAIT_INTERVAL_S, max(0.0, deadline - time.monotonic())))
         return True
 
     def _check(self) -> bool:
         try:
-            self._probe()
+            self._call(self._probe)
         except Exception as error:
             self._lose(_message(error))
             return False
@@ -141,7 +179,7 @@ class CircuitBreaker:
         return True
 
     def _lose(self, why: str) -> None:
-        self._retry_at = time.monotonic() + PROBE_INTERVAL_S
+        self._retry_at, self.why = time.monotonic() + PROBE_INTERVAL_S, why
         if not self.away:
             self.away = True
             self.changed(True, why)

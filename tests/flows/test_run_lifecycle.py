@@ -190,7 +190,7 @@ def test_a_stopped_study_says_how_it_goes_on(root: Root, capsys: pytest.CaptureF
     record = StudyRecord(name="warm", digest="d", kind="contrast", question="?", recipe="r", started=now(), code="c")
     config, expanded, tracker = StudyParameters(), load_study(Path("ramp-cpu")), MLflowTracker(root, RECIPE.name)
     context = StudyContext(config, expanded, [], Studies(root), record, tracker, TerminalConsole())
-    with suppress(BaseException), Studies(root).alone("warm"), reporting_end(context.close):
+    with suppress(BaseException), Studies(root).alone("warm"), reporting_end(tracker, context.close):
         raise TerminationSignal(signal.SIGTERM)
     assert Studies(root).find("warm").state == "interrupted"
     assert capsys.readouterr().out == "stopped by herd stop or SIGTERM; the same command continues warm\n"
