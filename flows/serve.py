@@ -14,16 +14,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import cast
+from typing import Any, NamedTuple, cast
 from uuid import UUID
 
 import httpx
+import yaml
 from prefect import get_client
 from prefect.blocks.core import Block
 from prefect.client.orchestration import SyncPrefectClient
@@ -56,6 +58,7 @@ from herd.flows.local_server import (
     worker_command,
     write_access,
 )
+from herd.llama3.recipe.base import read_plain, read_yaml
 from herd.storage.lease import LeaseHeld, lease
 from herd.storage.processes import PACKAGE_FOLDER
 from herd.storage.root import Root
@@ -64,6 +67,7 @@ from herd.tasks.tracking.mlflow_store import environment_uri, prepare_database
 
 QUEUES = {"default": None, "training": 1, "evaluation": 1}
 """Work queue -> most flow runs at the same time; those of `default` take seconds."""
+FILE, PIPELINE = "prefect.yaml", "herd.flows.pipeline.pipeline"
 RESULTS = "herd-results"
 HEARTBEAT_S = 30
 """What prefect.yaml sets for every deployment; Prefect allows no shorter interval."""
@@ -142,15 +146,84 @@ def check_working_directory(folder: Path = WORKING_DIRECTORY) -> None:
             raise ValueError(f"{path}: Prefect would import it in place of herd; rename it, or start in another folder")
 
 
-def deploy(environment: dict[str, str]) -> None:
-    """Register every deployment of prefect.yaml. Raises NoServer with Prefect's message."""
-    options = ["--all", "--prefect-file", str(PACKAGE_FOLDER / "prefect.yaml")]
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", *options]
-    result = subprocess.run(
-        command, cwd=WORKING_DIRECTORY, env=environment, capture_output=True, text=True, check=False
-    )
+class DeploymentFile(NamedTuple):
+    """A prefect.yaml; paths in its parameters begin at `folder`."""
+
+    name: str
+    folder: Path
+    deployments: list[dict[str, Any]]
+
+
+def deployment_files(root: Root, folder: Path) -> list[DeploymentFile]:
+    """Return the shipped prefect.yaml and, if they exist, that of the root and that of `folder`.
+
+    A deployment of the later files may be a name, parameters and schedules: the rest is that of the shipped one with
+    its entrypoint, by default of `pipeline`; one with the flow and name of an earlier file replaces that. Raises
+    ValueError for a file that cannot be read so.
+    """
+    shipped = PACKAGE_FOLDER / FILE
+    files = [DeploymentFile("herd", WORKING_DIRECTORY, read_yaml(shipped, FILE)["deployments"])]
+    known = {shipped.resolve()}
+    local = (folder / FILE).read_bytes() if (folder / FILE).is_file() else None
+    for name, place, text in ((root.join(FILE), root.local, root.read(FILE)), (str(folder / FILE), folder, local)):
+        path = (place / FILE).resolve()
+        if text is None or path in known:
+            continue
+        known.add(path)
+        check_working_directory(place)
+        try:
+            data = read_plain(text.decode())
+        except (yaml.YAMLError, ValueError) as error:
+            raise ValueError(f"{name}: is not YAML: {error}") from error
+        own = _filled(data, name, place, files[0].deployments)
+        replaced = {(each["entrypoint"], each["name"]) for each in own}
+        files = [
+            file._replace(deployments=[d for d in file.deployments if (d["entrypoint"], d["name"]) not in replaced])
+            for file in files
+        ]
+        files.append(DeploymentFile(name, place, own))
+    return files
+
+
+def _filled(data: Any, name: str, folder: Path, shipped: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the deployments of the file `name` with what herd's flows need. Raises ValueError."""
+    entries = data.get("deployments") if isinstance(data, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(each, dict) and each.get("name") for each in entries):
+        raise ValueError(f"{name}: deployments: must be a list of mappings with a name; see docs/tutorials/schedule.md")
+    filled = []
+    for entry in entries:
+        entry = {**{key: data[key] for key in ("build", "push", "pull") if key in data}, **entry}
+        template = next((each for each in shipped if each["entrypoint"] == entry.get("entrypoint", PIPELINE)), None)
+        if template is not None:
+            schedules = entry.get("schedules") or []
+            if not isinstance(schedules, list) or not all(isinstance(each, dict) for each in schedules):
+                raise ValueError(f'{name}: {entry["name"]}: schedules: must be a list, such as [{{cron: "0 3 * * *"}}]')
+            limit = {"limit": 1, "collision_strategy": "CANCEL_NEW" if schedules else "ENQUEUE"}
+            own = {key: template[key] for key in ("entrypoint", "tags", "work_pool")}
+            entry = {**own, "concurrency_limit": limit, **entry}
+            entry["tags"] = [*dict.fromkeys([*entry["tags"], WATCHED])]
+            if schedules:  # by its slug a paused one stays paused
+                entry["schedules"] = [{"slug": f"{entry['name']}-{at}", **each} for at, each in enumerate(schedules)]
+        directory = {"prefect.deployments.steps.set_working_directory": {"directory": str(folder)}}
+        filled.append({"pull": [directory], **entry})
+    return filled
+
+
+def deploy(files: list[DeploymentFile], environment: dict[str, str]) -> list[str]:
+    """Register the deployments of `files`; return a line for each file. Raises NoServer with Prefect's message."""
+    with tempfile.TemporaryDirectory(prefix="herd-deploy-") as folder:
+        path = Path(folder, FILE)
+        path.write_text(yaml.safe_dump({"deployments": [each for file in files for each in file.deployments]}))
+        command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(path)]
+        result = subprocess.run(
+            command, cwd=WORKING_DIRECTORY, env=environment, capture_output=True, text=True, check=False
+        )
     if result.returncode:
-        raise NoServer(f"prefect deploy --all failed:\n{result.stdout}{result.stderr}")
+        names = ", ".join(file.name for file in files)
+        raise NoServer(f"prefect deploy --all ({names}) failed:\n{result.stdout}{result.stderr}")
+    counts = [f"{len(file.deployments)} deployments of {file.name} registered" for file in files[:1]]
+    own = [f"{', '.join(each['name'] for each in file.deployments)} of {file.name} registered" for file in files[1:]]
+    return [*counts, *own]
 
 
 def crash_zombies() -> AutomationCore:
@@ -266,6 +339,7 @@ def serve(root: Root, prefect_port: int, mlflow_port: int, host: str = LOOPBACK,
 
     check_working_directory()
     root.local.mkdir(parents=True, exist_ok=True)
+    files = deployment_files(root, Path.cwd())
     with ExitStack() as children:
         try:
             children.enter_context(lease(Root.parse(root.local), "up", "herd up"))
@@ -287,7 +361,9 @@ def serve(root: Root, prefect_port: int, mlflow_port: int, host: str = LOOPBACK,
         for line in setup(root, notify=notify):
             console.print(f"[dim]{line}[/]")
         with working(TerminalConsole(console), "deployments"):
-            deploy(environment)
+            lines = deploy(files, environment)
+        for line in lines:
+            console.print(f"[dim]{escape(line)}[/]")
         worker = children.enter_context(child("worker", worker_command(), root.local, environment))
         children.callback(_introduce(servers, root, environment, chosen).unlink, missing_ok=True)
         _run([*started.values(), worker], root)

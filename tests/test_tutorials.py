@@ -21,6 +21,7 @@ from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2Jo
 
 from herd.flows.cli.main import app
 from herd.flows.recipe_form import PipelineParameters
+from herd.flows.serve import deployment_files
 from herd.llama3.hardware.specs import preset_text
 from herd.llama3.hardware.topology import load_fabric
 from herd.llama3.recipe.base import DOMAINS
@@ -220,11 +221,12 @@ def test_no_command_is_overlooked() -> None:
 def test_every_file_is_one_that_is_taken(page: Path, tmp_path: Path) -> None:
     whole: dict[str, Any] = {}
     for text in blocks(page):
-        if text.lstrip().startswith("- "):
-            check_deployment(yaml.safe_load(Path("prefect.yaml").read_text() + text)["deployments"][-1])
-            continue
         data = yaml.safe_load(text.partition("    ...\n")[0])
-        if "question" in data:  # a study that ships
+        if "deployments" in data:
+            (tmp_path / "prefect.yaml").write_text(text)
+            for entry in deployment_files(Root.parse(tmp_path / "root"), tmp_path)[-1].deployments:
+                check_deployment(entry)
+        elif "question" in data:  # a study that ships
             whole = data
             assert text == (STUDIES / f"{data['name']}.yaml").read_text()
         elif {"mix", "ladder", "annealing", "others"} & set(data) and whole:

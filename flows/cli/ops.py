@@ -60,7 +60,9 @@ def up(
 
 def setup(
     root: RootOption = DEFAULT_ROOT,
-    deploy: Annotated[bool, typer.Option(help="Also register the deployments of prefect.yaml.")] = True,
+    deploy: Annotated[
+        bool, typer.Option(help="Also register deployments: herd's, ./prefect.yaml, ROOT/prefect.yaml.")
+    ] = True,
     notify: NotifyOption = "",
 ) -> None:
     """Create work pool, queues, result storage and automations on the server of PREFECT_API_URL; safe to repeat."""
@@ -71,8 +73,9 @@ def setup(
             out.print(line)
         if deploy:
             with at_work("deployments"):
-                serve.deploy(dict(os.environ))
-            out.print("deployments of prefect.yaml registered")
+                lines = serve.deploy(serve.deployment_files(Root.parse(root), Path.cwd()), dict(os.environ))
+            for line in lines:
+                out.print(escape(line))
 
 
 def doctor(

@@ -40,6 +40,7 @@ def up(herd: Herd, new_herd: NewHerd, tmp_path_factory: pytest.TempPathFactory) 
     made = new_herd(tmp_path_factory.mktemp("up") / "root")
     made.home = tmp_path_factory.mktemp("up-home")
     copy_artifacts(herd, made.root, "checkpoint/*", "evaluation/*")
+    (made.root / "prefect.yaml").write_text("deployments: [{name: own, schedules: [{cron: '0 3 1 1 *'}]}]")
     with running_up(made) as running:
         running.pause_evaluations()
         yield running
@@ -81,6 +82,14 @@ def suspended(up: Up, sent: FlowRun, pages: Pages | None) -> FlowRun:
 def test_every_deployment_is_there_and_takes_what_its_form_offers(up: Up) -> None:
     wanted = {entry["name"]: entry for entry in yaml.safe_load(Path("prefect.yaml").read_text())["deployments"]}
     found = {deployment.name: deployment for deployment in up.client.read_deployments()}
+    own, shipped = found.pop("own"), found["pipeline"]
+    assert (own.work_queue_name, own.tags, own.entrypoint) == (
+        shipped.work_queue_name,
+        shipped.tags,
+        shipped.entrypoint,
+    )
+    assert own.schedules[0].slug == "own-0"
+    assert str(up.herd.root) in str(own.pull_steps)
     assert set(found) == set(wanted)
     for name, deployment in found.items():
         assert {s.slug for s in deployment.schedules} == {s["slug"] for s in wanted[name].get("schedules", [])}

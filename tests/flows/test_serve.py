@@ -29,9 +29,10 @@ from prefect.states import AwaitingRetry, Cancelled, Crashed, Running
 from herd.flows import run_lifecycle
 from herd.flows.crash_recovery import steps_back, thin_out, was_resumed
 from herd.flows.local_server import POOL
-from herd.flows.serve import EXAMPLE, NOTIFY, QUEUES, RESULTS, RETIRED, crash_zombies, setup
+from herd.flows.serve import EXAMPLE, NOTIFY, QUEUES, RESULTS, RETIRED, crash_zombies, deployment_files, setup
 from herd.llama3.recipe.load import RecipeError, load_recipe
 from herd.storage.lease import lease
+from herd.storage.processes import PACKAGE_FOLDER
 from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole
 from herd.tasks.operate.recovery import AUTO_RESUME, FIRST_REPORT, FRUITLESS, RESUMED, reconcile, restart
@@ -125,6 +126,59 @@ def test_results_of_a_remote_root_lie_below_it_without_a_secret(
 def test_without_a_server_it_says_which_one_it_needs(tmp_path: Path) -> None:
     with temporary_settings({PREFECT_API_URL: None}), pytest.raises(ValueError, match="PREFECT_API_URL: is not set"):
         setup(Root.parse(tmp_path))
+
+
+OWN = """
+deployments:
+  - name: mine
+    parameters: {config: {recipe: my.yaml}}
+    schedules: [{cron: "0 3 * * *", timezone: Europe/Berlin}]
+  - {name: nightly, tags: [late]}
+  - {name: other, entrypoint: "flow.py:other", work_pool: {name: cluster}}
+"""
+
+
+def test_own_deployments_of_folder_and_root_get_what_flows_of_herd_need(tmp_path: Path) -> None:
+    root, folder = Root.parse(tmp_path / "root"), tmp_path / "folder"
+    for place in (root.local, folder):
+        place.mkdir()
+    assert [file.name for file in deployment_files(root, folder)] == ["herd"]
+    (root.local / "prefect.yaml").write_text("deployments: [{name: mine}, {name: of-root}]")
+    (folder / "prefect.yaml").write_text(OWN)
+    shipped, of_root, own = deployment_files(root, folder)
+    assert [own.name, of_root.name] == [f"{place}/prefect.yaml" for place in (folder, root.local)]
+    names = {each["name"]: each for each in shipped.deployments}
+    assert "nightly" not in names, "the own one replaces it"
+    assert [each["name"] for each in of_root.deployments] == ["of-root"], "the folder's file comes last"
+    mine, nightly, other = own.deployments
+    for key in ("entrypoint", "work_pool"):
+        assert mine[key] == names["pipeline"][key]
+    assert mine["tags"] == ["herd", "auto-resume"]
+    assert mine["concurrency_limit"]["collision_strategy"] == "CANCEL_NEW"
+    assert mine["schedules"][0]["slug"] == "mine-0"
+    assert mine["pull"][0]["prefect.deployments.steps.set_working_directory"]["directory"] == str(folder)
+    assert nightly["tags"] == ["late", "herd"]
+    assert "schedules" not in nightly, "one added in the UI stays"
+    assert {"tags", "concurrency_limit"}.isdisjoint(other), "it is of another project"
+    (folder / "prefect.yaml").unlink()
+    (folder / "prefect.yaml").symlink_to(PACKAGE_FOLDER / "prefect.yaml")
+    assert [file.name for file in deployment_files(root, folder)] == ["herd", of_root.name]
+    assert [file.name for file in deployment_files(root, root.local)] == ["herd", of_root.name]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "is not YAML"),
+        ("deployments: {name: x}", "deployments: must be a list of mappings with a name"),
+        ("deployments: [{entrypoint: x}]", "deployments: must be a list of mappings with a name"),
+        ("deployments: [{name: x, schedules: {cron: x}}]", "x: schedules: must be a list"),
+    ],
+)
+def test_a_file_of_deployments_that_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "prefect.yaml").write_text(text)
+    with pytest.raises(ValueError, match=f"^{tmp_path}/prefect.yaml: {message}"):
+        deployment_files(Root.parse(tmp_path / "root"), tmp_path)
 
 
 @pytest.fixture
