@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 from herd.storage.processes import PACKAGE_FOLDER, die_with_parent
 from herd.storage.root import Root
 from herd.tasks.console import Wait
+from herd.tasks.tracking.moved_root import ACCESS, follow_root
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -51,8 +52,6 @@ BUSY_S = 10.0
 NAME = "HERD_TEMPORARY_SERVER"
 """Variable with the address of the temporary server."""
 PASSWORD_FILE = "prefect.password"
-ACCESS = "prefect.env"
-"""File in the root's working folder, readable by its owner only: variables to reach the servers of `herd up`."""
 ORIGINS, DATABASE = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS", "PREFECT_SERVER_DATABASE_CONNECTION_URL"
 SERVER_PASSWORD, PASSWORD = "PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING"
 _CHOICES = {"connection_url", "driver", "host", "name", "password", "port", "user"}
@@ -302,6 +301,7 @@ def start_temporary_server(root: Root) -> Callable[[], None]:
 
     if PREFECT_API_URL.value():
         return lambda: None
+    follow_root(root)
     bound = socket.socket()  # the server inherits it: another process cannot take the port before the server binds
     bound.bind((LOOPBACK, 0))
     port = bound.getsockname()[1]

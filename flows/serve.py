@@ -64,6 +64,7 @@ from herd.storage.processes import PACKAGE_FOLDER
 from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole, working
 from herd.tasks.tracking.mlflow_store import environment_uri, prepare_database
+from herd.tasks.tracking.moved_root import follow_root, former_places
 
 QUEUES = {"default": None, "training": 1, "evaluation": 1}
 """Work queue -> most flow runs at the same time; those of `default` take seconds."""
@@ -117,11 +118,12 @@ def setup(root: Root, api: str = "", notify: str = "") -> list[str]:
             block = LocalFileSystem(basepath=uri) if root.is_local else RemoteFileSystem(basepath=uri)
             slug = f"block {block.get_block_type_slug()}/{RESULTS}"
             try:
-                type(block).load(RESULTS)
-                created[slug] = False
+                known = type(block).load(RESULTS)
+                created[slug] = known.basepath in [f"{place}/prefect-results" for place in former_places(root)]
             except ValueError:
-                block.save(RESULTS)
                 created[slug] = True
+            if created[slug]:
+                block.save(RESULTS, overwrite=True)
             for retired in client.read_automations_by_name(RETIRED):
                 client.delete_automation(retired.id)
             if notify:
@@ -339,6 +341,7 @@ def serve(root: Root, prefect_port: int, mlflow_port: int, host: str = LOOPBACK,
 
     check_working_directory()
     root.local.mkdir(parents=True, exist_ok=True)
+    follow_root(root)
     files = deployment_files(root, Path.cwd())
     with ExitStack() as children:
         try:
@@ -382,29 +385,36 @@ class Servers:
 
     @classmethod
     def from_environment(cls, prefect_port: int, mlflow_port: int, host: str) -> Servers:
-        """Return the servers of the environment, and the given ports for the others. Raises ValueError."""
-        api, tracking = os.environ.get("PREFECT_API_URL", ""), environment_uri()
-        for option, port, elsewhere in (
-            ("--prefect-port", prefect_port, api),
-            ("--mlflow-port", mlflow_port, tracking),
-        ):
-            if elsewhere:
+        """Return the servers of the environment, and the given ports for the others. Raises ValueError.
+
+        The own address in the environment, from an earlier prefect.env, counts only if a server is there.
+        """
+        own = {"--prefect-port": f"http://{_reached(host)}:{prefect_port}"}
+        own["--mlflow-port"] = f"http://{_reached(host)}:{mlflow_port}"
+        given = {"--prefect-port": os.environ.get("PREFECT_API_URL", "").removesuffix("/api")}
+        given["--mlflow-port"] = environment_uri()
+        for option, port in (("--prefect-port", prefect_port), ("--mlflow-port", mlflow_port)):
+            if given[option] not in ("", own[option]):
                 continue
             with socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
                     probe.bind((host, port))
+                    given[option] = ""
                 except OSError as error:
+                    if error.errno == errno.EADDRINUSE and given[option]:
+                        continue
                     if error.errno != errno.EADDRINUSE:
                         message = f"--host: {host} is not an address of this machine ({error.strerror})"
                     else:
                         message = f"{option}: port {port} is taken; choose another, such as {option} {port + 1}"
                     raise ValueError(message) from error
+        prefect, mlflow = given["--prefect-port"], given["--mlflow-port"]
         return cls(
-            api.removesuffix("/api") or f"http://{_reached(host)}:{prefect_port}",
-            tracking or f"http://{_reached(host)}:{mlflow_port}",
-            None if api else prefect_port,
-            None if tracking else mlflow_port,
+            prefect or own["--prefect-port"],
+            mlflow or own["--mlflow-port"],
+            None if prefect else prefect_port,
+            None if mlflow else mlflow_port,
             host,
         )
 

@@ -37,6 +37,7 @@ from herd.tasks.errors import REMEDIES
 from herd.tasks.format import FittedTable, format_bytes
 from herd.tasks.launch.base import node_runner
 from herd.tasks.launch.local import query_gpu, visible_gpus
+from herd.tasks.tracking.moved_root import moved_from
 
 State = Literal["ok", "warn", "fail"]
 COLORS: dict[State, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -205,6 +206,11 @@ def check_limits() -> Iterator[CheckResult]:
 def check_root(root: Root) -> Iterator[CheckResult]:
     """Write and read below the root: rights, locks, rate, clock, free space."""
     root.local.mkdir(parents=True, exist_ok=True)
+    if before := moved_from(root):
+        what = f"{root.uri} was moved or copied from {before[1]}, where paths in its databases still lead"
+        yield CheckResult(
+            "moved root", "warn", what, "nothing: the next run, or herd up, changes them before it writes"
+        )
     size, payload = (LOCAL_TRIAL if root.is_local else REMOTE_TRIAL), os.urandom(1 << 20)
     with _trial(root) as name:
         began = time.time()

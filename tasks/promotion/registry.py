@@ -177,7 +177,8 @@ def labels_with_alias(root: Root) -> list[str]:
     labels: list[str] = []
     tracker = MLflowTracker(root, "")
     if not tracker.reach.wait(WAIT_S, print):
-        raise ValueError(f"MLflow at {tracker.uri} does not answer, and it might know a champion; start it first")
+        why = f"MLflow at {tracker.uri} does not answer ({tracker.reach.why}), and it might know a champion"
+        raise ValueError(tracker.fault or f"{why}; start it first")
     for family in sorted({record.family for record in Runs(root).all()}):
         versions = [
             tracker.client.get_model_version(model.name, version)

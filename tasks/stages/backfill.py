@@ -79,7 +79,8 @@ def backfill_run(
     own = record or runs.find(run)
     mlflow = tracker or MLflowTracker(root, own.family)
     if not mlflow.reach.wait(0, lambda text: None):
-        raise ValueError(f"MLflow at {mlflow.uri} does not answer; start it (herd up), then: herd mlflow sync {run}")
+        why = f"MLflow at {mlflow.uri} does not answer ({mlflow.reach.why}); start it (herd up)"
+        raise ValueError(mlflow.fault or f"{why}, then: herd mlflow sync {run}")
     if not mlflow.experiment:
         raise ValueError(f"MLflow experiment {own.family}: is deleted; restore it, then: herd mlflow sync {run}")
     mlflow.reach.stale = False

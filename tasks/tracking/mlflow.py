@@ -12,6 +12,8 @@ import logging
 import os
 import queue
 import re
+import shlex
+import sys
 import threading
 import time
 import uuid
@@ -24,7 +26,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from herd.llama3.train import metrics
 from herd.storage.filesystem import is_local
 from herd.storage.root import Root
-from herd.tasks.tracking.mlflow_store import database_uri, prepare_database, run_page, set_tracking_uri, tracking_uri
+from herd.tasks.tracking.mlflow_store import (
+    VARIABLE,
+    database_uri,
+    prepare_database,
+    run_page,
+    set_tracking_uri,
+    tracking_uri,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -51,6 +60,8 @@ RETRIABLE = (401, 403, 408, 429)
 """HTTP statuses below 500 that another call may not return."""
 STOPPED_S, MLFLOW_STOPPED_S = 10.0, 6.0
 """After a stop: seconds for all reports together, and how many of them are MLflow's."""
+MESSAGE_CHARACTERS = 500
+"""Of an error that is shown: statements of SQL are longer, remedies with paths are not."""
 AWAY = "away-"
 """Prefix of the handle of a run that could not be opened yet."""
 T = TypeVar("T")
@@ -205,7 +216,7 @@ def _message(error: Exception) -> str:
     text = " ".join(str(error).split())
     wrapper = r"HTTPS?Connection(?:Pool)?\([^)]*\): |\[Errno -?\d+\] |\(Caused by \w+\([\"']?"
     caused = re.fullmatch(rf".*(?:{wrapper})(.+?)(?: \(\w+ timeout=.*|[\"')]*\))?", text)
-    return (caused[1] if caused else f"{type(error).__name__}: {text}")[:200]
+    return (caused[1] if caused else f"{type(error).__name__}: {text}")[:MESSAGE_CHARACTERS]
 
 
 @dataclass(frozen=True)
@@ -233,6 +244,8 @@ class MLflowTracker:
         set_tracking_uri(self.uri)  # the registry looks models up through the process-wide URI
         self.lost: Callable[[], bool] = lambda: False
         """Returns whether another process has taken the run over; then status and tags are not written."""
+        self.fault = ""
+        """Why the database cannot be used, with the remedy, if starting a server would not help."""
         self._client: MlflowClient | None = None
         self._client_lock = threading.Lock()
         self.reach = CircuitBreaker(lambda: self.client.search_experiments(max_results=1))
@@ -260,8 +273,12 @@ class MLflowTracker:
                     self._client = MlflowClient(self.uri, registry_uri=self.uri)
                 except MlflowException:
                     raise
-                except Exception as error:  # whatever sqlite3, SQLAlchemy and Alembic raise
-                    raise MlflowException(f"{type(error).__name__}: {error}", TEMPORARILY_UNAVAILABLE) from error
+                except (
+                    Exception
+                ) as error:  # a ValueError with its remedy, or whatever sqlite3, SQLAlchemy and Alembic raise
+                    self.fault = str(error) if isinstance(error, ValueError) else ""
+                    text = self.fault or f"{type(error).__name__}: {error}"
+                    raise MlflowException(text, TEMPORARILY_UNAVAILABLE) from error
             return self._client
 
     @property
@@ -490,9 +507,9 @@ class MLflowTracker:
             experiment = self.client.get_experiment_by_name(self.family)
         if experiment.lifecycle_stage == "deleted":
             number = experiment.experiment_id
-            raise MlflowException.invalid_parameter_value(
-                f"experiment {self.family} is deleted; restore it: mlflow experiments restore -x {number}"
-            )
+            words = [f"{VARIABLE}={self.uri}", sys.executable, "-m", "mlflow", "experiments", "restore", "-x", number]
+            restore = shlex.join(["env", *words])
+            raise MlflowException.invalid_parameter_value(f"experiment {self.family} is deleted; restore it: {restore}")
         self._experiment = str(experiment.experiment_id)
         return self._experiment
 

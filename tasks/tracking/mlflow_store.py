@@ -18,6 +18,7 @@ from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from herd.storage.filesystem import cache_folder, write_atomic
 from herd.storage.root import Root
 from herd.storage.secrets import move_logins, refuse_secrets
 from herd.storage.staging import file_lock, staging_folder
+from herd.tasks.tracking.moved_root import follow_root
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -47,6 +49,10 @@ STATISTICS = {
 STEADY_S = 5.0
 """A file that looks half-migrated is watched for this long: another program may be migrating it."""
 log = logging.getLogger(__name__)
+
+
+class SchemaUnknown(ValueError):
+    """MLflow's database was made by another version of MLflow, newer or from another branch."""
 
 
 def tracking_uri(root: Root) -> str:
@@ -123,8 +129,10 @@ def preload() -> None:
 def prepare_database(root: Root) -> bool:
     """Make MLflow's database below `root` usable; return whether it was broken and had to be replaced.
 
-    Raises OSError if it cannot be created, and what MLflow raises if it cannot be migrated; then it is unchanged.
+    Raises OSError if it cannot be created, SchemaUnknown, and what MLflow raises if it cannot be migrated; then it is
+    unchanged. Raises ValueError if paths of a moved root cannot follow.
     """
+    follow_root(root)
     path = root.local / NAME
     with file_lock(root.local, NAME):
         tables, version = _inspect(path)
@@ -146,6 +154,11 @@ def prepare_database(root: Root) -> bool:
         if broken or not tables:
             _install(root, path, "")
         elif version != _newest_version():
+            if version not in _known_versions():
+                raise SchemaUnknown(
+                    f"{path}: its schema {version} is of another MLflow than {metadata.version('mlflow')} here; "
+                    "install that one, or move the file away and send the runs again: herd mlflow sync RUN"
+                )
             _install(root, path, version)
         if not tables or STATISTICS_TABLE not in tables:
             with suppress(sqlite3.OperationalError):  # a server is writing: the next process does it
@@ -263,3 +276,12 @@ def _newest_version() -> str:
     from mlflow.store.db import utils
 
     return str(utils._get_latest_schema_revision())
+
+
+def _known_versions() -> set[str]:
+    """Return the schemas that this MLflow can migrate."""
+    from alembic.script import ScriptDirectory
+    from mlflow.store.db import utils
+
+    config = utils._get_alembic_config("sqlite://")
+    return {revision.revision for revision in ScriptDirectory.from_config(config).walk_revisions()}

@@ -22,23 +22,34 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import WorkPoolFilter, WorkPoolFilterName
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.schedules import IntervalSchedule
-from prefect.filesystems import RemoteFileSystem
+from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import AwaitingRetry, Cancelled, Crashed, Running
 
 from herd.flows import run_lifecycle
 from herd.flows.crash_recovery import steps_back, thin_out, was_resumed
 from herd.flows.local_server import POOL
-from herd.flows.serve import EXAMPLE, NOTIFY, QUEUES, RESULTS, RETIRED, crash_zombies, deployment_files, setup
+from herd.flows.serve import (
+    EXAMPLE,
+    NOTIFY,
+    QUEUES,
+    RESULTS,
+    RETIRED,
+    Servers,
+    crash_zombies,
+    deployment_files,
+    setup,
+)
 from herd.llama3.recipe.load import RecipeError, load_recipe
 from herd.storage.lease import lease
-from herd.storage.processes import PACKAGE_FOLDER
+from herd.storage.processes import PACKAGE_FOLDER, free_port
 from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole
 from herd.tasks.operate.recovery import AUTO_RESUME, FIRST_REPORT, FRUITLESS, RESUMED, reconcile, restart
 from herd.tasks.runs.records import Runs, mark_open
 from herd.tasks.stages.alerts import Alert, emit_alert
 from herd.tasks.tracking.events import run_ended
+from herd.tasks.tracking.moved_root import follow_root
 from tests.dist import Forked
 
 QUEUE = "training"
@@ -121,6 +132,20 @@ def test_results_of_a_remote_root_lie_below_it_without_a_secret(
     stored = client.request("POST", "/block_documents/filter", json={"include_secrets": True}).text
     assert RESULTS in stored
     assert "canary" not in stored
+
+
+def test_results_of_a_copy_lie_in_the_copy(client: SyncPrefectClient, api: str, tmp_path: Path) -> None:
+    for name in ("root", "other", "copy"):
+        (tmp_path / name).mkdir()
+    root, copy, other = (Root.parse(tmp_path / name) for name in ("root", "copy", "other"))
+    LocalFileSystem(basepath=f"{root.uri}/prefect-results").save(RESULTS, overwrite=True)
+    setup(other, api)
+    assert LocalFileSystem.load(RESULTS).basepath == f"{root.uri}/prefect-results", "it was not copied"
+    follow_root(root)
+    (copy.local / ".location").write_bytes((root.local / ".location").read_bytes())
+    follow_root(copy)
+    setup(copy, api)
+    assert LocalFileSystem.load(RESULTS).basepath == f"{copy.uri}/prefect-results"
 
 
 def test_without_a_server_it_says_which_one_it_needs(tmp_path: Path) -> None:
@@ -499,3 +524,19 @@ def test_a_webhook_and_an_apprise_address_are_told_how_runs_go(
     files = [path for path in Path(prefect_server["home"]).rglob("*") if path.is_file()]
     assert any(path.name == "prefect.db" for path in files)
     assert not [path for path in files if hook.encode() in path.read_bytes()], "it is encrypted, and in no log"
+
+
+def test_the_own_address_of_a_server_that_ended_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `source prefect.env`, in the same shell."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Inbox) as taken:
+        free, port = free_port(), taken.server_port
+        monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{free}/api")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+        servers = Servers.from_environment(free, port, "127.0.0.1")
+        assert (servers.prefect_port, servers.mlflow_port) == (free, None), "one is there, the other is not"
+        assert (servers.prefect, servers.mlflow) == (f"http://127.0.0.1:{free}", f"http://127.0.0.1:{port}")
+        other = Servers.from_environment(free_port(), free_port(), "127.0.0.1")
+        assert (other.prefect_port, other.mlflow_port) == (None, None)
+        monkeypatch.delenv("MLFLOW_TRACKING_URI")
+        with pytest.raises(ValueError, match=f"--mlflow-port: port {port} is taken"):
+            Servers.from_environment(free, port, "127.0.0.1")
