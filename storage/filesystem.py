@@ -15,6 +15,7 @@ import shutil
 import stat
 import tempfile
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -324,16 +325,17 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 @contextmanager
 def temporary_file_beside(path: Path, data: bytes) -> Iterator[Path]:
     """Yield a synced temporary file with `data` in the folder of `path`; deleted at the end unless renamed."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}"
+    # mkstemp hides its file; others may share the root, if the umask allows
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
-            os.fchmod(handle, 0o644)  # others may share the root
             os.fsync(handle)
-        yield Path(name)
+        yield temporary
     finally:
-        Path(name).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -57,7 +57,7 @@ def test_proxies_no_home_plain_ascii_few_files_and_a_read_only_checkout(recipe: 
         UP_AND_RUN if may_mount.returncode else MOUNTS + UP_AND_RUN
     )
     command = ["sh", "-ec", script] if may_mount.returncode else [*NAMESPACES, script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
     printed = {name: (tmp_path / name).read_text() if (tmp_path / name).exists() else "" for name in ("up", "run")}
     assert done.returncode == 0, (done.stdout, done.stderr, printed)
     root = Root.parse(tmp_path / "root")

@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from herd.storage import filesystem
 from herd.storage.artifact import ArtifactSpec
 from herd.storage.cleanup import clean_up_root
-from herd.storage.filesystem import cache_folder, use_writable_cache
+from herd.storage.filesystem import cache_folder, use_writable_cache, write_atomic
 from herd.storage.object_artifact import open_store
 from herd.storage.objects import list_objects
 from herd.storage.root import Root
@@ -68,3 +68,14 @@ def test_without_a_cache_folder_that_can_be_written_there_is_a_temporary_one(mon
     assert os.access(cache_folder().parent, os.W_OK)
     assert os.environ["MPLCONFIGDIR"] == os.environ["XDG_CACHE_HOME"]
     assert os.environ["HF_HOME"] == "/proc/nowhere/.cache/huggingface"
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_others_may_read_a_written_file_if_the_umask_allows(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        write_atomic(tmp_path / "file", "text")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == mode
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
