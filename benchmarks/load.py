@@ -405,7 +405,8 @@ def queue_runs(given: LoadSettings) -> tuple[int, float]:
     from prefect.client.schemas.objects import TERMINAL_STATES, StateType
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-    from herd.flows.local_server import ACCESS, PASSWORD, child
+    from herd.flows.local_server import PASSWORD, child
+    from herd.tasks.tracking.moved_root import ACCESS
 
     root, (prefect, mlflow_port) = Root.parse(given.folder / "queued"), free_ports(2)
     environment = {**os.environ, "PREFECT_HOME": str(given.folder / "prefect-up"), "HERD_THREADS": "1"}

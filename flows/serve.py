@@ -44,7 +44,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from herd.flows.local_server import (
-    ACCESS,
     LOOPBACK,
     PASSWORD,
     POOL,
@@ -64,7 +63,7 @@ from herd.storage.processes import PACKAGE_FOLDER
 from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole, working
 from herd.tasks.tracking.mlflow_store import environment_uri, prepare_database
-from herd.tasks.tracking.moved_root import follow_root, former_places
+from herd.tasks.tracking.moved_root import ACCESS, follow_root, former_places
 
 QUEUES = {"default": None, "training": 1, "evaluation": 1}
 """Work queue -> most flow runs at the same time; those of `default` take seconds."""
@@ -118,8 +117,8 @@ def setup(root: Root, api: str = "", notify: str = "") -> list[str]:
             block = LocalFileSystem(basepath=uri) if root.is_local else RemoteFileSystem(basepath=uri)
             slug = f"block {block.get_block_type_slug()}/{RESULTS}"
             try:
-                known = type(block).load(RESULTS)
-                created[slug] = known.basepath in [f"{place}/prefect-results" for place in former_places(root)]
+                known = getattr(type(block).load(RESULTS), "basepath", "")
+                created[slug] = known in [f"{place}/prefect-results" for place in former_places(root)]
             except ValueError:
                 created[slug] = True
             if created[slug]:

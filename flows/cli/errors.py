@@ -103,11 +103,12 @@ def exit_as_judged(root: Root, run: str) -> None:
 def _print_error(error: Exception) -> int | None:
     """Print an error that the user can act on and return its exit status; None for any other error."""
     # imported only after an error: they take 70 ms and more
-    from herd.flows.local_server import ACCESS, NoServer, is_temporary
+    from herd.flows.local_server import NoServer, is_temporary
     from herd.llama3.evaluate.gate import CheckUnfinished
     from herd.storage.filesystem import StoreError
     from herd.storage.lease import LeaseHeld, LeaseLost
     from herd.tasks.errors import EvaluationFailed, InferenceFailed, SchedulerRefused, StudyIncomplete, TrainingFailed
+    from herd.tasks.tracking.moved_root import ACCESS
 
     failures: tuple[type[Exception], ...] = (TrainingFailed, EvaluationFailed, InferenceFailed, StudyIncomplete)
     failures += (CheckUnfinished, StoreError, SchedulerRefused)

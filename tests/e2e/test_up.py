@@ -22,9 +22,10 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.flow_runs import resume_flow_run
 
-from herd.flows.local_server import ACCESS, PASSWORD, PASSWORD_FILE
+from herd.flows.local_server import PASSWORD, PASSWORD_FILE
 from herd.tasks.promotion.log import CHALLENGER, current_aliases, last_promotion, read_log
 from herd.tasks.runs.records import PENDING_APPROVAL
+from herd.tasks.tracking.moved_root import ACCESS
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts
 from tests.e2e.test_browser import CHROMIUM, Pages, opened_pages, try_from_elsewhere
 from tests.e2e.up import Up, running_up

@@ -17,10 +17,11 @@ from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-from herd.flows.local_server import ACCESS, PASSWORD
+from herd.flows.local_server import PASSWORD
 from herd.storage.processes import free_ports
 from herd.storage.root import Root
 from herd.tasks.runs.records import RunRecord, Runs
+from herd.tasks.tracking.moved_root import ACCESS
 from tests.e2e.conftest import Found, Herd, Started, read_until, trainers, wait_for
 
 QUESTION = '{"query": "2 + 2 =", "choices": ["4", "5"], "gold": 0}\n'

@@ -16,11 +16,11 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Running
 
 from herd.flows import run_control
-from herd.flows.local_server import ACCESS
 from herd.flows.run_control import find_log, follow_log, stop_run
 from herd.storage.lease import LeaseRecord, lease
 from herd.storage.root import Root
 from herd.tasks.runs.records import RunRecord, Runs
+from herd.tasks.tracking.moved_root import ACCESS
 from tests.tasks.standing_root import begun, tiny
 
 WORKS = """

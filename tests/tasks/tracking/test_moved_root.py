@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from herd.flows.local_server import ACCESS
 from herd.llama3.recipe.load import load_recipe
 from herd.storage.lease import lease
 from herd.storage.root import Root
@@ -18,7 +17,7 @@ from herd.tasks.runs.records import Runs
 from herd.tasks.stages.backfill import backfill_run
 from herd.tasks.tracking.mlflow import MLflowTracker
 from herd.tasks.tracking.mlflow_store import SchemaUnknown, prepare_database
-from herd.tasks.tracking.moved_root import follow_root, former_places, moved_from
+from herd.tasks.tracking.moved_root import ACCESS, follow_root, former_places, moved_from
 
 
 @pytest.fixture
