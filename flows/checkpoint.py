@@ -22,7 +22,7 @@ from herd.storage.artifact import Artifact
 from herd.storage.lease import LeaseHeld
 from herd.tasks.pipeline_steps import evaluated_stages
 from herd.tasks.promotion.approval import decide
-from herd.tasks.promotion.log import CHAMPION, decided
+from herd.tasks.promotion.log import CHAMPION, decided, read_log
 from herd.tasks.promotion.rollback import RollbackRequest, roll_back
 from herd.tasks.report.progress import run_progress, run_work_dir_name
 from herd.tasks.runs.work_dirs import kept_checkpoints
@@ -116,7 +116,9 @@ def _reject(config: PromotionParameters) -> FlowResult:
 def _roll_back(config: PromotionParameters) -> FlowResult:
     family, _, alias = config.checkpoint.strip().partition("@")
     if not alias:
-        family, alias = find_checkpoint(config.root_at, config.checkpoint).record.family, CHAMPION
+        alias = CHAMPION
+        if not read_log(config.root_at, family):  # a run or a checkpoint of the family
+            family = find_checkpoint(config.root_at, config.checkpoint).record.family
     promotion, shown = roll_back(
         config.root_at, RollbackRequest(family, alias, config.to.strip(), config.by, config.comment)
     )

@@ -104,6 +104,27 @@ def kept_password(root: Root) -> str:
     return path.read_text().strip()
 
 
+def refusal(title: str, value: object, description: str) -> str:
+    """Return why a field of a form does not take a value, with its help."""
+    return f"{title}: {value!r} is not taken; expected: {description}"
+
+
+def explain_patterns() -> None:
+    """Have this process's Prefect server say what a field of a form takes, in place of its regular expression."""
+    from prefect.utilities.schema_tools import validation
+
+    rules: dict[str, Any] = validation._VALIDATOR.VALIDATORS  # type: ignore[attr-defined]
+    check = rules["pattern"]
+
+    def explained(validator: Any, pattern: str, value: object, schema: dict[str, Any]) -> Iterator[Any]:
+        for error in check(validator, pattern, value, schema) or ():
+            if "description" in schema:
+                error.message = refusal(str(schema.get("title", "")), value, schema["description"])
+            yield error
+
+    rules["pattern"] = explained
+
+
 def create_app() -> ASGIApp:
     """Return Prefect's application behind a check of the Host header, with a page to sign in.
 
@@ -118,6 +139,7 @@ def create_app() -> ASGIApp:
     async def sign_in(request: Request) -> HTMLResponse:
         return HTMLResponse(SIGN_IN)
 
+    explain_patterns()
     app: Any = prefect_app(final=True)
     app.router.routes.insert(0, Route("/sign-in", sign_in))  # first: Prefect's last route matches every path
     origins = get_current_settings().server.api.cors_allowed_origins.split(",")

@@ -14,11 +14,21 @@ from typing import Annotated, Any, Literal, Self, cast
 
 import yaml
 from coolname.data import config  # the word list of Prefect's flow run names
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 from pydantic.config import JsonDict
 from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
 from pydantic_core import CoreSchema
 
+from herd.flows.local_server import refusal
 from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.recipe.load import RECIPES, load_recipe, parse_recipe, resolved
 from herd.llama3.recipe.schema import Recipe
@@ -47,7 +57,7 @@ SPAN = _or_empty(_TOKENS, _STEPS)
 CADENCE = _or_empty(_TIME, _TOKENS)
 SHARE = _or_empty(rf"{_NUMBER}\s*%")
 RATE = _or_empty(_RATE)
-STAGE_RATE = _or_empty("constant", rf"linear to {_RATE}")
+STAGE_RATE = _or_empty(rf"constant(\s+at\s+{_RATE})?", rf"linear(\s+from\s+{_RATE})?\s+to\s+{_RATE}", _RATE)
 RATIO = _or_empty(r"0?\.[0-9]+", r"1(\.0*)?", rf"{_NUMBER}\s*%")
 WHOLE = _or_empty(r"[0-9]+")
 NAME = r"^[a-z0-9][a-z0-9.-]{0,62}$"
@@ -60,20 +70,40 @@ def field_at(position: int, title: str, default: Any, description: str, **constr
 
 
 def _field(position: int, title: str, pattern: str, description: str, default: str = "") -> Any:
-    return field_at(position, title, default, description, pattern=pattern)
+    """Return a text field of this `pattern`, which the server checks; `FormSection` says what is wrong in words."""
+    extra: JsonDict = {"position": position, "pattern": pattern}
+    return Field(default=default, title=title, description=description, json_schema_extra=extra)
 
 
-class StageChange(BaseModel):
+class FormSection(BaseModel):
+    """Fields with patterns. A number is taken as its text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _fits(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields[info.field_name or ""]
+        pattern = field.json_schema_extra.get("pattern") if isinstance(field.json_schema_extra, dict) else None
+        if pattern is None:
+            return value
+        text = f"{value:.10g}" if isinstance(value, float) else str(value) if type(value) is int else value
+        if isinstance(text, str) and not re.search(str(pattern), text):
+            raise ValueError(refusal(str(field.title), value, str(field.description)))
+        return text
+
+
+class StageChange(FormSection):
     """Changes of one stage."""
 
-    model_config = ConfigDict(extra="forbid", title="Stage")
+    model_config = ConfigDict(title="Stage")
 
     name: str = _field(0, "Stage", NAME, "Name of a stage of the recipe, such as main.", "main")
     until: str = _field(1, "Ends at", TOKENS, "Position in tokens from the start of the run: 840K, 4Mi.")
     length: str = _field(2, "Or trains for", TOKENS, "Tokens of this stage alone: 160K. Not both.")
     batch: str = _field(3, "Batch", TOKENS, "Tokens per optimizer step: 4Mi, 512 tokens.")
     seq_len: str = _field(4, "Sequence length", WHOLE, "Tokens per sequence: 512.")
-    lr: str = _field(5, "Learning rate", STAGE_RATE, "linear to 0, or constant.")
+    lr: str = _field(5, "Learning rate", STAGE_RATE, "1e-3 (constant at that rate), constant, or linear to 0.")
 
     @model_validator(mode="after")
     def _one_end(self) -> Self:
@@ -84,16 +114,16 @@ class StageChange(BaseModel):
     def overrides(self) -> list[str]:
         """Return the stage's overrides; a new end replaces both `until` and `for` of the recipe."""
         fields = {"until": self.until, "for": self.length, "batch": self.batch, "seq_len": self.seq_len, "lr": self.lr}
-        given = {field: text.strip() for field, text in fields.items() if text.strip()}
+        given = {field: " ".join(text.split()) for field, text in fields.items() if text.strip()}
         if "until" in given or "for" in given:
             given = {"until": "null", "for": "null", **given}
         return [f"stages.{self.name}.{field}={text}" for field, text in given.items()]
 
 
-class MixChange(BaseModel):
+class MixChange(FormSection):
     """New shares of one mix; with the unchanged shares they must sum to 100%."""
 
-    model_config = ConfigDict(extra="forbid", title="Mix")
+    model_config = ConfigDict(title="Mix")
 
     name: str = _field(0, "Mix", NAME, "Name of a mix of the recipe, such as base or annealing.", "base")
     general: str = _field(1, "General", SHARE, "Share of general text: 50%.")
@@ -106,10 +136,10 @@ class MixChange(BaseModel):
         return [f"mix.{self.name}.{domain}={share}" for domain, share in given.items() if share]
 
 
-class RecipeChange(BaseModel):
+class RecipeChange(FormSection):
     """Changes of the recipe. Empty fields change nothing."""
 
-    model_config = ConfigDict(extra="forbid", title="Change the recipe")
+    model_config = ConfigDict(title="Change the recipe")
 
     stages: list[StageChange] = field_at(
         0, "Stages", [], "End, batch, sequence length or learning rate of a stage; one entry per stage."
@@ -143,6 +173,7 @@ class RecipeChange(BaseModel):
 
 
 LATEST = "latest"
+CHECKPOINT = "checkpoint/quickstart-main-1a2b3c4d, a run (its last), quickstart@champion, or latest."
 NOTHING = "nothing: reuse what is there"
 RESTART = "Train a stage again from its start if all of its checkpoints are damaged; else the run stops and names them."
 Schema = dict[str, Any]
@@ -294,20 +325,10 @@ class RerunParameters(PlaceParameters):
         )
 
 
-class CheckpointParameters(PlaceParameters):
-    """A checkpoint to evaluate or to promote, by the recipe of the run that made it."""
+class EvaluationParameters(PlaceParameters):
+    """A checkpoint to evaluate, by the recipe of the run that made it."""
 
-    checkpoint: str = field_at(
-        0,
-        "Checkpoint",
-        LATEST,
-        "checkpoint/quickstart-main-1a2b3c4d, a run (its last), quickstart@champion, or latest.",
-    )
-
-
-class EvaluationParameters(CheckpointParameters):
-    """A checkpoint to evaluate."""
-
+    checkpoint: str = field_at(0, "Checkpoint", LATEST, CHECKPOINT)
     suite: str = field_at(
         1, "Suite", "", "quick, core, full, or a YAML file; empty: evaluate.deferred_suite of the recipe, or its suite."
     )
@@ -321,14 +342,17 @@ class StageInProgressParameters(PlaceParameters):
     folder: str = field_at(2, "Checkpoints", "", "Folder or URI of the stage's checkpoints; empty: that of the root.")
 
 
-class PromotionParameters(CheckpointParameters):
-    """A decision on a checkpoint."""
+class PromotionParameters(PlaceParameters):
+    """A decision on a checkpoint, by the recipe of the run that made it."""
 
+    checkpoint: str = field_at(
+        0, "Checkpoint", LATEST, f"{CHECKPOINT} Roll back: the family, such as quickstart, or quickstart@champion."
+    )
     action: Literal["promote", "reject", "roll back"] = field_at(
         1,
         "Action",
         "promote",
-        "promote: the gate judges it. refuse: a challenger that waits for a person stays a candidate. roll back: its "
+        "promote: the gate judges it. reject: a challenger that waits for a person stays a candidate. roll back: its "
         "family goes back to a model that was champion before.",
     )
     to: str = field_at(

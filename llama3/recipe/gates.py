@@ -13,7 +13,7 @@ from pydantic import AfterValidator
 from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.recipe.units import _Quantity
 
-_NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?)"
+_NUMBER = r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)"
 _METRIC = re.compile(r"eval(/[a-z0-9_.*-]+)+")
 MAX_ITEMS = 10_000_000
 """Largest number of items suggested to the user; beyond it the difference is too close to the allowance."""
@@ -21,7 +21,10 @@ MAX_ITEMS = 10_000_000
 
 @dataclass(frozen=True)
 class StageRate(_Quantity):
-    """Learning rate in a stage: linear to `end`, or constant (None), from `start` or from the scheduled rate (None)."""
+    """Learning rate in a stage: linear to `end`, or constant (None), from `start` or from the scheduled rate (None).
+
+    A number alone is constant at that rate.
+    """
 
     end: float | None
     start: float | None = None
@@ -30,11 +33,13 @@ class StageRate(_Quantity):
     @classmethod
     def _parse(cls, text: object) -> Self:
         form = rf"linear (?:from {_NUMBER} )?to {_NUMBER}|constant(?: at {_NUMBER})?"
+        if (isinstance(text, str) and re.fullmatch(_NUMBER, text)) or type(text) in (int, float):
+            text = f"constant at {text}"
         match = re.fullmatch(form, text) if isinstance(text, str) else None
         if match is None:
             raise ValueError(
                 f"{text!r} is not a learning-rate rule: write 'linear to 0', 'constant', or with a rate of the stage's "
-                "own 'linear from 1e-5 to 0', 'constant at 1e-5'"
+                "own 'linear from 1e-5 to 0', 'constant at 1e-5', or 1e-5 alone"
             )
         start, end, level = (None if number is None else float(number) for number in match.groups())
         return cls(end, level if start is None else start)

@@ -125,7 +125,7 @@ class Stage(Section):
     1) train on different documents of the same mix."""
     lr: Annotated[StageRate | None, decides("checkpoint", since="use")] = None
     """`linear to 0` or `constant`, from the run's schedule at the stage's start; with its own rate `linear from
-    1e-5 to 0` or `constant at 1e-5`; default: the run's schedule."""
+    1e-5 to 0` or `constant at 1e-5`, or 1e-5 alone; default: the run's schedule."""
     weight_averaging: Annotated[Average | None, decides("checkpoint", since="use")] = None
     """Average of the stage's weights: `last 8` (8 evenly spaced positions), `polyak` (mean after every step) or `ema
     0.99` (exponential moving average); default: none."""

@@ -40,13 +40,16 @@ def test_the_form_offers_three_actions_and_no_other() -> None:
     assert form(promote)["action"]["enum"] == ["promote", "reject", "roll back"]
     assert refused(promote, {"action": "roll back", "checkpoint": "tiny@champion", "to": "3"}) == []
     assert refused(promote, {"action": "demote"})
+    assert "Roll back: the family, such as quickstart" in form(promote)["checkpoint"]["description"]
 
 
-@pytest.mark.parametrize(("to", "back_to"), [("", 1), ("1", 0)])
-def test_the_deployment_rolls_back_and_says_from_what_to_what(root: Root, to: str, back_to: int) -> None:
+@pytest.mark.parametrize(
+    ("to", "back_to", "named"), [("", 1, f"{FAMILY}@champion"), ("1", 0, f"{FAMILY}@champion"), ("", 1, f" {FAMILY} ")]
+)
+def test_the_deployment_rolls_back_and_says_from_what_to_what(root: Root, to: str, back_to: int, named: str) -> None:
     made = champions(root, 3)
     asked = PromotionParameters(
-        root=root.uri, action="roll back", checkpoint=f"{FAMILY}@champion", to=to, by="Ada", comment="it loops"
+        root=root.uri, action="roll back", checkpoint=named, to=to, by="Ada", comment="it loops"
     )
     outcome = _roll_back(asked)
     record = read_log(root, FAMILY)[-1]

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect.flows import Flow
+from prefect.utilities.schema_tools import validation
 from prefect.utilities.schema_tools.validation import is_valid_schema, validate
 from pydantic import ValidationError
 
 from herd.flows.checkpoint import evaluate, promote
+from herd.flows.local_server import explain_patterns
 from herd.flows.maintenance import gc, report, verify
 from herd.flows.pipeline import curate, pipeline, pretrain, rerun, tokenize
 from herd.flows.recipe_form import (
@@ -143,6 +145,48 @@ def test_the_server_refuses_nonsense_before_there_is_a_run() -> None:
         found = refused(flow, config)
         assert len(found) == 1, config
         assert message in found[0]
+
+
+@pytest.mark.parametrize("name", ["until", "batch", "seq_len", "lr"])
+def test_a_field_refuses_with_its_help_and_not_with_a_regular_expression(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = validation._VALIDATOR.VALIDATORS
+    monkeypatch.setitem(rules, "pattern", rules["pattern"])  # restored afterwards
+    explain_patterns()
+    field = StageChange.model_fields[name]
+    sentence = f"{field.title}: 'fast' is not taken; expected: {field.description}"
+    assert refused(pipeline, {"change": {"stages": [{"name": "main", name: "fast"}]}}) == [sentence]
+    with pytest.raises(ValidationError) as raised:
+        StageChange.model_validate({"name": "main", name: "fast"})
+    assert sentence in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "rate"),
+    [
+        ("1e-3", "constant at 0.001"),
+        (0.001, "constant at 0.001"),
+        (" 5E-4 ", "constant at 0.0005"),
+        ("1", "constant at 1"),
+    ]
+    + [
+        (text, text)
+        for text in ("constant", "constant at 1e-05", "linear to 0", "linear from 1e-05 to 0", "linear to 0.1")
+    ],
+)
+def test_a_number_is_a_constant_learning_rate(given: str | float, rate: str) -> None:
+    change = {"stages": [{"name": "anneal", "lr": given}]}
+    assert isinstance(given, float) or refused(pipeline, {"change": change}) == []
+    recipe = chosen_recipe(StageParameters.model_validate({"change": change}).resolved_parameters("curate"))
+    assert str(recipe.stages[-1].lr) == rate
+    as_yaml = chosen_recipe(PipelineParameters(overrides=[f"stages.anneal.lr={str(given).strip()}"]))
+    assert as_yaml.stages[-1].lr == recipe.stages[-1].lr
+
+
+def test_numbers_by_api_are_taken_as_they_are_typed() -> None:
+    change = RecipeChange.model_validate({"seed": 7, "peak": 0.002, "jaccard": 0.7, "stages": [{"seq_len": 256}]})
+    assert change.overrides() == ["stages.main.seq_len=256", "lr.peak=0.002", "curate.dedup.jaccard=0.7", "seed=7"]
 
 
 def test_a_filled_in_form_is_accepted_by_the_server_and_changes_the_recipe() -> None:
