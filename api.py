@@ -142,7 +142,7 @@ def run(
 
     place = cluster if isinstance(cluster, Cluster) else load_cluster(Path(cluster)) if cluster else Cluster()
     loaded, base = _recipe(recipe), _root(root)
-    check_run(loaded, place, base)  # finds wrong input before Prefect starts
+    check_run(loaded, place, base, until=until)  # finds wrong input before Prefect starts
     fix_import_path()
     move_logins()
     quiet_prefect()

@@ -450,6 +450,15 @@ SCHEDULERS = tuple(
 """The launchers for several machines: `Cluster` has a field with the settings of each."""
 
 
+def unused_launchers(cluster: Cluster) -> list[str]:
+    """Return a warning if the file of `cluster` has settings of launchers and chooses none."""
+    names = [name for name in SCHEDULERS if name in cluster.model_fields_set]
+    if cluster.nodes is not None or not names:
+        return []
+    what = f"cluster.{', cluster.'.join(names)}: {'has' if len(names) == 1 else 'have'} settings, and launcher is local"
+    return [f"{what}: the trainer would run on this machine; write launcher: {' or '.join(names)}, or leave them out"]
+
+
 def load_cluster(path: Path, **changes: Any) -> Cluster:
     """Return the cluster of the YAML file `path`, with `changes` to its fields. Raises ValueError."""
     data = read_yaml(path, f"cluster: {path}") or {}

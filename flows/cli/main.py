@@ -405,7 +405,7 @@ def _run(cluster_file: Path | None, processes: int, threads: int, json_: bool, *
         else:
             cluster = load_cluster(cluster_file, **changes)
         config = config.model_copy(update={"cluster": cluster})
-        check_run(recipe, cluster, root)
+        check_run(recipe, cluster, root, until=config.until)
         console = TerminalConsole(shown := problems if json_ else out)
         shown.print("[dim]starting Prefect[/]")
         quiet_prefect()

@@ -103,9 +103,8 @@ def doctor(
 
         chosen_cluster = load_cluster(cluster) if cluster else Cluster()
         loaded = load_recipe(recipe) if recipe else None
-        starts = Cluster() if chosen_cluster.nodes else chosen_cluster  # a machine that starts jobs needs no GPU
         with at_work("this machine"):
-            findings = diagnose(Root.parse(root), starts, loaded)
+            findings = diagnose(Root.parse(root), chosen_cluster, loaded)
         if chosen_cluster.nodes:
             if node_runner(chosen_cluster):
                 count = chosen_cluster.nodes.nodes(chosen_cluster.processes)

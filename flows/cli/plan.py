@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,6 +74,7 @@ def plan_recipe(
         plan = survey_and_plan(loaded, Root.parse(root))
         fabric, here = None, None
         if cluster:
+            from herd.tasks.cluster import unused_launchers
             from herd.tasks.operate.preflight import layout_faults
             from herd.tasks.plan.options import open_cluster
             from herd.tasks.plan.predict import pod_memory_faults
@@ -86,6 +87,7 @@ def plan_recipe(
             )
             if faults:
                 raise ValueError("\n".join(faults))
+            plan = replace(plan, warnings=[*(unused_launchers(here) if here else ()), *plan.warnings])
         planned_steps: list[PlannedStep] = []
         if steps:
             from herd.tasks.cluster import Cluster

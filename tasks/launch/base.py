@@ -167,6 +167,13 @@ def fitting(span: StageSpan, cluster: Cluster, capacity: int) -> int:
     for dp in range(min(capacity, cluster.processes) // copy, 0, -1):
         if dp % replicas == 0 and all(segment.batch % (segment.seq_len * dp) == 0 for segment in span.segments):
             return dp * copy
+    if not capacity:
+        where = "this machine" if cluster.nodes is None else f"{cluster.launcher}, on its nodes that are up,"
+        device = "GPU" if cluster.trainer_device == "cuda" else "place for a process"
+        raise TrainingFailed(
+            f"stage {span.name}: {where} has no {device}, and cluster.processes is {cluster.processes}; look with "
+            "herd doctor --cluster FILE"
+        )
     raise TrainingFailed(
         f"stage {span.name}: {capacity} of {cluster.processes} processes are there, and the layout needs "
         f"{copy * replicas} or a multiple that splits the batch; bring nodes back, or make cluster.layout smaller"

@@ -20,12 +20,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
 
+from herd.llama3.parallel.layout import Layout
 from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.train.job import host_name
@@ -37,9 +39,9 @@ from herd.tasks.errors import REMEDIES
 from herd.tasks.format import FittedTable, format_bytes
 from herd.tasks.launch.base import node_runner
 from herd.tasks.launch.local import query_gpu, visible_gpus
+from herd.tasks.operate.environment import CHECKS, CUDA_BUILD, TRAINING, CheckResult, State, Surroundings, torch_build
 from herd.tasks.tracking.moved_root import moved_from
 
-State = Literal["ok", "warn", "fail"]
 COLORS: dict[State, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 FOLDER = "doctor"
 """Folder of the root for files of the checks; they are removed."""
@@ -47,8 +49,6 @@ LOCAL_TRIAL, REMOTE_TRIAL = 64 << 20, 16 << 20
 """Bytes written and read to measure a rate."""
 SLOW = {True: 50e6, False: 20e6}
 """Bytes per second below which a local root, or one in an object store, is slow for checkpoints."""
-LITTLE, TOO_LITTLE = 20e9, 2e9
-"""Free bytes of a disk: a warning, a failure (the alert `disk` of a run)."""
 CLOCK_S, CLOCK_REFUSED_S = 30.0, 900.0
 """Offset from the clock of the root's server: a warning; S3 refuses requests signed with a larger one."""
 FILES = 4096
@@ -73,26 +73,18 @@ TINY_RUN = (
     "evaluate={after: [anneal], documents: 4, questions: 8}",
 )
 """The shipped recipe `quickstart`, small."""
-CUDA_BUILD = "install torch's CUDA build: make install TORCH=cuda, or pip install --force-reinstall torch"
-
-
-class CheckResult(NamedTuple):
-    """One row."""
-
-    check: str
-    state: State
-    what: str
-    todo: str = ""
-    node: str = ""
-    """Empty: this machine."""
 
 
 def diagnose(root: Root, cluster: Cluster, recipe: Recipe | None = None) -> list[CheckResult]:
     """Return the findings of this machine; a check that cannot be made is a failure."""
+    place = Surroundings(cluster, root)
+    shared = [(check.rows.__name__.removeprefix("check_"), partial(check.rows, place), check.since) for check in CHECKS]
     checks: list[tuple[str, Callable[[], Iterator[CheckResult]]]] = [
-        ("gpu", lambda: check_gpus(visible_gpus(), cluster)),
+        *((name, rows) for name, rows, since in shared if since == TRAINING),
+        ("gpu", lambda: check_gpus(visible_gpus())),
         ("machine", check_limits),
         ("root", lambda: check_root(root)),
+        *((name, rows) for name, rows, since in shared if since != TRAINING),
         ("ports", check_ports),
     ]
     if recipe is not None:
@@ -127,27 +119,18 @@ def check_run() -> CheckResult:
     return CheckResult("run", "ok", f"raw text to a promoted model in {time.monotonic() - began:.0f} s")
 
 
-def check_gpus(gpus: int, cluster: Cluster) -> Iterator[CheckResult]:
-    """Compare the GPUs that nvidia-smi lists with torch's build, its driver, NCCL, and what the cluster promises."""
+def check_gpus(gpus: int) -> Iterator[CheckResult]:
+    """Look at the GPUs through torch, if it was built for them: whether it knows them, NCCL, memory, a compiler."""
+    build = torch_build()
+    if not gpus or not build.cuda:
+        return
     import torch
 
-    build, version = torch.version.cuda or torch.version.hip, torch.__version__
-    if not gpus:
-        promised = cluster.trainer_device == "cuda"
-        lacking = CheckResult("gpu", "fail", "none is visible here, and the cluster file promises GPUs",
-                          "check the driver (nvidia-smi), the GPUs of the job, CUDA_VISIBLE_DEVICES")  # fmt: skip
-        yield (
-            lacking
-            if promised
-            else CheckResult("gpu", "ok", f"none; torch {version} trains on {processors()} processors")
-        )
-        return
-    if build is None:
-        yield CheckResult("gpu", "fail", f"{gpus} here, and torch {version} is a CPU build", CUDA_BUILD)
-        return
+    version = build.version
     if not torch.cuda.is_available():
         todo = "update the NVIDIA driver, or install a torch for an older CUDA"
-        what = f"{query_gpu('driver_version') or 'unknown'}; torch {version} (CUDA {build}) cannot use the {gpus} GPUs"
+        driver = query_gpu("driver_version") or "unknown"
+        what = f"{driver}; torch {version} (CUDA {build.cuda}) cannot use the {gpus} GPUs"
         yield CheckResult("driver", "fail", what, todo)
         return
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
@@ -158,10 +141,7 @@ def check_gpus(gpus: int, cluster: Cluster) -> Iterator[CheckResult]:
             "gpu", "fail", f"{names[0]} is sm_{major}{minor}, unknown to torch {version}", "install a newer torch"
         )
     else:
-        yield CheckResult("gpu", "ok", f"{len(names)} x {names[0]}, torch {version}, CUDA {build}")
-    yield CheckResult("driver", "ok", query_gpu("driver_version") or "unknown")
-    if cluster.launcher == "local" and cluster.processes > len(names):
-        yield CheckResult("gpu", "warn", f"cluster.processes is {cluster.processes}", "one process per GPU trains")
+        yield CheckResult("gpu", "ok", f"{len(names)} x {names[0]}, torch {version}, CUDA {build.cuda}")
     if torch.distributed.is_nccl_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         yield CheckResult("nccl", "ok", nccl)
@@ -227,12 +207,6 @@ def check_root(root: Root) -> Iterator[CheckResult]:
         yield CheckResult("clock", state, clock, "" if state == "ok" else "synchronize it (chrony, ntp)")
         if root.is_local:
             yield _locks(root.file(name))
-    disk = shutil.disk_usage(root.local)
-    state = "fail" if disk.free < TOO_LITTLE else "warn" if disk.free < LITTLE else "ok"
-    todo = "" if state == "ok" else "free some, herd gc --delete, or choose another folder"
-    yield CheckResult(
-        "disk", state, f"{format_bytes(disk.free)} free of {format_bytes(disk.total)} in {root.local}", todo
-    )
 
 
 @contextmanager
@@ -350,6 +324,14 @@ def diagnose_nodes(root: Root, cluster: Cluster) -> list[CheckResult]:
     return findings
 
 
+def as_on_node(cluster: Cluster) -> Cluster:
+    """Return the part of a scheduler's cluster that runs on one of its nodes."""
+    assert cluster.nodes is not None
+    processes = min(cluster.nodes.processes_per_node, cluster.processes)
+    own = {"launcher": "local", "device": cluster.trainer_device, "processes": processes, "layout": Layout()}
+    return cluster.model_copy(update=own)
+
+
 def diagnose_as_node(request: Path) -> list[CheckResult]:
     """Return the findings of this node, which the file `request` of the machine that starts jobs must reach."""
     node = host_name()
@@ -360,7 +342,7 @@ def diagnose_as_node(request: Path) -> list[CheckResult]:
         return [CheckResult("shared path", "fail", what, "put the root, or HERD_SCRATCH, on a disk of all nodes", node)]
     shared = CheckResult("shared path", "ok", f"{request.parent.parent} is the same disk")
     python = CheckResult("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
-    findings = diagnose(Root.parse(settings["root"]), Cluster.model_validate(settings["cluster"]))
+    findings = diagnose(Root.parse(settings["root"]), as_on_node(Cluster.model_validate(settings["cluster"])))
     return [
         finding._replace(node=node) for finding in [shared, python, *findings] if not finding.check.startswith("port ")
     ]

@@ -23,11 +23,13 @@ from herd.storage.fetch import use_fetched
 from herd.storage.filesystem import is_local, local_path
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
-from herd.tasks.cluster import Cluster
+from herd.tasks.cluster import Cluster, unused_launchers
 from herd.tasks.launch.devices import device_memory, place_evaluation, processes_per_node
 from herd.tasks.launch.hosts import Hosts
 from herd.tasks.launch.local import excluded_here
 from herd.tasks.models.start import init_from_faults, known_tokenizer, known_vocab_size, with_local_models
+from herd.tasks.operate.environment import CHECKS as ENVIRONMENT
+from herd.tasks.operate.environment import TRAINING, Surroundings
 from herd.tasks.pipeline_steps import pipeline_steps
 from herd.tasks.plan.predict import memory_faults
 from herd.tasks.plan.recipe import (
@@ -62,6 +64,8 @@ class Surveyed(NamedTuple):
     conversations: list[ConversationSurvey]
     tokenizer: Tokenizer | None
     """That of a recipe with conversations, if it exists already."""
+    warnings: list[str]
+    """What the place of the trainer, which is another machine, seems to lack."""
 
 
 def preflight(recipe: Recipe, cluster: Cluster, root: Root, until: str = "") -> Surveyed:
@@ -69,7 +73,8 @@ def preflight(recipe: Recipe, cluster: Cluster, root: Root, until: str = "") -> 
 
     Raises RecipeError, one line per fault.
     """
-    left_out = check_run(recipe, cluster, root, thorough=True)
+    run = CheckedRun(recipe, cluster, root, thorough=True, until=until)
+    run_checks(run)
     faults, domains = _sources(recipe)
     conversations: list[ConversationSurvey] = []
     tokenizer, steps = known_tokenizer(root, recipe), pipeline_steps(recipe)
@@ -84,7 +89,7 @@ def preflight(recipe: Recipe, cluster: Cluster, root: Root, until: str = "") -> 
         faults.append(nothing_held_out(recipe))
     if faults:
         raise RecipeError("\n".join(faults))
-    return Surveyed(domains, left_out, conversations, tokenizer)
+    return Surveyed(domains, run.left_out, conversations, tokenizer, run.warnings)
 
 
 def _sources(recipe: Recipe) -> tuple[list[str], list[DomainSurvey]]:
@@ -115,8 +120,12 @@ class CheckedRun:
     root: Root
     thorough: bool
     """Whether all rows of evaluation data are checked, remote ones too, and not the first local rows only."""
+    until: str = ""
+    """The last step to do; empty: all."""
     left_out: list[str] = field(default_factory=list)
     """A line for each evaluation task without data; filled by its check."""
+    warnings: list[str] = field(default_factory=list)
+    """What lacks where it may be mended before it is needed; filled by its check."""
 
     @cached_property
     def local_recipe(self) -> Recipe:
@@ -131,18 +140,39 @@ class PreflightCheck(NamedTuple):
     used: Callable[[CheckedRun], object] = lambda run: True
 
 
-def check_run(recipe: Recipe, cluster: Cluster, root: Root, thorough: bool = False) -> list[str]:
+def check_run(recipe: Recipe, cluster: Cluster, root: Root, thorough: bool = False, until: str = "") -> list[str]:
     """Return a line for each evaluation task without data. From here on fetched copies of remote files are read.
 
-    Raises RecipeError for faults that show without reading the sources. With `thorough` all rows of evaluation data are
-    read: a row without gold must not be found after days of training.
+    Raises RecipeError for faults that show without reading the sources, of a run that stops after the step `until`.
+    With `thorough` all rows of evaluation data are read: a row without gold must not be found after days of training.
     """
-    use_fetched(root)
-    run = CheckedRun(recipe, cluster, root, thorough)
+    run = CheckedRun(recipe, cluster, root, thorough, until)
+    run_checks(run)
+    return run.left_out
+
+
+def run_checks(run: CheckedRun) -> None:
+    """Do all checks of `run`, which keeps what they say; raises RecipeError as `check_run` does."""
+    use_fetched(run.root)
     for checks in CHECKS:
         if faults := [fault for check in checks if check.used(run) for fault in check.faults(run)]:
             raise RecipeError("\n".join(faults))
-    return run.left_out
+
+
+def _environment_faults(run: CheckedRun) -> list[str]:
+    """Return what the surroundings lack for the steps of the run; what is another machine's is a warning."""
+    place, steps = Surroundings(run.cluster, run.root, run.recipe), pipeline_steps(run.recipe)
+    faults: list[str] = []
+    run.warnings.extend(unused_launchers(run.cluster))
+    for check in ENVIRONMENT:
+        if check.since and not reaches(steps, run.until, check.since):
+            continue
+        for row in check.rows(place):
+            slower = row.check in ("gpu", "driver") and not place.promises_gpus
+            lines = run.warnings if slower or (check.since == TRAINING and not place.here) else faults
+            if row.state == "fail":
+                lines.append("; ".join(filter(None, (f"{row.check}: {row.what}", row.todo))))
+    return faults
 
 
 def _machine_faults(run: CheckedRun) -> list[str]:
@@ -304,6 +334,9 @@ CHECKS: tuple[tuple[PreflightCheck, ...], ...] = (
         PreflightCheck(_evaluation_faults),
         PreflightCheck(_start_faults, lambda run: run.recipe.init_from),
     ),
-    (PreflightCheck(_host_faults, lambda run: run.cluster.launcher == "local"),),
+    (
+        PreflightCheck(_environment_faults),
+        PreflightCheck(_host_faults, lambda run: run.cluster.launcher == "local"),
+    ),
 )
 """All checks in groups; each group needs what those before it have checked, such as a root that can be read."""

@@ -187,9 +187,8 @@ class ClusterPlan:
     def write_cluster(self, path: Path) -> None:
         """Write the file for `herd run --cluster`: the main part's layout, stages that differ, what launchers need.
 
-        With `hosts` a file of the same name with the ending .hosts lists them in the order of ranks.
+        With `hosts` a file of the same name with the ending .hosts lists them in the order of ranks, for Slurm.
         """
-
         segments = self.projection.segments
 
         def fields(projected: ProjectedSegment) -> dict[str, Any]:
@@ -202,12 +201,13 @@ class ClusterPlan:
         if variables := nccl_variables(self.projection, self.main):
             nodes = {launcher: {"environment": dict(variables)} for launcher in nodes}
         if self.hosts:
-            names = path.with_suffix(".hosts")
+            names = path.with_suffix(".hosts").absolute()
             names.write_text("".join(f"{host}\n" for host in self.host_order[0]))
-            nodes["slurm"]["host_file"] = str(names.absolute())
+            nodes["slurm"] |= {"processes_per_node": self.projection.fabric.server.gpus, "host_file": str(names)}
         main = fields(self.main)
         others = {projected.stage: fields(projected) for projected in segments if fields(projected) != main}
-        settings = {launcher: own for launcher, own in nodes.items() if own}
+        settings: dict[str, Any] = {"launcher": "slurm"} if self.hosts else {}
+        settings |= {launcher: own for launcher, own in nodes.items() if own}
         cluster = {**main, "fabric": self.named, **({"stages": others} if others else {}), **settings}
         path.write_text(yaml.safe_dump(cluster, sort_keys=False))
 

@@ -91,16 +91,17 @@ def make_plan(
     left_out: Sequence[str] = (),
     conversations: Sequence[ConversationSurvey] = (),
     tokenizer: Tokenizer | None = None,
+    surroundings: Sequence[str] = (),
 ) -> RunPlan:
     """Return the plan of `recipe`, given what surveys found in its sources and which tasks lack their data.
 
-    `tokenizer` is the recipe's, if it is known already.
+    `tokenizer` is the recipe's, if it is known already; `surroundings` are warnings about the place of the run.
     """
     vocab_size = tokenizer.vocab_size if tokenizer else recipe_vocab_size(recipe)
     short = [fault for source in sources if (fault := data_shortage(recipe, source, USUAL_TOKENS_PER_BYTE))]
     lacking = [f"evaluate: leaves out {line}" for line in left_out]
     warnings = [*placeholders(recipe), *lint(recipe), *short, *conversation_shortage(recipe, conversations), *lacking]
-    return RunPlan(recipe, recipe.schedule, vocab_size, warnings, sources, conversations)
+    return RunPlan(recipe, recipe.schedule, vocab_size, [*surroundings, *warnings], sources, conversations)
 
 
 def survey_and_plan(recipe: Recipe, root: Root) -> RunPlan:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import sqlite3
 import time
@@ -18,7 +19,7 @@ from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import cache
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,11 +155,7 @@ def prepare_database(root: Root) -> bool:
         if broken or not tables:
             _install(root, path, "")
         elif version != _newest_version():
-            if version not in _known_versions():
-                raise SchemaUnknown(
-                    f"{path}: its schema {version} is of another MLflow than {metadata.version('mlflow')} here; "
-                    "install that one, or move the file away and send the runs again: herd mlflow sync RUN"
-                )
+            check_schema(root)
             _install(root, path, version)
         if not tables or STATISTICS_TABLE not in tables:
             with suppress(sqlite3.OperationalError):  # a server is writing: the next process does it
@@ -278,10 +275,16 @@ def _newest_version() -> str:
     return str(utils._get_latest_schema_revision())
 
 
-def _known_versions() -> set[str]:
-    """Return the schemas that this MLflow can migrate."""
-    from alembic.script import ScriptDirectory
-    from mlflow.store.db import utils
-
-    config = utils._get_alembic_config("sqlite://")
-    return {revision.revision for revision in ScriptDirectory.from_config(config).walk_revisions()}
+def check_schema(root: Root) -> None:
+    """Raise SchemaUnknown if the MLflow here cannot migrate the root's database. Does not import MLflow."""
+    path = root.local / NAME
+    _, version = _inspect(path)
+    spec = util.find_spec("mlflow")
+    packages = [Path(place) for place in (spec and spec.submodule_search_locations) or []]
+    texts = [file.read_text() for package in packages for file in package.glob("store/db_migrations/versions/*.py")]
+    known = {found for text in texts for found in re.findall(r"""^revision\b.*=\s*["'](\w+)""", text, re.MULTILINE)}
+    if version and known and version not in known:
+        raise SchemaUnknown(
+            f"{path}: its schema {version} is of another MLflow than {metadata.version('mlflow')} here; install that "
+            "one, or move the file away and send the runs again: herd mlflow sync RUN"
+        )

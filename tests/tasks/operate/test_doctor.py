@@ -17,11 +17,10 @@ from herd.flows.cli.main import app
 from herd.llama3.recipe.load import load_recipe
 from herd.storage.root import Root
 from herd.tasks.cluster import SCHEDULERS, Cluster
-from herd.tasks.operate import doctor
+from herd.tasks.operate import doctor, environment
 from herd.tasks.operate.doctor import (
-    CheckResult,
+    as_on_node,
     check_compiler,
-    check_gpus,
     check_hub,
     check_limits,
     check_ports,
@@ -31,6 +30,7 @@ from herd.tasks.operate.doctor import (
     diagnose_as_node,
     diagnose_nodes,
 )
+from herd.tasks.operate.environment import CheckResult, Surroundings, check_devices, check_disk
 from tests.flows.cli.test_main import documented
 
 NODES = Cluster.model_validate({"launcher": "slurm", "processes": 8, "slurm": {"processes_per_node": 8}})
@@ -64,7 +64,8 @@ def test_what_fails_is_status_1_and_a_row_with_a_remedy(tmp_path: Path, monkeypa
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: H100 (UUID: 1)'\necho 'GPU 1: H100 (UUID: 2)'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("torch.version.cuda", None)
+    monkeypatch.setattr(environment, "torch_build", lambda: environment.TorchBuild("2.13.0+cpu", ""))
+    monkeypatch.setattr(doctor, "torch_build", environment.torch_build)
     done = herd("--root", tmp_path / "root")
     assert done.exit_code == 1
     (row,) = [line for line in done.stdout.splitlines() if line.startswith("gpu ")]
@@ -74,9 +75,11 @@ def test_what_fails_is_status_1_and_a_row_with_a_remedy(tmp_path: Path, monkeypa
 
 
 def test_gpus_that_a_cluster_promises_must_be_there() -> None:
-    assert one(check_gpus(0, Cluster()), "gpu").state == "ok"
-    for cluster in (NODES, Cluster(device="cuda")):
-        lacking = one(check_gpus(0, cluster), "gpu")
+    root = Root.parse("nowhere")
+    assert one(check_devices(Surroundings(Cluster(), root)), "gpu").state == "ok"
+    assert list(check_devices(Surroundings(NODES, root))) == [], "a machine that starts jobs needs no GPU"
+    for cluster in (as_on_node(NODES), Cluster(device="cuda")):
+        lacking = one(check_devices(Surroundings(cluster, root)), "gpu")
         assert (lacking.state, lacking.what) == ("fail", "none is visible here, and the cluster file promises GPUs")
 
 
@@ -135,11 +138,11 @@ def test_slow_full_and_wrong_clocks_are_told(tmp_path: Path, monkeypatch: pytest
     root = Root.parse(tmp_path)
     monkeypatch.setattr(doctor, "LOCAL_TRIAL", 1 << 20)
     monkeypatch.setattr(doctor, "SLOW", {True: float("inf"), False: 0.0})
-    monkeypatch.setattr(doctor, "TOO_LITTLE", float("inf"))
+    monkeypatch.setattr(environment, "TOO_LITTLE", float("inf"))
     monkeypatch.setattr(doctor, "_rates", lambda *_: (1.0, 1.0, doctor.time.time() - 100))
     (tmp_path / "x").touch()
     monkeypatch.setattr(doctor, "_locks", lambda path: CheckResult("locks", "ok", ""))
-    found = {finding.check: finding for finding in check_root(root)}
+    found = {finding.check: finding for finding in (*check_root(root), *check_disk(Surroundings(Cluster(), root)))}
     assert (found["root"].state, found["disk"].state) == ("warn", "fail")
     assert (found["clock"].state, found["clock"].what) == ("warn", "100 s from that of the file system")
 

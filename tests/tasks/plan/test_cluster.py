@@ -314,6 +314,7 @@ def test_hosts_are_written_in_the_order_of_ranks(tmp_path: Path) -> None:
     found.write_cluster(tmp_path / "place.yaml")
     run, ordered = load_cluster(tmp_path / "place.yaml"), (tmp_path / "place.hosts").read_text().split()
     assert run.slurm.host_file == str(tmp_path / "place.hosts")
+    assert (run.launcher, run.slurm.processes_per_node) == ("slurm", 8)
     assert set(ordered) == set("efgh")
     assert found.host_order[1] == 0 < found.placement.crossing["contiguous"]["cluster"]
     assert run.slurm.environment == run.kubernetes.environment == {"NCCL_IB_QPS_PER_CONNECTION": "4"}
