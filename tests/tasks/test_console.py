@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console as RichConsole
@@ -29,6 +30,17 @@ def test_without_a_terminal_progress_is_few_plain_lines() -> None:
     assert len(lines) == 2, "the first and the last; those between came within the interval"
     assert "10K / 100K tokens  mean loss 4.990  held out 2.700 bits/byte  9K tok/s" in lines[0]
     assert lines[1].split()[:4] == ["main", "100K", "/", "100K"]
+
+
+def test_the_time_left_is_at_the_rate_since_the_first_step_of_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(consoles, "time", SimpleNamespace(monotonic=lambda: now))
+    progress = consoles._Progress(100_000)
+    ends = []
+    for seconds, position in ((0, 40_000), (10, 60_000), (100, 70_000), (5, 100_000)):
+        now += seconds
+        ends.append(progress.text(position, None, None).split("tokens")[1].strip())
+    assert ends == ["", "0:20 left", "1:50 left", ""]
 
 
 def test_a_printed_command_names_the_root_unless_it_is_the_default(

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from herd.llama3.evaluate.gate import Check, Decision, MeasuredScore, decide
@@ -19,7 +20,7 @@ from herd.storage.artifact import Artifact, ArtifactSpec, Store
 from herd.storage.root import Root
 from herd.tasks.operate.status import _scores
 from herd.tasks.report.data import ReportData, StageRow, _notes
-from herd.tasks.report.run import render_report, summarize
+from herd.tasks.report.run import _smooth, render_report, summarize
 from herd.tasks.runs.records import RunRecord, StepRecord
 from herd.tasks.tracking.prefect_artifacts import _score_row
 
@@ -109,6 +110,15 @@ def test_the_first_screen_says_whether_it_is_better_where_and_why_not() -> None:
     assert "| · code | 2.750 |  |  |" in markdown, "no champion's score, and no rule"
     assert "| mmlu (accuracy) | 0.3000 |  | no better than guessing: 0.25 |" in markdown, "from 0.219 on"
     assert "<td>mmlu <small>↑ accuracy</small></td>" in html
+
+
+def test_a_smoothed_curve_is_the_mean_of_the_steps_around_each() -> None:
+    values = np.random.default_rng(0).standard_normal(30)
+    smooth = _smooth([(100 * place, value) for place, value in enumerate(values)])
+    ones = np.ones(9)
+    expected = np.convolve(values, ones, "same") / np.convolve(np.ones(30), ones, "same")
+    assert [position for position, _ in smooth] == [100 * place for place in range(30)]
+    assert [value for _, value in smooth] == pytest.approx(expected)
 
 
 def test_a_change_that_rounds_to_zero_has_one_sign() -> None:

@@ -60,13 +60,13 @@ def test_a_shared_stage_is_counted_once(root: Root, judge: ExpandedStudy) -> Non
 def test_a_finished_run_answers_and_says_how_fast_the_rest_is(root: Root, judge: ExpandedStudy) -> None:
     first = judge.runs[0]
     record = finished(root, first, seconds=60)
-    plan = plan_study(root, judge, Cluster(), price=3.0)
+    plan = plan_study(root, judge, Cluster(processes=4), price=3.0)
     assert plan_lines(plan)[0].startswith(f"runs     {len(judge.runs)} (2 variants), 1 finished; ")
     assert plan.runs[0].status == f"reused: {record.name}"
     assert plan.runs[0].seconds == 0
     pace = 120 / first.flops
     assert plan.runs[1].seconds == pytest.approx(plan.runs[1].flops * pace)
-    assert plan.device_hours is not None
+    assert plan.device_hours == pytest.approx(4 * sum(planned.flops for planned in plan.runs) * pace / 3600)
     assert f"{plan.device_hours * 3:,.2f}" in plan_lines(plan)[-1]
     assert "1 earlier run" in plan.speed
 
