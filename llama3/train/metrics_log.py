@@ -187,7 +187,8 @@ class Meter:
         self.first_step_s: float | None = None
         self.tokens_per_s = 0.0
         """Over the last steps."""
-        self._rates: deque[float] = deque(maxlen=RATE_STEPS)
+        self._last: deque[tuple[int, float]] = deque(maxlen=RATE_STEPS)
+        """Tokens and seconds of each; the mean of their rates would give short steps too much weight."""
 
     def measure(self, step: Step, timing: StepTiming) -> dict[str, float]:
         """Return the metrics of a step that has just ended, and the memory of this process."""
@@ -195,8 +196,8 @@ class Meter:
             launched = os.environ.get(LAUNCHED)
             self.first_step_s = time.time() - (float(launched) if launched else psutil.Process().create_time())
         rate = step.batch / timing.step
-        self._rates.append(rate)
-        self.tokens_per_s = sum(self._rates) / len(self._rates)
+        self._last.append((step.batch, timing.step))
+        self.tokens_per_s = sum(tokens for tokens, _ in self._last) / sum(seconds for _, seconds in self._last)
         device, device_rate = self.world.device, rate / self.world.size
         flops = flops_per_token(self.recipe.model, self.vocab_size, step.seq_len)
         values = {

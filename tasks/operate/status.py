@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from itertools import groupby
+from statistics import harmonic_mean
 from typing import Any
 
 from rich.markup import escape
@@ -306,7 +307,7 @@ def _rate(run: RunProgress) -> str:
 def _mean_rate(run: RunProgress) -> float | None:
     """Return the tokens per second of the last steps; None if no process works on the run."""
     rates = [record.metrics[metrics.TOKENS_PER_S] for record in run.recent if metrics.TOKENS_PER_S in record.metrics]
-    return sum(rates) / len(rates) if rates and run.holder else None
+    return harmonic_mean(rates) if rates and run.holder else None  # steps have equal tokens, not equal time
 
 
 def _number(value: float | None) -> str:

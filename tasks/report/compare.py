@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from statistics import fmean
+from statistics import fmean, harmonic_mean
 from typing import Any
 from urllib.parse import quote
 
@@ -69,7 +69,9 @@ class ComparedRun:
         stages = [artifact for artifact in artifacts if artifact.manifest.kind == "checkpoint"]
         results: dict[str, float] = {"tokens": max((int(stage.metadata["end"]) for stage in stages), default=0)}
         tails = read_series([stage.path_of("metrics.parquet") for stage in stages], LAST_TENTH, keys=[*AVERAGED])
-        results |= {key: fmean(value for _, value in tail) for key, tail in tails.items()}
+        for key, tail in tails.items():  # steps have equal tokens, not equal time
+            values = [value for _, value in tail]
+            results[key] = harmonic_mean(values) if key == metrics.TOKENS_PER_S else fmean(values)
         for artifact in artifacts:
             if artifact.manifest.kind in ("evaluation", "gate"):
                 results |= scores_of(artifact)

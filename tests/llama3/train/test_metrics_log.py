@@ -15,7 +15,7 @@ from herd.llama3.model.flops import flops_per_token
 from herd.llama3.parallel.mesh import ParallelContext
 from herd.llama3.recipe.schedule import Schedule, StageSpan
 from herd.llama3.tokens.stream import TokenStream
-from herd.llama3.train import metrics
+from herd.llama3.train import metrics, metrics_log
 from herd.llama3.train.callbacks import StepResult, StepTiming
 from herd.llama3.train.data_loader import Step, steps_from
 from herd.llama3.train.device import PEAKS, describe_device, peak_flops
@@ -94,6 +94,17 @@ def test_speed_counts_all_devices_and_utilization_names_its_peak(
     assert known["time/remaining_s"] == pytest.approx(10 * 0.5)
     absent = ("throughput/mfu", "throughput/mfu_full_attention", "time/checkpoint_s")
     assert not unknown.keys() & set(absent)
+
+
+def test_time_remains_at_the_speed_of_the_last_steps_together(
+    stream: TokenStream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 0.1 and 0.9 s are as fast as two of 0.5 s; the mean of their rates is 2.8 times that."""
+    monkeypatch.setattr(metrics_log, "RATE_STEPS", 2)
+    to = recorder(tmp_path, stream)
+    for number, step_s in enumerate((9.0, 0.1, 0.9)):
+        train(to, number, number + 1, step=step_s)
+    assert [record["time/remaining_s"] for record in metrics_of(tmp_path)] == pytest.approx([99.0, 45.5, 4.5])
 
 
 def test_a_peak_is_known_or_it_is_not_guessed() -> None:

@@ -14,6 +14,7 @@ import mlflow
 import pytest
 from rich.console import Console
 
+from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.train import metrics
 from herd.llama3.train.journal import Record, read_series
 from herd.storage.processes import free_port
@@ -21,8 +22,9 @@ from herd.storage.root import Root
 from herd.tasks.report import compare
 from herd.tasks.report.compare import TAG, chart_view_key, chart_view_tag
 from tests.flows.cli.test_main import documented
+from tests.llama3.train.train_samples import recipe
 from tests.tasks.mlflow_server import use
-from tests.tasks.tracked_run import DOMAINS, TrackedRun, two_runs, write
+from tests.tasks.tracked_run import DOMAINS, TrackedRun, records, two_runs, write
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = (
@@ -81,6 +83,11 @@ def test_a_program_gets_numbers(root: Root) -> None:
     assert document["recipe"]["seed"] == ["3", "4"]
     assert [(run["verdict"], run["eval/bpb"]) for run in document["results"]] == [("promoted", 1.5), ("promoted", 1.0)]
     assert document["results"][0]["tokens"] > 0
+    schedule = Schedule(recipe())
+    speeds = [entry.metrics[metrics.TOKENS_PER_S] for span in schedule.trained for entry in records(span, schedule)]
+    speeds = speeds[-metrics.window(len(speeds)) :]
+    together = len(speeds) / sum(1 / speed for speed in speeds)  # tokens over time of steps with equal tokens
+    assert document["results"][0][metrics.TOKENS_PER_S] == pytest.approx(together, rel=1e-6)
 
 
 def test_a_rounded_score_keeps_its_digits_and_only_a_program_gets_languages(
