@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -105,16 +106,39 @@ def test_no_form_is_plain_causal() -> None:
     equal(attend(*qkv, AttentionMask()), written_out(*qkv, can_attend(None, positions, positions)), qkv)
 
 
+class OnCuda(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda: Any = property(lambda self: True)
+
+
+@pytest.mark.parametrize("queries", [1, 9])
+@pytest.mark.parametrize("tensor", [torch.Tensor, OnCuda])
+def test_whole_sequences_and_padded_ones_are_masked_alike_on_every_device(tensor: Any, queries: int) -> None:
+    """As in generation: the last queries read the keys so far, but no padding before them."""
+    keys = torch.arange(17)
+    q, k, v = inputs(3, 17)
+    q = q[:, -queries:]
+    causal = can_attend(None, keys[-queries:], keys)
+    padded = causal & (keys >= torch.tensor([[0], [4], [7]]))[:, None, None]
+    for mask in (causal, padded):
+        got = attend(q.as_subclass(tensor), k.as_subclass(tensor), v.as_subclass(tensor), AttentionMask(mask=mask))
+        equal(got.as_subclass(torch.Tensor), written_out(q, k, v, mask), (q, k, v))
+    if queries == 1:
+        got = attend(q.as_subclass(tensor), k.as_subclass(tensor), v.as_subclass(tensor), AttentionMask())
+        equal(got.as_subclass(torch.Tensor), written_out(q, k, v, causal), (q, k, v))
+
+
 def test_a_block_mask_holds_for_keys_in_another_order() -> None:
     """The mask that CUDA takes under context parallelism; its kernel is torch's own slow one here, forward only."""
     seq_len = 256
     positions, order = torch.arange(seq_len), torch.arange(seq_len).view(4, -1)[[0, 3, 1, 2]].flatten()
-    documents = torch.stack([positions // 100, positions // 37])
     q, k, v = (x.detach() for x in inputs(2, seq_len))
     here = order[:128]
-    got = _flex(q[:, here], k[:, order], v[:, order], _blocks(documents, here, order))
-    expected = written_out(q, k, v, can_attend(documents, positions, positions))[:, here]
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    for documents in (None, torch.stack([positions // 100, positions // 37])):
+        got = _flex(q[:, here], k[:, order], v[:, order], _blocks(documents, here, order))
+        expected = written_out(q, k, v, can_attend(documents, positions, positions))[:, here]
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_norms_own_backward_pass_is_that_of_the_formula() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from herd.llama3.model import attention
 from herd.llama3.model.attention import SHORTEST, _starts, attention_mask, can_attend, document_lengths
 
 batches = st.integers(1, 3).flatmap(
@@ -49,3 +54,39 @@ def test_each_batch_takes_the_cheapest_form_on_the_cpu() -> None:
         assert masked.mask is not None
         assert masked.mask.shape == (2, 1, len(queries), len(positions))
     assert attention_mask(None, positions[::2], positions).mask is not None, "no documents, but keys in another order"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("documents", "in_order", "dtype", "form"),
+    [
+        (False, True, torch.bfloat16, None),
+        (True, True, torch.bfloat16, "starts"),
+        (True, True, torch.float32, "blocks"),  # the packed kernel has no fp32
+        (True, False, torch.bfloat16, "blocks"),  # nor keys in another order
+        (False, False, torch.bfloat16, "blocks"),
+    ],
+)
+def test_a_gpu_gets_the_form_that_its_kernels_know(
+    documents: bool,
+    in_order: bool,
+    dtype: torch.dtype,
+    form: str | None,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Positions are only passed on here, so they need no GPU."""
+    numbers = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])
+    on_gpu: Any = [SimpleNamespace(device=torch.device("cuda", 1)) for _ in range(2)]
+    queries, keys = on_gpu[0], on_gpu[0 if in_order else 1]
+
+    def starts(lengths: tuple[int, ...]) -> Any:
+        assert lengths == (2, 2, 1, 3)
+        return SimpleNamespace(pin_memory=lambda: SimpleNamespace(to=lambda *how, **more: (*how, more)))
+
+    monkeypatch.setattr(attention, "_starts", starts)
+    monkeypatch.setattr(attention, "_blocks", lambda *given: given)
+    given_documents = numbers if documents else None
+    visible = attention_mask(given_documents, queries, keys, dtype, compiled)
+    made = {"starts": (queries.device, {"non_blocking": True}), "blocks": (given_documents, queries, keys), None: None}
+    assert visible._asdict() == {name: made[form] if name == form else None for name in visible._fields}

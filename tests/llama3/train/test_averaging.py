@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from herd.llama3.train.validation import pack_sequences
 from tests.dist import run
 from tests.llama3.train.checkpoint_samples import ALONE
 from tests.llama3.train.test_validation import SEQ, Bytes, documents
-from tests.llama3.train.train_samples import STEP, job, output, recipe, stages, train, train_until_signal, work
+from tests.llama3.train.train_samples import STEP, job, output, recipe, stages, train, work
 
 STEPS = 5
 
@@ -37,12 +36,12 @@ def asked(average: str, **more: Any) -> Recipe:
     return recipe(stages=[stages(STEPS)[0] | {"weight_averaging": average, **more}], checkpoint=saving)
 
 
-def trained(folder: Path, average: str, held: bool = True, name: str = "work", size: int = 1, **more: Any) -> Path:
-    path = job(folder, asked(average, **more), name=name, micro_batch=4)
+def trained(folder: Path, average: str, held: bool = True, **more: Any) -> Path:
+    path = job(folder, asked(average, **more), micro_batch=4)
     if held:
         work(path).mkdir(exist_ok=True)
         pack_sequences(documents(), Bytes(), SEQ).write(work(path))
-    assert run(size, train, path) == [0] * size, output(path)
+    assert run(1, train, path) == [0], output(path)
     return path
 
 
@@ -132,31 +131,6 @@ def test_a_long_sum_goes_on_in_fp64_also_one_of_an_earlier_version(tmp_path: Pat
     assert all((total == 1.0).all() and total.dtype == torch.float64 for total in now.sum.values())
 
 
-@pytest.mark.slow
-def test_an_exponential_average_forgets(tmp_path: Path) -> None:
-    path = trained(tmp_path, "ema 0.7", size=2)
-    first, *later = parts(path)
-    for name, value in model(path).items():
-        mean = first[name]
-        for part in later:
-            mean = 0.7 * mean + 0.3 * part[name]
-        torch.testing.assert_close(value, mean, rtol=1e-12, atol=1e-18)
-
-
-@pytest.mark.slow
-def test_a_killed_stage_averages_the_same(tmp_path: Path) -> None:
-    whole = trained(tmp_path, "ema 0.7")
-    path = job(tmp_path, asked("ema 0.7"), name="killed", micro_batch=4)
-    work(path).mkdir()
-    pack_sequences(documents(), Bytes(), SEQ).write(work(path))
-    with pytest.raises(RuntimeError, match="died"):
-        run(1, train_until_signal, path, signal.SIGKILL, "herd.llama3.train.train_step:Engine.train_step", 4, False)
-    assert not (work(path) / "result").exists()
-    assert run(1, train, path) == [0], output(path)
-    assert all(torch.equal(value, model(whole)[name]) for name, value in model(path).items())
-    assert choice(path) == choice(whole)
-
-
 def test_the_average_is_judged_against_its_parts(tmp_path: Path) -> None:
     path = trained(tmp_path, "last 3")
     found = choice(path)
@@ -185,17 +159,6 @@ def test_the_better_weights_are_kept(polyak: Path, tmp_path: Path) -> None:
     assert all(torch.equal(value, last[name]) for name, value in model(path).items())
     assert choice(polyak).average == found.average
     assert choice(polyak).kept == "average"
-
-
-@pytest.mark.slow
-def test_the_average_is_scored_alike_under_any_layout(tmp_path: Path) -> None:
-    alone = choice(trained(tmp_path, "last 3"))
-    for name, size, layout in (("dp2", 2, {}), ("tp2-cp2", 4, {"tp": 2, "cp": 2})):
-        path = job(tmp_path, asked("last 3"), name=name, micro_batch=4, layout=layout)
-        work(path).mkdir()
-        pack_sequences(documents(), Bytes(), SEQ).write(work(path))
-        assert run(size, train, path) == [0] * size, output(path)
-        assert choice(path).average == pytest.approx(alone.average, rel=1e-9)
 
 
 def test_without_held_out_documents_the_average_is_kept_and_said(tmp_path: Path) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import re
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from herd.llama3.train import metrics
+from herd.llama3.parallel.mesh import Axis
+from herd.llama3.train import health, metrics
 from herd.llama3.train.health import HealthSample, HealthTail, HostCounters, judge_nodes
 from herd.llama3.train.job import Attempt
 from tests.dist import run
@@ -171,6 +176,27 @@ def test_a_preflight_measures_every_node(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert lines[0].metrics.keys() == {metrics.PREFLIGHT_TFLOPS, metrics.PREFLIGHT_DISK, metrics.CLOCK_OFFSET}
     assert abs(lines[0].metrics[metrics.CLOCK_OFFSET]) < 1
+
+
+def test_rates_of_a_preflight_are_what_was_done_in_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every reading of a clock is a second after the one before; work is counted by torch, by bytes and by the disk."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    seconds = itertools.count()
+    clock = SimpleNamespace(perf_counter=seconds.__next__, process_time=seconds.__next__, time=time.time)
+    monkeypatch.setattr(health, "time", clock)
+    sent: list[int] = []
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group: sent.append(tensor.nbytes))
+    with FlopCounterMode(display=False) as counter:
+        tflops = health._product_tflops(torch.device("cpu"))
+    products = 2 + 5 * health.BURSTS  # the reference, one to warm up, and five in each burst
+    assert tflops == pytest.approx(5 * counter.get_total_flops() / products / 1e12)
+    assert health._all_reduce_gb_s(torch.device("cpu"), Axis(0, 2)) == pytest.approx(2 * sent[0] / 1e9)
+    sizes: list[int] = []
+    monkeypatch.setattr("os.fsync", lambda file: sizes.append(os.fstat(file).st_size))
+    written = health._write(tmp_path / "file")
+    assert written[metrics.PREFLIGHT_DISK] == pytest.approx(sizes[-1] / 1e6)
 
 
 def test_a_preflight_names_the_node_that_differs() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -28,7 +29,7 @@ from herd.llama3.train.journal import (
     read_rewinds,
     to_parquet,
 )
-from herd.llama3.train.metrics_log import DataShares, Recorder
+from herd.llama3.train.metrics_log import DataShares, Meter, Recorder
 from tests.llama3.train.train_samples import STEP, VOCAB_SIZE, recipe, stages, write_tokens
 
 CPU = torch.device("cpu")
@@ -105,6 +106,19 @@ def test_time_remains_at_the_speed_of_the_last_steps_together(
     for number, step_s in enumerate((9.0, 0.1, 0.9)):
         train(to, number, number + 1, step=step_s)
     assert [record["time/remaining_s"] for record in metrics_of(tmp_path)] == pytest.approx([99.0, 45.5, 4.5])
+
+
+def test_memory_is_in_gib(stream: TokenStream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel counts kibibytes (getrusage), torch bytes."""
+    monkeypatch.setattr("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=4 << 20))
+    counts = {"memory_allocated": 1, "max_memory_allocated": 2, "max_memory_reserved": 3}
+    for name, amount in counts.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda device, amount=amount: amount << 30)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
+    meter = Meter(ASKED, VOCAB_SIZE, ParallelContext(0, 1, torch.device("cuda")), SPAN.end)
+    measured = meter.measure(STEPS[0], StepTiming(0.5, 0.1))
+    names = ("device_gib", "device_peak_gib", "device_reserved_gib", "host_gib")
+    assert [measured[f"memory/{name}"] for name in names] == [1, 2, 3, 4]
 
 
 def test_a_peak_is_known_or_it_is_not_guessed() -> None:

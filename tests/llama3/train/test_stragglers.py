@@ -13,6 +13,7 @@ from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.mesh import ParallelContext
 from herd.llama3.train.callbacks import StepResult
 from herd.llama3.train.data_loader import Step
+from herd.llama3.train.device import DeviceTime
 from herd.llama3.train.stragglers import Stopwatch, Stragglers
 from tests.dist import run
 from tests.llama3.parallel.layout_samples import build_parts
@@ -66,6 +67,38 @@ def test_figures_come_with_the_next_window() -> None:
     assert list(found) == [8, 12]
     for number, own in found.items():
         assert number - 4 < own < number - 3  # the data wait of the step measured before, and a little work
+
+
+class Event:
+    """An event of a GPU whose clock advances by 250 ms from one to the next."""
+
+    made = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        Event.made += 1
+        self.at = Event.made
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: Event) -> float:
+        """Return milliseconds, as torch's does."""
+        return 250.0 * (later.at - self.at)
+
+
+def test_times_of_a_gpu_are_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    began, ended = (DeviceTime(torch.device("cuda")) for _ in range(2))
+    assert ended.seconds_since(began) == 0.25
+    layers = [nn.Identity(), nn.Identity()]
+    watch = Stopwatch(layers, torch.device("cuda"))
+    watch.armed = True
+    for layer in layers:
+        layer(torch.zeros(1))
+    assert watch.seconds() == 0.5, "that of both layers, without the time between them"
 
 
 def ended(stragglers: Stragglers, number: int) -> dict[str, float]:

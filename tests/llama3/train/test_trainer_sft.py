@@ -19,8 +19,13 @@ from herd.llama3.recipe.schema import Recipe
 from herd.llama3.tokens.conversations import ConversationStream, prepare_conversations
 from herd.llama3.tokens.stream import TokenStream
 from herd.llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.train.averaging import FILE, Choice
 from herd.llama3.train.data_loader import Batches
+from herd.llama3.train.journal import read_attempts
+from herd.llama3.train.validation import pack_sequences
 from tests.dist import run
+from tests.llama3.train.test_validation import Bytes
+from tests.llama3.train.test_validation import documents as held_out
 from tests.llama3.train.train_samples import (
     STEP,
     job,
@@ -54,9 +59,10 @@ def tuned(folder: Path, **more: Any) -> Recipe:
     rows = [{"prompt": "q" * (1 if n % 3 else 31), "response": chr(97 + n % 26) * (1 + n % 5)} for n in range(60)]
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     chat = {"name": "chat", "kind": "sft", "for": f"{STEPS * BATCH} tokens", "seq_len": SEQ, "batch": f"{BATCH} tokens"}
-    chat |= {"mix": "base", "replay": "25%", "lr": "linear from 1e-2 to 0"}
+    chat |= {"mix": "base", "replay": "25%", "lr": "linear from 1e-2 to 0", "weight_averaging": "ema 0.7"}
     model = {"layers": 2, "dim": 32, "ffn": 64, "heads": 4, "kv_heads": 2, "max_seq_len": SEQ}
     fields: dict[str, Any] = {"stages": [*documents(2), chat], "model": model}
+    fields["evaluate"] = {"val_interval": f"{3 * BATCH} tokens"}
     fields["conversations"] = [{"uri": str(folder / "chats.jsonl")}]
     return recipe(**{**fields, **more})
 
@@ -66,7 +72,10 @@ def chat_job(folder: Path, name: str, asked: Recipe, parent: Path | None, **more
     if not chats.exists():
         chats.mkdir()
         prepare_conversations(asked, CODER, chats)
-    return job(folder, asked, "chat", name, conversations=chats, parent=parent, **more)
+    path = job(folder, asked, "chat", name, conversations=chats, parent=parent, **more)
+    work(path).mkdir(exist_ok=True)
+    pack_sequences(held_out(), Bytes(), 16).write(work(path))
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -151,14 +160,31 @@ def test_the_data_hold_what_a_layout_could_get_wrong(folder: Path) -> None:
     "name", [pytest.param(name, marks=pytest.mark.slow) if "-" in name else name for name in LAYOUTS]
 )
 def test_any_layout_trains_as_one_process(name: str, folder: Path) -> None:
-    """The same losses, by kind of data too, numbers of targets and final weights, to rounding in float64."""
+    """To rounding in float64: every metric that is no measurement of time or memory, and the average of the weights.
+
+    Speed is that of all processes together, and each of them costs its time.
+    """
     size, layout = LAYOUTS[name]
     path = chat_job(folder, name, tuned(folder), state(folder), layout=layout, micro_batch=1)
     assert run(size, train, path) == [0] * size, output(path)
+    measured = ("time/", "throughput/", "memory/", "cost/")
     for mine, one in zip(records(path), records(folder / "chat.json"), strict=True):
-        names = ["train/loss", "train/grad_norm", "train/target_tokens", "train/loss/conversations"]
-        expected = {name: one.metrics[name] for name in names if name in one.metrics}
-        assert {name: mine.metrics[name] for name in expected} == pytest.approx(expected, rel=1e-11), mine.position
+        found, expected = (
+            {key: value for key, value in record.metrics.items() if not key.startswith(measured)}
+            for record in (mine, one)
+        )
+        assert found == pytest.approx(expected, rel=1e-11), mine.position
+        speed = mine.metrics["throughput/tokens_per_s"]
+        assert speed * mine.metrics["time/step_s"] == pytest.approx(BATCH)
+        assert mine.metrics["throughput/tokens_per_s_per_device"] == pytest.approx(speed / size)
+    assert {len(record.metrics.keys() & {"val/bpb", "val/bpb/code"}) for record in records(path)} == {0, 2}
+    (attempt,) = read_attempts(work(path))
+    seconds = records(path)[-1].time - attempt["time"]
+    assert records(path)[-1].metrics["cost/gpu_hours"] == pytest.approx(size * seconds / 3600, rel=0.05)
+    choices = [Choice.model_validate_json((of / "result" / FILE).read_text()) for of in (work(path), folder / "chat")]
+    assert choices[0].kept == choices[1].kept == "average"
+    assert choices[0].average == pytest.approx(choices[1].average, rel=1e-10)
+    assert choices[0].last == pytest.approx(choices[1].last, rel=1e-10)
     expected_weights = load_model(folder / "chat" / "result" / "model").state_dict()
     for weight, value in load_model(work(path) / "result" / "model").state_dict().items():
         assert torch.allclose(value, expected_weights[weight], rtol=1e-9, atol=1e-11), weight
