@@ -91,7 +91,7 @@ def test_every_document_is_accounted_for(tmp_path: Path, make_recipe: Make, writ
     german = write_jsonl("de/a.jsonl", [f"{GERMAN}Nummer {i} {text}" for i, text in enumerate(prose(3, 5))])
     recipe = make_recipe(
         {
-            "general": [{"uri": path, "language": "en"}, {"uri": other, "limit": "9kB"}],
+            "general": [{"uri": path, "language": "en"}, {"uri": other, "language": "en", "limit": "9kB"}],
             "multilingual": [{"uri": german, "language": "de"}],
         },
         quality={"max_chars": 3000},
@@ -119,7 +119,8 @@ def test_every_document_is_accounted_for(tmp_path: Path, make_recipe: Make, writ
         domain: sum(line["documents"] for line in ledger if line["domain"] == domain) for domain in recipe.sources
     }
     assert facts["documents"]["multilingual"] + facts["held_out"]["multilingual"] == 5
-    assert facts["languages"]["de"] == facts["documents"]["multilingual"]
+    languages = {"en": facts["documents"]["general"], "de": facts["documents"]["multilingual"]}
+    assert facts["languages"] == languages, "of documents to train on, not of those that were dropped"
     assert json.loads(json.dumps(facts)) == facts
 
 

@@ -196,13 +196,6 @@ def test_average_positions_are_even_and_all_of_a_shorter_stage() -> None:
     assert average_positions(Schedule(asked).span("main")) == [STEP, 2 * STEP]
 
 
-def test_micro_batches_do_not_matter(chain: tuple[Path, Path], tmp_path: Path) -> None:
-    path = job(tmp_path, micro_batch=16)
-    assert run(1, train, path) == [0]
-    for position, values in losses(chain[0]).items():
-        assert losses(path)[position] == pytest.approx(values, rel=1e-11)
-
-
 def test_initial_weights_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
     path = job(tmp_path)
     assert run(1, initial_digest, path) * 2 == run(2, initial_digest, path)
