@@ -22,7 +22,7 @@ from tests.tasks.promotion_samples import FAMILY, judged_record
 
 def test_a_judgement_waits_for_mlflow_as_long_as_the_recipe_allows(tmp_path: Path) -> None:
     root, waited = Root.parse(tmp_path), list[float]()
-    reach = SimpleNamespace(wait=lambda seconds, say: waited.append(seconds))
+    reach = SimpleNamespace(wait=lambda seconds, say: waited.append(seconds), why="connection refused")
     context: Any = SimpleNamespace(
         recipe=recipe(promote={"mlflow_timeout": "90 s"}),
         tracker=SimpleNamespace(reach=reach, uri="http://mlflow"),
@@ -30,7 +30,10 @@ def test_a_judgement_waits_for_mlflow_as_long_as_the_recipe_allows(tmp_path: Pat
         root=root,
     )
     artifact: Any = None
-    with pytest.raises(ValueError, match=r"promote.mlflow_timeout: MLflow at http://mlflow did not answer for 90 s"):
+    with pytest.raises(
+        ValueError,
+        match=r"promote.mlflow_timeout: MLflow at http://mlflow did not answer for 90 s \(connection refused",
+    ):
         judge_model.fn(context, artifact, artifact, artifact, Override())
     assert waited == [90]
     assert read_log(root, FAMILY) == []
