@@ -153,7 +153,7 @@ def test_importing_herd_bypasses_proxies_and_keeps_what_was_bypassed_before() ->
 
     def lists(**variables: str) -> str:
         known = {"PYTHONPATH": ":".join(sys.path), **variables}
-        done = subprocess.run([sys.executable, "-SPc", program], env=known, capture_output=True, text=True, check=True)
+        done = subprocess.run([sys.executable, "-Pc", program], env=known, capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
     loopback = "127.0.0.1,localhost,::1"
