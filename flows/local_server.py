@@ -109,12 +109,17 @@ def refusal(title: str, value: object, description: str) -> str:
     return f"{title}: {value!r} is not taken; expected: {description}"
 
 
-def explain_patterns() -> None:
-    """Have this process's Prefect server say what a field of a form takes, in place of its regular expression."""
+def explain_refusals() -> None:
+    """Have this process's Prefect server say what a field of a form takes, in place of its regular expression.
+
+    It also refuses unknown parameters of herd's flows: Prefect takes them, the flow run crashes before it has a state,
+    and is started again.
+    """
     from prefect.utilities.schema_tools import validation
 
+    refused: Any = validation.JSONSchemaValidationError
     rules: dict[str, Any] = validation._VALIDATOR.VALIDATORS  # type: ignore[attr-defined]
-    check = rules["pattern"]
+    check, check_properties = rules["pattern"], rules["properties"]
 
     def explained(validator: Any, pattern: str, value: object, schema: dict[str, Any]) -> Iterator[Any]:
         for error in check(validator, pattern, value, schema) or ():
@@ -122,7 +127,14 @@ def explain_patterns() -> None:
                 error.message = refusal(str(schema.get("title", "")), value, schema["description"])
             yield error
 
-    rules["pattern"] = explained
+    def known(validator: Any, properties: dict[str, Any], value: Any, schema: dict[str, Any]) -> Iterator[Any]:
+        yield from check_properties(validator, properties, value, schema) or ()
+        if schema.get("title") == "Parameters" and [*properties] == ["config"] and isinstance(value, dict):
+            for name in value.keys() - properties.keys():
+                remedy = f"write it below config: {{config: {{{name}: ...}}}}"
+                yield refused(f"{name!r} is not a parameter; {remedy}")
+
+    rules["pattern"], rules["properties"] = explained, known
 
 
 def create_app() -> ASGIApp:
@@ -139,7 +151,7 @@ def create_app() -> ASGIApp:
     async def sign_in(request: Request) -> HTMLResponse:
         return HTMLResponse(SIGN_IN)
 
-    explain_patterns()
+    explain_refusals()
     app: Any = prefect_app(final=True)
     app.router.routes.insert(0, Route("/sign-in", sign_in))  # first: Prefect's last route matches every path
     origins = get_current_settings().server.api.cors_allowed_origins.split(",")

@@ -12,7 +12,7 @@ from prefect.utilities.schema_tools.validation import is_valid_schema, validate
 from pydantic import ValidationError
 
 from herd.flows.checkpoint import evaluate, promote
-from herd.flows.local_server import explain_patterns
+from herd.flows.local_server import explain_refusals
 from herd.flows.maintenance import gc, report, verify
 from herd.flows.pipeline import curate, pipeline, pretrain, rerun, tokenize
 from herd.flows.recipe_form import (
@@ -147,13 +147,31 @@ def test_the_server_refuses_nonsense_before_there_is_a_run() -> None:
         assert message in found[0]
 
 
+def with_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check forms as herd's own Prefect server does; restored afterwards."""
+    rules = validation._VALIDATOR.VALIDATORS
+    for name in ("pattern", "properties"):
+        monkeypatch.setitem(rules, name, rules[name])
+    explain_refusals()
+
+
+@pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.name)
+def test_a_parameter_beside_config_is_refused_before_there_is_a_run(
+    flow: Flow[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flow run would crash before it has a state, and be started again."""
+    with_words(monkeypatch)
+    sent, schema = {"config": {}, "recepie": "x"}, schema_of(flow)
+    (error,) = validate(sent, schema, raise_on_error=False, preprocess=True)
+    assert error.message == "'recepie' is not a parameter; write it below config: {config: {recepie: ...}}"
+    assert refused(flow, {}) == []
+
+
 @pytest.mark.parametrize("name", ["until", "batch", "seq_len", "lr"])
 def test_a_field_refuses_with_its_help_and_not_with_a_regular_expression(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rules = validation._VALIDATOR.VALIDATORS
-    monkeypatch.setitem(rules, "pattern", rules["pattern"])  # restored afterwards
-    explain_patterns()
+    with_words(monkeypatch)
     field = StageChange.model_fields[name]
     sentence = f"{field.title}: 'fast' is not taken; expected: {field.description}"
     assert refused(pipeline, {"change": {"stages": [{"name": "main", name: "fast"}]}}) == [sentence]
