@@ -148,6 +148,23 @@ def query(*command: str, forgotten: str | None = None) -> str:
         time.sleep(1.0)
 
 
+ANSWER_S = 10
+"""How long a command may take that only asks whether a job could start."""
+Fault = tuple[str, str]
+"""What a scheduler lacks, and what to do."""
+
+
+def answer_of(*command: str) -> tuple[int, str, str]:
+    """Return status, output and the last line of the error output of a command; it may take ANSWER_S."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, start_new_session=True)
+    except subprocess.TimeoutExpired:
+        return 1, "", f"no answer within {ANSWER_S} s"
+    except OSError as error:
+        return 1, "", error.strerror or str(error)
+    return done.returncode, done.stdout, next(iter(done.stderr.strip().splitlines()[-1:]), "")
+
+
 def launch_key(job: Path) -> str:
     """Return the name by which a new supervisor finds the trainer of the job file `job`.
 
@@ -238,7 +255,8 @@ LAUNCHERS = {
     "kubernetes": "herd.tasks.launch.kubernetes",
 }
 """A new launcher is a module with `launcher` as those of the others, a line here, and its name in `Cluster.launcher`; a
-scheduler also has `running_job(logs)`, `run_on_nodes` (see `node_runner`), and its settings in a field of `Cluster`."""
+scheduler also has `running_job(logs)`, `run_on_nodes` (see `node_runner`), `scheduler_faults(cluster)`, which lists
+what it lacks for a job, and its settings in a field of `Cluster`."""
 
 
 def launcher_of(cluster: Cluster, name: str, agents: Any, excluded: Excluded = dict) -> Launcher:

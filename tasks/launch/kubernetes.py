@@ -19,13 +19,16 @@ import yaml
 
 from herd.llama3.train.job import AttemptResult, first_failure, read_outcomes
 from herd.storage.filesystem import write_atomic
+from herd.storage.processes import parallel_map
 from herd.tasks.cluster import Cluster
 from herd.tasks.errors import SchedulerRefused
 from herd.tasks.launch.base import (
     NO_OUTCOME,
     Excluded,
+    Fault,
     agent_command,
     agent_variables,
+    answer_of,
     keep_job,
     query,
     same_job,
@@ -168,6 +171,37 @@ class KubernetesLaunch:
         if worst is not None and worst.status:
             return worst
         return AttemptResult(status=status, message=f"{self.settings.kind} {self.name}: {message}")
+
+
+def scheduler_faults(cluster: Cluster) -> list[Fault]:
+    """Return what Kubernetes lacks: an answer, the kind of job and the right to create it, namespace, claim, queue."""
+    settings = cluster.kubernetes
+    kind, namespace = f"{settings.kind.lower()}s.{API[settings.kind].partition('/')[0]}", settings.namespace
+    asked = {
+        "kind": ["auth", "can-i", "create", kind, f"--namespace={namespace}"],
+        "namespace": ["get", "namespace", namespace],
+        "claim": ["get", "persistentvolumeclaim", settings.claim, f"--namespace={namespace}"],
+    }
+    if settings.queue:
+        asked["queue"] = ["get", "localqueue", settings.queue, f"--namespace={namespace}"]
+    commands = [["kubectl", *words, "--request-timeout=5s"] for words in asked.values()]
+    answers = dict(zip(asked, parallel_map(lambda words: answer_of(*words), commands), strict=True))
+    _, allowed, message = answers.pop("kind")
+    if "doesn't have a resource type" in message:
+        return [(f"the cluster does not know {kind}", f"install the controller of {settings.kind}")]
+    if allowed.strip() not in ("yes", "no"):
+        return [(f"kubectl auth can-i: {message or 'no answer'}", "check the context (kubectl config current-context)")]
+    faults: list[Fault] = []
+    if allowed.strip() == "no":
+        what = f"you may not create {kind} in the namespace {namespace}"
+        faults.append((what, "ask for the right, or correct kubernetes.namespace"))
+    for field, (status, _, message) in answers.items():
+        if status and "NotFound" in message:  # a right to look at it may be missing too
+            value = getattr(settings, field)
+            faults.append(
+                (f"cluster.kubernetes.{field}: {value} is not there", "create it, or correct the cluster file")
+            )
+    return faults
 
 
 def manifest_text(

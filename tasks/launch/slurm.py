@@ -7,6 +7,7 @@ failure Slurm itself requeues the job.
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -24,8 +25,10 @@ from herd.tasks.errors import SchedulerRefused
 from herd.tasks.launch.base import (
     NO_OUTCOME,
     Excluded,
+    Fault,
     agent_command,
     agent_variables,
+    answer_of,
     keep_job,
     query,
     same_job,
@@ -194,6 +197,33 @@ class SlurmLaunch:
         deadline = time.monotonic() + STOP_S
         while _state(self.job_id) and time.monotonic() < deadline:
             time.sleep(min(1.0, self.poll_s))
+
+
+def scheduler_faults(cluster: Cluster) -> list[Fault]:
+    """Return what Slurm lacks: an answer, the partition, a node that is up, the account."""
+    settings, remedy = cluster.slurm, "ask whoever runs Slurm, or correct the cluster file"
+    status, listed, message = answer_of("sinfo", "--noheader", "--format=%R")
+    if status:
+        return [(f"sinfo: {message}", "check that this machine is a login node, and that slurmctld runs")]
+    partitions, faults = set(listed.split()), []
+    for partition in filter(None, settings.partition.split(",")):
+        if partition not in partitions:
+            known = f"there are {', '.join(sorted(partitions))}"
+            faults.append((f"cluster.slurm.partition: {partition} is not one of Slurm's", known))
+    if not faults:
+        try:
+            if not SlurmLauncher(cluster, "doctor").capacity():
+                where = f"partition {settings.partition}" if settings.partition else "the default partition"
+                faults.append((f"no node of {where} is up", remedy))
+        except SchedulerRefused as error:
+            faults.append((str(error), remedy))
+    if settings.account and shutil.which("sacctmgr"):
+        query = ["show", "associations", f"user={os.environ.get('USER', '')}", "format=account"]
+        status, accounts, _ = answer_of("sacctmgr", "--noheader", "--parsable2", *query)
+        if not status and accounts and settings.account not in accounts.split():
+            known = f"yours are {', '.join(sorted(set(accounts.split())))}"
+            faults.append((f"cluster.slurm.account: {settings.account} is not an account of yours", known))
+    return faults
 
 
 def run_on_nodes(cluster: Cluster, program: list[str]) -> tuple[list[str], str]:

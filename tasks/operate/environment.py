@@ -10,21 +10,18 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 from collections.abc import Callable, Iterator
-from importlib import metadata, util
+from importlib import import_module, metadata, util
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from herd.llama3.model.flops import parameter_count, recipe_vocab_size
 from herd.llama3.recipe.schema import Recipe
-from herd.storage.processes import parallel_map, processors
+from herd.storage.processes import processors
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
-from herd.tasks.errors import SchedulerRefused
 from herd.tasks.format import format_bytes
-from herd.tasks.launch.base import launcher_of
-from herd.tasks.launch.kubernetes import API
+from herd.tasks.launch.base import LAUNCHERS, launcher_of
 from herd.tasks.launch.local import query_gpu, visible_gpus
 from herd.tasks.tracking.mlflow_store import SchemaUnknown, check_schema, server_uri
 
@@ -36,8 +33,6 @@ STATE_BYTES = 12
 """Of a checkpoint for each parameter: weights and two moments in fp32."""
 TRAINING = "pretrain"
 """Kind of the steps that need devices and a launcher."""
-ANSWER_S = 10
-"""How long a command of a scheduler may take."""
 
 
 class CheckResult(NamedTuple):
@@ -141,7 +136,7 @@ def check_launcher(place: Surroundings) -> Iterator[CheckResult]:
         return
     try:
         launcher_of(place.cluster, "doctor", None)
-        faults = SCHEDULERS[name](place.cluster)
+        faults = import_module(LAUNCHERS[name]).scheduler_faults(place.cluster)
     except ValueError as error:  # its commands are missing
         what, _, todo = str(error).partition("; ")
         faults = [(what, todo)]
@@ -149,82 +144,6 @@ def check_launcher(place: Surroundings) -> Iterator[CheckResult]:
         yield CheckResult(name, "fail", what, todo)
     if not faults:
         yield CheckResult(name, "ok", "answers, and has what the cluster file names")
-
-
-Fault = tuple[str, str]
-"""What is wrong, and what to do."""
-
-
-def slurm_faults(cluster: Cluster) -> list[Fault]:
-    """Return what Slurm lacks: an answer, the partition, a node that is up, the account."""
-    settings, remedy = cluster.slurm, "ask whoever runs Slurm, or correct the cluster file"
-    status, listed, message = _answer("sinfo", "--noheader", "--format=%R")
-    if status:
-        return [(f"sinfo: {message}", "check that this machine is a login node, and that slurmctld runs")]
-    partitions, faults = set(listed.split()), []
-    for partition in filter(None, settings.partition.split(",")):
-        if partition not in partitions:
-            known = f"there are {', '.join(sorted(partitions))}"
-            faults.append((f"cluster.slurm.partition: {partition} is not one of Slurm's", known))
-    if not faults:
-        try:
-            if not launcher_of(cluster, "doctor", None).capacity():
-                where = f"partition {settings.partition}" if settings.partition else "the default partition"
-                faults.append((f"no node of {where} is up", remedy))
-        except SchedulerRefused as error:
-            faults.append((str(error), remedy))
-    if settings.account and shutil.which("sacctmgr"):
-        query = ["show", "associations", f"user={os.environ.get('USER', '')}", "format=account"]
-        status, accounts, _ = _answer("sacctmgr", "--noheader", "--parsable2", *query)
-        if not status and accounts and settings.account not in accounts.split():
-            known = f"yours are {', '.join(sorted(set(accounts.split())))}"
-            faults.append((f"cluster.slurm.account: {settings.account} is not an account of yours", known))
-    return faults
-
-
-def kubernetes_faults(cluster: Cluster) -> list[Fault]:
-    """Return what Kubernetes lacks: an answer, the kind of job and the right to create it, namespace, claim, queue."""
-    settings = cluster.kubernetes
-    kind, namespace = f"{settings.kind.lower()}s.{API[settings.kind].partition('/')[0]}", settings.namespace
-    asked = {
-        "kind": ["auth", "can-i", "create", kind, f"--namespace={namespace}"],
-        "namespace": ["get", "namespace", namespace],
-        "claim": ["get", "persistentvolumeclaim", settings.claim, f"--namespace={namespace}"],
-    }
-    if settings.queue:
-        asked["queue"] = ["get", "localqueue", settings.queue, f"--namespace={namespace}"]
-    commands = [["kubectl", *words, "--request-timeout=5s"] for words in asked.values()]
-    answers = dict(zip(asked, parallel_map(lambda words: _answer(*words), commands), strict=True))
-    _, allowed, message = answers.pop("kind")
-    if "doesn't have a resource type" in message:
-        return [(f"the cluster does not know {kind}", f"install the controller of {settings.kind}")]
-    if allowed.strip() not in ("yes", "no"):
-        return [(f"kubectl auth can-i: {message or 'no answer'}", "check the context (kubectl config current-context)")]
-    faults: list[Fault] = []
-    if allowed.strip() == "no":
-        what = f"you may not create {kind} in the namespace {namespace}"
-        faults.append((what, "ask for the right, or correct kubernetes.namespace"))
-    for field, (status, _, message) in answers.items():
-        if status and "NotFound" in message:  # a right to look at it may be missing too
-            value = getattr(settings, field)
-            faults.append(
-                (f"cluster.kubernetes.{field}: {value} is not there", "create it, or correct the cluster file")
-            )
-    return faults
-
-
-SCHEDULERS: dict[str, Callable[[Cluster], list[Fault]]] = {"slurm": slurm_faults, "kubernetes": kubernetes_faults}
-
-
-def _answer(*command: str) -> tuple[int, str, str]:
-    """Return status, output and the last line of the error output of a command; it may take ANSWER_S."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, start_new_session=True)
-    except subprocess.TimeoutExpired:
-        return 1, "", f"no answer within {ANSWER_S} s"
-    except OSError as error:
-        return 1, "", error.strerror or str(error)
-    return done.returncode, done.stdout, next(iter(done.stderr.strip().splitlines()[-1:]), "")
 
 
 def check_mlflow(place: Surroundings) -> Iterator[CheckResult]:
