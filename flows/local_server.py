@@ -117,7 +117,7 @@ def explain_refusals() -> None:
     """
     from prefect.utilities.schema_tools import validation
 
-    refused: Any = validation.JSONSchemaValidationError
+    refused: Any = validation.JSONSchemaValidationError  # type: ignore[attr-defined]
     rules: dict[str, Any] = validation._VALIDATOR.VALIDATORS  # type: ignore[attr-defined]
     check, check_properties = rules["pattern"], rules["properties"]
 
