@@ -61,9 +61,8 @@ def bypass_proxy(*hosts: str, variables: MutableMapping[str, str] = os.environ) 
         variables[name] = ",".join([*known, *(host for host in hosts if not {host, "*"} & set(known))])
 
 
-bypass_proxy(
-    *LOOPBACK
-)  # every process of herd imports this file: commands, workers' flow runs, agents, ranks, notebooks
+# Every process of herd imports this file: commands, workers' flow runs, agents, ranks, notebooks.
+bypass_proxy(*LOOPBACK)
 
 
 def __getattr__(name: str) -> Any:

@@ -89,13 +89,10 @@ def iter_journal(path: Path, after: int = -1) -> Iterator[Record]:
                 break
             start, size = 0, size * 4
         rewinds = [_parse(path, line) for line in _lines(file, start, end) if b'"rewind"' in line]
-        later = deque(entry for entry in rewinds if isinstance(entry, Rewind))
-        for line in _lines(file, start, end):
-            entry = _parse(path, line)
-            if isinstance(entry, Rewind):
-                later.popleft()
-            elif entry.position > after and all(entry.position <= rewind.position for rewind in later):
-                yield entry
+        later = [entry for entry in rewinds if isinstance(entry, Rewind)]
+        for _, record in _valid_lines(path, _lines(file, start, end), later):
+            if record is not None and record.position > after:
+                yield record
 
 
 def read_rewinds(path: Path) -> list[Rewind]:
@@ -181,14 +178,9 @@ def discard_after(path: Path, position: int) -> None:
     if not path.exists():
         return
     kept, discarded = list[bytes](), list[bytes]()
-    later = deque(read_rewinds(path))
     with path.open("rb") as file:
-        for line in _lines(file):
-            entry = _parse(path, line)
-            if isinstance(entry, Rewind):
-                later.popleft()
-            valid = isinstance(entry, Record) and all(entry.position <= rewind.position for rewind in later)
-            (discarded if valid and entry.position > position else kept).append(line)
+        for line, record in _valid_lines(path, _lines(file), read_rewinds(path)):
+            (discarded if record is not None and record.position > position else kept).append(line)
     if discarded:
         write_atomic(path.with_name(f"abandoned-{time.time_ns()}.jsonl"), b"".join(discarded))
         write_atomic(path, b"".join(kept))
@@ -341,6 +333,20 @@ def _lines(file: BinaryIO, start: int = 0, end: float = math.inf) -> Iterator[by
     while start < end and (line := file.readline()).endswith(b"\n"):
         start += len(line)
         yield line
+
+
+def _valid_lines(
+    path: Path, lines: Iterable[bytes], rewinds: Iterable[Rewind]
+) -> Iterator[tuple[bytes, Record | None]]:
+    """Yield each of `lines` with its record; None for a rewind, and for a record that one of `rewinds` voids."""
+    later = deque(rewinds)
+    for line in lines:
+        entry = _parse(path, line)
+        if isinstance(entry, Rewind):
+            later.popleft()
+            yield line, None
+        else:
+            yield line, entry if all(entry.position <= rewind.position for rewind in later) else None
 
 
 def _parse(path: Path, line: bytes) -> Entry:

@@ -10,7 +10,7 @@ from herd.llama3.recipe.frozen import frozen_fields
 from herd.llama3.recipe.load import digest
 from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
-from herd.llama3.train.checkpoint.manifest import DAMAGED_MARK, MANIFEST, SUPERSEDED_MARKS
+from herd.llama3.train.checkpoint.manifest import DAMAGED_MARK, MANIFEST, SUPERSEDED_MARKS, superseded_mark
 from herd.storage.filesystem import is_local
 from herd.storage.objects import list_children, list_objects
 from herd.storage.root import Root
@@ -51,8 +51,9 @@ def newest(folders: Iterable[str]) -> SavedCheckpoint | None:
     """Return the newest committed checkpoint (one with a manifest) in any of the folders or prefixes."""
     saved = []
     for folder in folders:
-        superseded = set(list_children(f"{folder}/{SUPERSEDED_MARKS}"))
-        for name in sorted((name for name in list_children(folder) if name.isdigit()), reverse=True):
+        names = list_children(folder)
+        superseded = list_children(f"{folder}/{SUPERSEDED_MARKS}") if SUPERSEDED_MARKS in names else {}
+        for name in sorted(filter(str.isdigit, names), reverse=True):
             if written := _manifest_times(folder, name, superseded):
                 saved.append(SavedCheckpoint(int(name), written[0]))
                 break
@@ -67,6 +68,7 @@ def _manifest_times(folder: str, position: str, superseded: Collection[str]) -> 
     objects = list_objects(f"{folder}/{position}")
     for name, stored in objects.items():
         save = name.removesuffix(f"/{MANIFEST}")
-        if save != name and f"{save}/{DAMAGED_MARK}" not in objects and f"{position}.{save}" not in superseded:
+        set_aside = f"{save}/{DAMAGED_MARK}" in objects or superseded_mark(f"{position}/{save}") in superseded
+        if save != name and not set_aside:
             times.append(stored.modified)
     return sorted(times, reverse=True)

@@ -273,9 +273,7 @@ class MLflowTracker:
                     self._client = MlflowClient(self.uri, registry_uri=self.uri)
                 except MlflowException:
                     raise
-                except (
-                    Exception
-                ) as error:  # a ValueError with its remedy, or whatever sqlite3, SQLAlchemy and Alembic raise
+                except Exception as error:  # ValueError with a remedy, or what sqlite3, SQLAlchemy and Alembic raise
                     self.fault = str(error) if isinstance(error, ValueError) else ""
                     text = self.fault or f"{type(error).__name__}: {error}"
                     raise MlflowException(text, TEMPORARILY_UNAVAILABLE) from error

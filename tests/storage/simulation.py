@@ -23,6 +23,7 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from herd.storage import cleanup, lease, object_artifact, objects, staging
@@ -660,3 +661,18 @@ def _broken(seed: int, suppressed: set[int], play: Play | None) -> tuple[Violati
     except Violation as error:
         return error, error.simulation  # type: ignore[attr-defined]
     return None
+
+
+def play_seeds(first: int, end: int, happened: Iterable[str], play: Play | None = None) -> str:
+    """Run the schedules, return what happened, and show the shortest that breaks a promise.
+
+    Each of `happened` must have happened in one of them.
+    """
+    counts = Counter[str]()
+    for seed in range(first, end):
+        try:
+            counts += simulate(seed, play=play).counts
+        except Violation:
+            pytest.fail(minimal(seed, play), pytrace=False)
+    assert all(counts[name] for name in happened)
+    return f"{end - first:,} schedules: " + ", ".join(f"{name} {count:,}" for name, count in counts.most_common())

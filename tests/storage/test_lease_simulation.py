@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,30 +13,20 @@ from herd.storage import object_artifact, objects
 from herd.storage.lease import BeatLease
 from herd.storage.object_artifact import RemoteStore
 from herd.tasks.promotion.log import PromotionLog
-from tests.storage.simulation import FAULTS, Violation, minimal, simulate
+from tests.storage.simulation import FAULTS, Violation, play_seeds, simulate
 
-
-def seeds(first: int, end: int) -> str:
-    """Run the schedules, return what happened, and show the shortest that breaks a promise."""
-    counts = Counter[str]()
-    for seed in range(first, end):
-        try:
-            counts += simulate(seed).counts
-        except Violation:
-            pytest.fail(minimal(seed), pytrace=False)
-    assert all(counts[name] for name in (*FAULTS, "read", "two won"))
-    return f"{end - first:,} schedules: " + ", ".join(f"{name} {count:,}" for name, count in counts.most_common())
+HAPPENED = (*FAULTS, "read", "two won")
 
 
 @pytest.mark.fault("F2", "F5", "F12", "F14", "F24")
 def test_no_schedule_breaks_a_promise() -> None:
-    seeds(0, 200)
+    play_seeds(0, 200, HAPPENED)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_no_schedule_of_thousands_breaks_a_promise(record_property: Callable[[str, object], None]) -> None:
-    record_property("summary", seeds(0, 10_000))
+    record_property("summary", play_seeds(0, 10_000, HAPPENED))
 
 
 def test_a_seed_is_a_schedule() -> None:

@@ -62,8 +62,8 @@ class JournalUpload:
         self._length, self._sum = 0, hashlib.sha256()
         """Of the journal as far as it is stored."""
         self._stored_digests: dict[str, str] = {}
-        self._compared = False
-        """Whether the journal was found to begin with what is stored."""
+        self._restored = self._sum.hexdigest()
+        """SHA-256 of the journal as far as it was stored before this attempt, empty once it was compared."""
 
     def mark(self) -> int:
         """Return where the journal ends now, for `store`."""
@@ -78,10 +78,11 @@ class JournalUpload:
         texts = {name: (self.work / name).read_text() for name in self._small_files()}
         digests = {name: digest_bytes(text.encode()).sha256 for name, text in texts.items()}
         changed = {name: text for name, text in texts.items() if self._stored_digests.get(name) != digests[name]}
-        if not self._compared:  # the records after the checkpoint were discarded since `restore`
-            self._compared = True
-            if self._begins_with(self._length).hexdigest() != self._sum.hexdigest():
+        if self._restored:  # only now: the records after the checkpoint were discarded since `restore`
+            self._sum = self._begins_with(self._length)
+            if self._sum.hexdigest() != self._restored:  # the whole journal is stored again
                 self._start_chain()
+            self._restored = ""
         for number in count():
             stop = min(mark, self._length + CHUNK_BYTES)
             with (self.work / JOURNAL).open("rb") as file:
@@ -126,6 +127,7 @@ class JournalUpload:
             os.fsync(file.fileno())
         self._last = chunk
         self._record(b"", joined=not chain or chain[0][0].start == 0)
+        self._restored = self._sum.hexdigest()
         return True
 
     def _holds(self, chunk: JournalChunk) -> bool:
@@ -137,9 +139,9 @@ class JournalUpload:
         records = [UploadRecord.model_validate_json(line) for line in lines]
         if chunk not in [record.chunk for record in records]:
             return False
-        last, stored = records[-1], self._begins_with(records[-1].length)
-        if stored.hexdigest() == last.sha256:  # else records were abandoned, and the whole journal is stored again
-            self._last, self._length, self._sum = last.chunk, last.length, stored
+        last = records[-1]
+        if last.sha256:  # else its journal was not whole
+            self._last, self._length, self._restored = last.chunk, last.length, last.sha256
         return True
 
     def _begins_with(self, length: int) -> Any:

@@ -26,9 +26,14 @@ MANIFEST = "manifest.json"
 DAMAGED_MARK = "damaged.txt"
 """Beside the files of a checkpoint that failed to verify: why."""
 SUPERSEDED_MARKS = "superseded"
-"""Beside the checkpoints: has an empty object `<position>.<save>` for each that a rollback superseded."""
+"""Beside the checkpoints: has an empty object for each that a rollback superseded (see `superseded_mark`)."""
 PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 """Names that a manifest may contain: a file of this folder, never a path out of it."""
+
+
+def superseded_mark(name: str) -> str:
+    """Return the name of the mark of the checkpoint `<position>/<save>`."""
+    return name.replace("/", ".")
 
 
 class DamagedCheckpoint(ValueError):

@@ -24,6 +24,7 @@ from herd.llama3.train.checkpoint.manifest import (
     SUPERSEDED_MARKS,
     CheckpointManifest,
     DamagedCheckpoint,
+    superseded_mark,
 )
 from herd.storage.digests import digest_file
 from herd.storage.filesystem import is_local, local_path, sync_folder, write_atomic
@@ -318,7 +319,7 @@ class RemoteCheckpointStore:
         put_bytes(f"{self.uri}/{ref.name}/{DAMAGED_MARK}", reason.encode())
 
     def supersede(self, ref: CheckpointRef) -> None:
-        put_bytes(f"{self.uri}/{SUPERSEDED_MARKS}/{ref.name.replace('/', '.')}", b"")
+        put_bytes(f"{self.uri}/{SUPERSEDED_MARKS}/{superseded_mark(ref.name)}", b"")
 
     def superseded(self) -> list[str]:
         return [f"{self.uri}/{name}" for name in self._superseded()]
@@ -326,7 +327,7 @@ class RemoteCheckpointStore:
     def remove_superseded(self) -> None:
         for name in self._superseded():
             self.remove_prefix(f"{self.uri}/{name}")
-            remove(f"{self.uri}/{SUPERSEDED_MARKS}/{name.replace('/', '.')}")
+            remove(f"{self.uri}/{SUPERSEDED_MARKS}/{superseded_mark(name)}")
 
     def delete(self, ref: CheckpointRef) -> None:
         self.remove_prefix(f"{self.uri}/{ref.name}")

@@ -7,7 +7,6 @@ each rollback begins a new line.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -36,8 +35,7 @@ from tests.storage.simulation import (
     Simulation,
     Violation,
     begin,
-    minimal,
-    simulate,
+    play_seeds,
 )
 
 LINES, WINDOW = 64, 2
@@ -189,23 +187,15 @@ def play(simulation: Simulation) -> None:
         simulation.run()
 
 
-def seeds(first: int, end: int) -> str:
-    counts = Counter[str]()
-    for seed in range(first, end):
-        try:
-            counts += simulate(seed, play=play).counts
-        except Violation:
-            pytest.fail(minimal(seed, play), pytrace=False)
-    assert all(counts[name] for name in ("saved", "resumed", "rolled back", "crash", "pause", "late"))
-    return f"{end - first:,} schedules: " + ", ".join(f"{name} {count:,}" for name, count in counts.most_common())
+HAPPENED = ("saved", "resumed", "rolled back", "crash", "pause", "late")
 
 
 @pytest.mark.fault("F5", "F8", "F12")
 def test_no_schedule_breaks_a_promise_about_checkpoints() -> None:
-    seeds(0, 25)
+    play_seeds(0, 25, HAPPENED, play)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_no_schedule_of_a_thousand_does(record_property: Callable[[str, object], None]) -> None:
-    record_property("summary", seeds(0, 1000))
+    record_property("summary", play_seeds(0, 1000, HAPPENED, play))
