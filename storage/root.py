@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from herd.storage.filesystem import OBJECT_STORES, is_local, is_object_store, local_path, write_atomic
-from herd.storage.objects import create_bytes, get_bytes, list_children, put_bytes, remove_all
+from herd.storage.objects import TRIES, create_bytes, get_bytes, list_children, put_bytes, remove_all
 from herd.storage.secrets import refuse_secrets
 
 DEFAULT_ROOT = "herd-data"
@@ -112,12 +112,15 @@ def check_format(root: Root) -> None:
 
 def _is_new(root: Root) -> bool:
     """Return whether no run has taken a lease in the root. Raises ValueError for a root of another format."""
-    text = root.read(FORMAT_FILE)
-    if text is None and not root.names("leases"):
-        return True
-    if text != FORMAT and root.read(FORMAT_FILE) != FORMAT:  # again: another process may have marked it since
-        raise ValueError(f"root: {root.uri} was written by an earlier herd; use a new root or delete it")
-    return False
+    # Again: another process may have marked it since the first request, and a store's reply may be damaged on its way.
+    for _ in range(TRIES):
+        text = root.read(FORMAT_FILE)
+        if text is None and not root.names("leases"):
+            return True
+        if text == FORMAT:
+            return False
+    found = f"the format {text!r}" if text is not None else "no format"
+    raise ValueError(f"root: {root.uri} has {found}, as of another herd; this one needs {FORMAT!r}: use a new root")
 
 
 def default_scratch(uri: str) -> Path:

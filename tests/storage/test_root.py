@@ -79,7 +79,7 @@ def _create(folder: Path, name: str, writer: int) -> bool:
 
 
 @pytest.mark.parametrize("text", ["", "0\n"])
-def test_a_root_of_an_earlier_herd_is_refused_and_stays_as_it_is(tmp_path: Path, text: str) -> None:
+def test_a_root_of_another_format_is_refused_and_stays_as_it_is(tmp_path: Path, text: str) -> None:
     root = Root.parse(tmp_path / "herd-data")
     open_store(root)
     assert not root.local.exists()  # a command that only reads makes no root
@@ -89,8 +89,10 @@ def test_a_root_of_an_earlier_herd_is_refused_and_stays_as_it_is(tmp_path: Path,
         pass
     root.write(text, ".format") if text else root.file(".format").unlink()
     check_format.cache_clear()
-    before = sorted(root.local.rglob("*"))
+    before, found = sorted(root.local.rglob("*")), r"the format b'0\\n'" if text else "no format"
     for use in (open_store, lambda root: lease(root, "runs/a-3", "a").__enter__()):
-        with pytest.raises(ValueError, match=r"herd-data was written by an earlier herd; use a new root or delete it$"):
+        with pytest.raises(
+            ValueError, match=rf"herd-data has {found}, as of another herd; this one needs b'1\\n': use a new root$"
+        ):
             use(root)
     assert sorted(root.local.rglob("*")) == before
