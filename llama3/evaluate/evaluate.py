@@ -271,9 +271,9 @@ def evaluate(
 
     Returns {key: value} of every score (keys begin with `eval/`), plus `requests` (digest of all requests and prompts),
     `documents`, `questions`, `document_bytes` (length to which documents are cut), `window` (positions the model sees
-    at once: the recipe's longest sequence, or the model's own limit if shorter), `skipped` ({task: reason}),
-    `too_long` ({key: questions that were not asked and count as wrong}), `unjudged` ({key: questions left out of the
-    score}) and `baselines` (`core 1`: table and version behind `eval/core`).
+    at once: the longest sequence that it was trained on), `skipped` ({task: reason}), `too_long` ({key: questions that
+    were not asked and count as wrong}), `unjudged` ({key: questions left out of the score}) and `baselines` (`core 1`:
+    table and version behind `eval/core`).
     `conversations` is a file of held-out conversations, whose answers are scored too.
     With `ranks`, several processes call this with the same arguments and share the work; rank 0 writes.
     Raises ValueError if there are no held-out documents, a task is invalid, or model and tokenizer do not match.
@@ -296,7 +296,7 @@ def evaluate(
                 f"model {model} has vocab_size {network.vocab_size}, tokenizer {tokenizer} {coder.vocab_size}: "
                 "give the tokenizer that the model was trained with"
             )
-        window = min(network.config.max_seq_len, recipe.longest_sequence)
+        window = network.config.max_seq_len
         results = _run_tasks(network, coder, suite.tasks, window, device, ranks)
         answers: tuple[dict[str, Score], list[Sample]] = {}, []
         if conversations is not None:

@@ -27,6 +27,8 @@ class GateScore(Protocol):
     def better(self) -> str: ...
     @property
     def requests(self) -> str: ...
+    @property
+    def n(self) -> int: ...
 
 
 Table = Mapping[str, GateScore]
@@ -64,6 +66,8 @@ class MeasuredScore(BaseModel):
     better: Literal["lower", "higher"]
     requests: str
     """First 12 characters of the digest of the requests."""
+    n: int = 0
+    """Documents or questions that the model answered."""
 
 
 class GateRow(BaseModel):
@@ -161,7 +165,7 @@ class Evidence(BaseModel):
         def measured(table: Table) -> dict[str, MeasuredScore]:
             return {
                 key: MeasuredScore.model_validate(
-                    {"value": score.value, "better": score.better, "requests": score.requests[:12]}
+                    {"value": score.value, "better": score.better, "requests": score.requests[:12], "n": score.n}
                 )
                 for key, score in table.items()
             }
@@ -298,7 +302,9 @@ def _compare(
     items, remedy = "questions", "raise evaluate.questions"
     if difference.method == DOCUMENTS:
         items, remedy = "documents", "raise evaluate.documents or curate.validation_fraction"
-    reason = f"{text} {_change(rule, best.value, worse, difference)}"
+    answered = max(score.n, best.n)
+    both = f"{n:,} of {answered:,} {items}" if n < answered else f"{n:,} {items}"
+    reason = f"{text} {_change(rule, best.value, worse, difference, both)}"
     if not math.isfinite(upper) or not math.isfinite(p):
         return False, f"{reason}; {n} {items} are too few for a 95% interval; {remedy}"
     change = ScoreChange(score.value, best.value, lower, worse, upper, p, len(ps), p < LEVEL, n, items, remedy)
@@ -306,8 +312,13 @@ def _compare(
     return passed, f"{reason}; {condition}"
 
 
-def _change(rule: RelativeRule, champion: float, worse: float, difference: Difference | None = None) -> str:
-    """Return the distance from the champion as text, in percent of its score if the rule is."""
+def _change(
+    rule: RelativeRule, champion: float, worse: float, difference: Difference | None = None, both: str = ""
+) -> str:
+    """Return the distance from the champion as text, in percent of its score if the rule is.
+
+    With a `difference` also its interval, and how many documents or questions `both` models answered.
+    """
     whole = abs(champion) if rule.percent else 0.0
     unit, scale = ("%", 100 / whole) if whole else ("", 1.0)
     better = worse < 0
@@ -317,7 +328,7 @@ def _change(rule: RelativeRule, champion: float, worse: float, difference: Diffe
         return text
     _, low, high = difference.worse
     low, high = (-high, -low) if better else (low, high)
-    return f"{text} (95% {low * scale + 0.0:.2g}{unit} to {high * scale + 0.0:.2g}{unit})"
+    return f"{text} (95% {low * scale + 0.0:.2g}{unit} to {high * scale + 0.0:.2g}{unit}, {both})"
 
 
 def number(value: float, digits: int = 4) -> str:

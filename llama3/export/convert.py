@@ -151,17 +151,18 @@ def import_weights(
 ) -> Model:
     """Write the weights that `init_from` names as the new model folder `folder`; return its shape.
 
-    `expected` is the recipe's model, written as the folder's configuration, and `vocab_size` that of its
-    tokenizer. Values keep their type; the tokenizer is not copied. Raises ValueError if the weights are not a Llama 3,
-    have another shape, or `folder` exists.
+    `expected` is the recipe's model, written as the folder's configuration with the longest sequence that the weights
+    declare, and `vocab_size` that of its tokenizer. Values keep their type; the tokenizer is not copied. Raises
+    ValueError if the weights are not a Llama 3, have another shape, or `folder` exists.
     """
     assert start.format != "checkpoint"
     with staging_folder(folder) as new, _local_copy(start, folder) as source:
         model = open_source(source, start.format)
         compare_shapes(start, model.config, model.vocab_size, expected, vocab_size)
         weights = ((param.name, tensor) for param, tensor in parameters(model, None))
-        save_model(new, expected or model.config, model.vocab_size, weights)
-    return expected or model.config
+        config = (expected or model.config).model_copy(update={"max_seq_len": model.config.max_seq_len})
+        save_model(new, config, model.vocab_size, weights)
+    return config
 
 
 def compare_shapes(

@@ -40,7 +40,8 @@ FACTOR, TIED_FACTOR = 8.0, 32.0
 """Rotary scaling factors. Meta's files lack the factor 32 of the 3.2 models, the only ones with tied embeddings
 (llama-models, issues 166 and 241). We write it as `rope_scaling_factor`, which Meta's readers ignore."""
 SEQ, SCALED_SEQ = 8192, 131_072
-"""Longest sequence, which params.json lacks: without and with rotary scaling."""
+"""Longest sequence, without and with rotary scaling, of a params.json that does not say it. Ours never does: Meta's
+code passes `max_seq_len` beside the file's keys and ends if it is in both."""
 KNOWN = {
     "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_dim_multiplier", "multiple_of", "norm_eps",
     "rope_theta", "use_scaled_rope", "rope_scaling_factor", "max_batch_size", "max_seq_len",
@@ -130,7 +131,7 @@ def read_params(path: Path, tied: bool) -> tuple[Model, int]:
             ffn=hidden_size(params["dim"], params.get("ffn_dim_multiplier"), params.get("multiple_of", 256)),
             heads=params["n_heads"],
             kv_heads=params.get("n_kv_heads") or params["n_heads"],
-            max_seq_len=SCALED_SEQ if scaled else SEQ,
+            max_seq_len=params.get("max_seq_len") or (SCALED_SEQ if scaled else SEQ),
             tied_embeddings=tied,
             rope_theta=params["rope_theta"],
             rope_scaling=RopeScaling(factor=factor) if scaled else None,

@@ -81,8 +81,14 @@ def _stage_length_warnings(schedule: Schedule) -> Iterator[str]:
 
 
 def _data_warnings(recipe: Recipe) -> Iterator[str]:
-    """Warn about sequences too long for RoPE, continued pretraining without replay, and cut documents."""
-    scaling, longest = recipe.model.rope_scaling, max(max(stage.lengths) for stage in recipe.stages)
+    """Warn about sequences too long for RoPE or never trained, pretraining without replay, and cut documents."""
+    model, longest = recipe.model, recipe.longest_sequence
+    if recipe.init_from is None and model.preset != "custom" and longest < model.max_seq_len:
+        yield (
+            f"model.max_seq_len: preset {model.preset} declares {model.max_seq_len}, but the longest sequence of "
+            f"a stage is {longest}, and the model will take no longer one; write max_seq_len: {longest}, or add a stage"
+        )
+    scaling = model.rope_scaling
     if scaling is not None and longest > scaling.factor * scaling.original:
         yield (
             f"model.rope_scaling: factor {scaling.factor:g} stretches {scaling.original} positions to "

@@ -172,6 +172,10 @@ class Schedule:
                 return span
         raise KeyError(stage)
 
+    def longest(self, start: int, stop: int) -> int:
+        """Return the longest sequence that the run trains on in the positions [start, stop); 0 if there are none."""
+        return max((part.seq_len for part in self.segments if part.start < stop and start < part.end), default=0)
+
     def segment_at(self, position: int) -> Segment:
         """Return the segment of the token at `position`. Raises ValueError past the end."""
         for segment in self.segments:

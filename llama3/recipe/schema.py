@@ -257,6 +257,16 @@ class Recipe(Section):
         return max(max(stage.lengths) for stage in self.stages)
 
     @property
+    def final_model(self) -> Model:
+        """`model` as the last stage leaves it: it takes the longest sequence that it was trained on.
+
+        Of weights that the recipe starts from, this knows `model.max_seq_len` only, which may be too long.
+        """
+        if self.init_from is not None:
+            return self.model
+        return self.model.model_copy(update={"max_seq_len": self.longest_sequence})
+
+    @property
     def sft_lengths(self) -> list[int]:
         """Sequence lengths of the stages of kind `sft`, sorted, each once."""
         return sorted({stage.lengths[0] for stage in self.stages if stage.kind == "sft"})

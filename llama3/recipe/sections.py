@@ -278,7 +278,8 @@ class Model(Section):
     kv_heads: Annotated[int, _SHAPE] = Field(ge=1)
     """Key/value heads, shared by groups of query heads (GQA)."""
     max_seq_len: Annotated[int, decides("nothing")] = Field(ge=2)
-    """Longest sequence that the models of stages trained from now on take."""
+    """Longest sequence that stages may have. A trained model has here the longest that it and its ancestors were
+    trained on (imported weights: what their configuration declares), and takes no longer one."""
     tied_embeddings: Annotated[bool, _SHAPE] = False
     rope_theta: Annotated[float, _SHAPE] = Field(default=500_000.0, gt=1)
     rope_scaling: RopeScaling | None = None

@@ -18,7 +18,7 @@ from herd.llama3.model.param_table import param_row
 from herd.llama3.model.transformer import Transformer, empty_model, initial_value
 from herd.llama3.parallel.mesh import ParallelContext, to_local
 from herd.llama3.recipe.schema import Recipe
-from herd.llama3.recipe.sections import Optimizer
+from herd.llama3.recipe.sections import Model, Optimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FP32_SUM_TERMS = 1024
@@ -102,7 +102,8 @@ class TrainState:
 
         With `exact`, gradients (sums in fp64) and the update do not depend on the number of data-parallel processes.
         """
-        self.config, self.vocab_size = recipe.model, vocab_size
+        self._shape, self._schedule, self._start = recipe.model, recipe.schedule, position
+        self.vocab_size = vocab_size
         self.model_parts: Mapping[int, Transformer]
         """This process's pipeline stages by number; without a pipeline the whole model, number 0."""
         if world.mesh is None:
@@ -130,6 +131,8 @@ class TrainState:
         }
         self.optimizer = adamw(self.parameters, recipe.optimizer, fused=not exact or world.device.type != "cpu")
         self.position = position
+        self.loaded_seq_len = 0
+        """Longest sequence that the weights were trained on when they were loaded; 0: initial weights."""
         self.sum: dict[str, Tensor] = {}
         """Running sum of the weights at the positions averaged so far, in fp64 from FP32_SUM_TERMS on.
 
@@ -138,6 +141,12 @@ class TrainState:
         self.averaged = 0
         """Divisor of the sum: the number of positions in it; 1 for an exponential moving average."""
 
+    @property
+    def config(self) -> Model:
+        """The model as it is at `position`: its longest sequence is the longest that it was trained on."""
+        trained = self._schedule.longest(self._start, max(self.position, self._start + 1))
+        return self._shape.model_copy(update={"max_seq_len": max(self.loaded_seq_len, trained)})
+
     def reset(self, recipe: Recipe, position: int, world: ParallelContext) -> None:
         """Set the initial state of a run: weights that depend on the recipe's model and seed only."""
         self.fill(lambda name, shape: initial_value(recipe.model, recipe.seed, name, shape), world)
@@ -145,7 +154,7 @@ class TrainState:
             for value in moments.values():
                 value.zero_()
         self.make_average(0)
-        self.position = position
+        self.position, self.loaded_seq_len = position, 0
 
     def fill(self, value: Callable[[str, torch.Size], Tensor], world: ParallelContext) -> None:
         """Set every weight to this process's share of `value(name, global shape)`."""

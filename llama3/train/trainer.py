@@ -234,7 +234,7 @@ class Trainer:
         saved = CheckpointModel(building / "state", "average." if averaged else "model.")
         dtype = next(iter(state.parameters.values())).dtype
         weights = ((name, (tensor / averaged).to(dtype) if averaged else tensor) for name, tensor in saved)
-        save_model(building / "model", self.recipe.model, state.vocab_size, weights)
+        save_model(building / "model", state.config, state.vocab_size, weights)
         if choice is not None:
             full = choice.model_copy(update={"by_position": averaged_validation(self.span, journal.path)})
             write_atomic(building / FILE, full.model_dump_json(indent=1) + "\n")
@@ -400,6 +400,7 @@ def init_or_load(state: TrainState, job: TrainJob, recipe: Recipe, span: StageSp
     run_on_rank0_and_broadcast(world, lambda: _check_shape(start, recipe, state.vocab_size))
     model = open_model(start)
     state.fill(lambda name, _: model.tensor(name), world)
+    state.loaded_seq_len = model.config.max_seq_len
     return f"weights of {start}"
 
 

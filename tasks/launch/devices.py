@@ -108,7 +108,7 @@ def place_evaluation(recipe: Recipe, cluster: Cluster) -> tuple[Layout, int]:
         per_node = cluster.nodes.processes_per_node if cluster.nodes else device.per_node
         itemsize = BYTES[recipe.evaluate.precision]
         if wish.layout is None and (
-            chosen := inference_layout(recipe.model, vocab_size, itemsize, kind, limit, per_node)
+            chosen := inference_layout(recipe.final_model, vocab_size, itemsize, kind, limit, per_node)
         ):
             layout = chosen
         processes = wish.processes or layout.model_parallel
@@ -116,7 +116,7 @@ def place_evaluation(recipe: Recipe, cluster: Cluster) -> tuple[Layout, int]:
         layout.check(recipe.model, vocab_size, processes)
     except ValueError as error:
         raise ValueError(str(error).replace(FIELD, "cluster.evaluate.layout")) from None
-    need = inference_bytes(recipe.model, vocab_size, layout, BYTES[recipe.evaluate.precision], kind)
+    need = inference_bytes(recipe.final_model, vocab_size, layout, BYTES[recipe.evaluate.precision], kind)
     if device is not None and need > limit:
         smaller = "evaluate.precision: bf16, or " if recipe.evaluate.precision == "fp32" else ""
         raise ValueError(

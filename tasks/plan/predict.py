@@ -210,7 +210,7 @@ def evaluation_cost(recipe: Recipe, cluster: Cluster) -> EvaluationCost:
         recipe_vocab_size(recipe),
     )
     schedule, domains = recipe.schedule, sum(bool(sources) for sources in recipe.sources.values())
-    window = min(recipe.model.max_seq_len, recipe.longest_sequence)
+    window = recipe.final_model.max_seq_len
     evaluated = [*(section.after or [recipe.stages[-1].name]), "champion"]
     work: list[tuple[float, int]] = []  # positions, and the sequence length that attention sees
     written = 0.0
@@ -240,6 +240,6 @@ def evaluation_cost(recipe: Recipe, cluster: Cluster) -> EvaluationCost:
     token_s = weights / layout.tp / (accelerator.memory_tb_s * 1e12 * EFFICIENCY)  # stage after stage
     replicas = processes // layout.model_parallel
     seconds = flops / rate / processes + written / DECODED["cuda"] / replicas * token_s
-    need = inference_bytes(recipe.model, vocab_size, layout, BYTES[section.precision], "cuda")
+    need = inference_bytes(recipe.final_model, vocab_size, layout, BYTES[section.precision], "cuda")
     read = sum(positions for positions, _ in work)
     return EvaluationCost(layout, processes, need, len(evaluated), len(gated), read, written, seconds)

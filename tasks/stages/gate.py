@@ -29,6 +29,8 @@ from herd.tasks.step import Context
 FILES, SERVING, CONTAMINATION = "integrity/files", "serving", "contamination"
 CHAMPION = "champion/there"
 """Row of a champion that was deleted. A person may override it, unlike a row of `integrity/...`."""
+WINDOW = "champion/window"
+"""Row of a champion that was trained on other sequence lengths."""
 INTEGRITY = "integrity/"
 
 
@@ -70,7 +72,7 @@ class ChampionModel:
     scores: dict[str, Score] | None = None
     differences: dict[str, Difference] | None = None
     checks: Sequence[Check] = ()
-    """A failed row if its artifact was deleted."""
+    """A failed row if its artifact was deleted, a passed one if it reads other windows than the candidate."""
 
 
 def decide(
@@ -128,8 +130,13 @@ def measure_champion(context: Context, log: Log, evaluation: Artifact, curated: 
         rule = "the champion can be scored"
         missing = Check(metric=CHAMPION, rule=rule, passed=False, reason=f"{error}; {remedy}")
         return ChampionModel(label, tuple(log), checks=[missing])
-    scored = evaluate_model(context, "champion", checkpoint, curated, context.recorded("conversations")).path
-    return ChampionModel(label, tuple(log), read_scores(scored), compare(recipe, evaluation.path, scored))
+    scored = evaluate_model(context, "champion", checkpoint, curated, context.recorded("conversations"))
+    checks, (own, window) = [], (each.metadata["window"] for each in (evaluation, scored))
+    if own != window:
+        reason = f"the candidate reads {own:,} positions at once, the champion {window:,}"
+        checks.append(Check(metric=WINDOW, rule="each the longest that it was trained on", passed=True, reason=reason))
+    differences = compare(recipe, evaluation.path, scored.path)
+    return ChampionModel(label, tuple(log), read_scores(scored.path), differences, checks)
 
 
 def measure_candidate(

@@ -64,8 +64,8 @@ from herd.tasks.tracking.prefect_artifacts import StagePage, stage_done
 from herd.tasks.tracking.prometheus import Gauges
 from herd.tasks.tracking.steps import StageCurves, Thinning
 
-VERSION = 1
-WEIGHTS_VERSION = 1
+VERSION = 2
+WEIGHTS_VERSION = 2
 """Of `init_weights`."""
 SILENCE = 2
 """Timeouts without a step after which a trainer hangs; after one, the processes notice a peer that hangs."""

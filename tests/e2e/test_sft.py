@@ -91,6 +91,7 @@ def test_transformers_gives_the_same_ids_and_the_same_answer(herd: Herd, printed
     ids = encode_chat(ours, QUESTION, True)
     assert theirs.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False) == ids
     network = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert network.config.max_position_embeddings == 256, "what the last stage trained on; the recipe allows 512"
     assert network.generation_config.eos_token_id == [ours.end, theirs.convert_tokens_to_ids("<|eot_id|>")]
     import torch
 

@@ -64,7 +64,7 @@ class PromotionWorkspace:
 
         def fill(folder: Path) -> None:
             made = build_model(self.recipe.model, self.coder.vocab_size, seed, torch.float32, torch.device("cpu"))
-            save_model(folder / "model", self.recipe.model, self.coder.vocab_size, made.state_dict())
+            save_model(folder / "model", self.recipe.final_model, self.coder.vocab_size, made.state_dict())
             self.coder.save(folder / "model")
             change(folder / "model")
 

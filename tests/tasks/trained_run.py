@@ -55,7 +55,7 @@ class TrainedRun:
             made = build_model(
                 self.recipe.model, CODER.vocab_size, self.recipe.seed, torch.float32, torch.device("cpu")
             )
-            save_model(folder / "model", self.recipe.model, CODER.vocab_size, made.state_dict())
+            save_model(folder / "model", self.recipe.final_model, CODER.vocab_size, made.state_dict())
             CODER.save(folder / "model")
             curve(span, folder / "metrics.parquet")
 

@@ -81,8 +81,13 @@ class Savable(Protocol):
 
     position: int
     averaged: int
-    config: Any
     vocab_size: int
+    loaded_seq_len: int
+    """Longest sequence that the weights were trained on when they were loaded."""
+
+    @property
+    def config(self) -> Any:
+        """Shape of the model, with the longest sequence that it was trained on."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor by name; writing into them changes the state."""

@@ -369,13 +369,14 @@ def load_state(
     untouched, if it is of another model. Raises DamagedCheckpoint on all processes if a file has changed; `state` is
     then partly overwritten.
     """
-    # not max_seq_len: a stage with longer sequences may follow, also in a run that reuses the stages before it
+    # not max_seq_len: a stage with longer sequences may follow
+    config = Model.model_validate({**manifest.model, "preset": "custom"})
     expected = {**state.config.shape, "vocab_size": state.vocab_size}
-    stored = {**Model.model_validate({**manifest.model, "preset": "custom"}).shape, "vocab_size": manifest.vocab_size}
+    stored = {**config.shape, "vocab_size": manifest.vocab_size}
     if expected != stored:
         raise ValueError(
             f"{folder}: holds a model of shape {stored}, the recipe has {expected}; train that stage again"
         )
     state.make_average(manifest.averaged if average else 0)
     dcp.load(folder, manifest, state.tensors(), world, threads, download)
-    state.position = manifest.position
+    state.position, state.loaded_seq_len = manifest.position, config.max_seq_len

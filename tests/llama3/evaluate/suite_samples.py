@@ -57,7 +57,7 @@ def make(root: Path, checkout: Path) -> Recipe:
     tokenizer = Tokenizer([bytes([n]) for n in range(256)])
     tokenizer.save(root / "model")
     weights = build_model(recipe.model, tokenizer.vocab_size, 0, torch.float32, torch.device("cpu")).state_dict()
-    save_model(root / "model", recipe.model, tokenizer.vocab_size, weights)
+    save_model(root / "model", recipe.final_model, tokenizer.vocab_size, weights)
     return recipe
 
 

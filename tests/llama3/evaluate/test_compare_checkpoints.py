@@ -69,7 +69,9 @@ class Workspace:
             loss.backward()
             optimizer.step()
             if step in CHECKPOINTS:
-                save_model(self.root / f"step-{step}", self.recipe.model, self.tokenizer.vocab_size, model.state_dict())
+                save_model(
+                    self.root / f"step-{step}", self.recipe.final_model, self.tokenizer.vocab_size, model.state_dict()
+                )
 
     def compare(self) -> dict[str, Difference]:
         return compare(self.recipe, *(self.root / f"scores-{step}" for step in reversed(CHECKPOINTS)))

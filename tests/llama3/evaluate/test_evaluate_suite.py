@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,7 +133,9 @@ def test_a_model_with_a_tokenizer_of_its_own_refuses_another(workspace: Workspac
 def test_needles_are_a_built_in_task_of_windows_that_have_room(workspace: Workspace, checkout: Path) -> None:
     (workspace.root / "needle.yaml").write_text("built_in: [bits, needle]\n")
     words = [f"evaluate.suite={workspace.root / 'needle.yaml'}", "stages.anneal.seq_len=1024", "evaluate.needles=11"]
-    model, recipe = workspace.root / "model", recipe_of(workspace.root, checkout, *words)
+    model, recipe = workspace.root / "long", recipe_of(workspace.root, checkout, *words)
+    shutil.copytree(workspace.root / "model", model)
+    (model / "config.json").write_text((model / "config.json").read_text().replace(": 128,", ": 1024,"))
     facts = evaluate(recipe, model, model, workspace.root / "curated", workspace.root / "needles", threads=1)
     scores = read_scores(workspace.root / "needles")
     cells = {f"eval/needle/length_{length:06}" for length in (512, 1024)}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from herd.llama3.evaluate.gate import INTEGRITY, Decision, Evidence, decide
+from herd.llama3.evaluate.gate import INTEGRITY, Decision, Evidence, MeasuredScore, decide
 from herd.llama3.recipe.gates import GateRule
 from herd.llama3.statistics.significance import DOCUMENTS, QUESTIONS, Difference
 from tests.llama3.evaluate.test_gate import rules, table
@@ -38,7 +38,7 @@ def paired(metric: str, value: float, half: float, p: float = 0.5) -> dict[str, 
             0.012,
             0.001,
             False,
-            "eval/bpb 3.096 is 1.18% worse than champion 3.060 (95% 0.78% to 1.6%); allowed 0.5%",
+            "eval/bpb 3.096 is 1.18% worse than champion 3.060 (95% 0.78% to 1.6%, 64 documents); allowed 0.5%",
         ),
         (
             "no worse than 5%",
@@ -46,7 +46,7 @@ def paired(metric: str, value: float, half: float, p: float = 0.5) -> dict[str, 
             0.012,
             0.001,
             True,
-            "eval/bpb 3.096 is 1.18% worse than champion 3.060 (95% 0.78% to 1.6%); allowed 5%",
+            "eval/bpb 3.096 is 1.18% worse than champion 3.060 (95% 0.78% to 1.6%, 64 documents); allowed 5%",
         ),
         (
             "no worse than 0.5%",
@@ -54,7 +54,7 @@ def paired(metric: str, value: float, half: float, p: float = 0.5) -> dict[str, 
             0.03,
             0.5,
             False,
-            "eval/bpb 3.050 is 0.327% better than champion 3.060 (95% -0.65% to 1.3%); allowed 0.5%, "
+            "eval/bpb 3.050 is 0.327% better than champion 3.060 (95% -0.65% to 1.3%, 64 documents); allowed 0.5%, "
             "which 64 documents cannot show; about 90 would; raise evaluate.documents or curate.validation_fraction",
         ),
         (
@@ -63,7 +63,7 @@ def paired(metric: str, value: float, half: float, p: float = 0.5) -> dict[str, 
             0.01,
             0.001,
             True,
-            "eval/bpb 3.020 is 1.31% better than champion 3.060 (95% 0.98% to 1.6%); "
+            "eval/bpb 3.020 is 1.31% better than champion 3.060 (95% 0.98% to 1.6%, 64 documents); "
             "it must be better at the 95% bound",
         ),
         (
@@ -72,7 +72,7 @@ def paired(metric: str, value: float, half: float, p: float = 0.5) -> dict[str, 
             0.03,
             0.5,
             False,
-            "eval/bpb 3.050 is 0.327% better than champion 3.060 (95% -0.65% to 1.3%); "
+            "eval/bpb 3.050 is 0.327% better than champion 3.060 (95% -0.65% to 1.3%, 64 documents); "
             "it must be better at the 95% bound",
         ),
         (
@@ -81,7 +81,8 @@ def paired(metric: str, value: float, half: float, p: float = 0.5) -> dict[str, 
             0.012,
             0.001,
             False,
-            "eval/bpb 3.096 is 0.036 worse than champion 3.060 (95% 0.024 to 0.048); p 0.001: a significant drop",
+            "eval/bpb 3.096 is 0.036 worse than champion 3.060 (95% 0.024 to 0.048, 64 documents); "
+            "p 0.001: a significant drop",
         ),
         (
             "no significant drop",
@@ -89,7 +90,8 @@ def paired(metric: str, value: float, half: float, p: float = 0.5) -> dict[str, 
             0.03,
             0.5,
             True,
-            "eval/bpb 3.070 is 0.01 worse than champion 3.060 (95% -0.02 to 0.04); p 0.5: no significant drop",
+            "eval/bpb 3.070 is 0.01 worse than champion 3.060 (95% -0.02 to 0.04, 64 documents); "
+            "p 0.5: no significant drop",
         ),
     ],
 )
@@ -101,6 +103,15 @@ def test_paired_differences_decide(rule: str, value: float, half: float, p: floa
     assert (row.difference, row.low, row.high, row.p) == (value, value - half, value + half, p)
 
 
+def test_a_row_says_how_many_documents_both_models_answered() -> None:
+    """The champion was scored on other held-out text; 24 documents are the same, to the byte."""
+    score = MeasuredScore(value=3.0, better="lower", requests="d", n=60)
+    theirs, pair = score.model_copy(update={"value": 3.06, "n": 64}), paired("bpb", -0.06, 0.02)
+    shared = {key: difference.model_copy(update={"n": 24}) for key, difference in pair.items()}
+    row = decide(rules(bpb="better"), {"eval/bpb": score}, {"eval/bpb": theirs}, shared).rows[1]
+    assert "(95% 1.3% to 2.6%, 24 of 64 documents)" in row.reason
+
+
 def test_a_drop_counts_after_holm_over_the_scores_of_its_rule() -> None:
     names = ["arithmetic", "copa", "piqa", "wino"]
     ours, theirs = table(dict.fromkeys(names, 0.4)), table(dict.fromkeys(names, 0.5))
@@ -110,7 +121,7 @@ def test_a_drop_counts_after_holm_over_the_scores_of_its_rule() -> None:
     assert decision.accepted
     assert decision.rows[1].p == pytest.approx(0.08)
     assert decision.rows[1].reason == (
-        "eval/arithmetic 0.4000 is 0.1 worse than champion 0.5000 (95% 0.01 to 0.19); "
+        "eval/arithmetic 0.4000 is 0.1 worse than champion 0.5000 (95% 0.01 to 0.19, 64 questions); "
         "p 0.08 after Holm over 4: no significant drop"
     )
     alone = decide({"eval/copa": GateRule.parse("no significant drop")}, ours, theirs, differences)

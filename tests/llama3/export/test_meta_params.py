@@ -41,6 +41,10 @@ def test_round_trip(tmp_path: Path, more: dict[str, Any], tied: bool) -> None:
     assert read(tmp_path, meta_settings(config, 83), tied) == config
 
 
+def test_a_longest_sequence_that_a_file_says_is_kept(tmp_path: Path) -> None:
+    assert read(tmp_path, meta_settings(shape(), 83) | {"max_seq_len": 2048}).max_seq_len == 2048
+
+
 def test_the_factor_of_published_files_is_known(tmp_path: Path) -> None:
     """They say only that there is a scaling: 8 in the 3.1 models, 32 in the two of 3.2, which are tied."""
     params = {key: value for key, value in meta_settings(shape(**SCALED), 83).items() if key != "rope_scaling_factor"}

@@ -332,6 +332,7 @@ def test_the_quickstart_earns_none() -> None:
         (["lr.cosine=null", "lr.wsd={to: 1e-4, decay: 2M}"], r"lr.wsd.decay: 2M before token .* inside the warm-up"),
         (["lr.cosine=null", "lr.wsd={to: 1e-4, decay: 600 steps}"], "600 steps before step .* inside the warm-up"),
         (["lr.cosine=null", "lr.wsd={to: 0, decay: 90 steps}"], "the decay ends at 0, so stage anneal"),
+        ([], "max_seq_len: preset 3m declares 2048, but the longest .* is 512, .* write max_seq_len: 512, or add a"),
         ([], "tokens.shuffle: a batch of stage main has 4 chunks of 512 tokens"),
         (
             ["model.rope_scaling={factor: 2, original: 128}"],
@@ -352,7 +353,19 @@ def test_unusual_settings_earn_a_warning(changes: list[str], warning: str) -> No
     "rate", ["lr.linear={to: 2e-4, over: 700K}", "lr.wsd={to: 2e-4, decay: 90 steps}", "lr.wsd={to: 2e-4, decay: 100K}"]
 )
 def test_usual_settings_earn_none(rate: str) -> None:
-    assert lint(with_rate(rate, "tokens.shuffle=chunks")) == []
+    assert lint(with_rate(rate, "tokens.shuffle=chunks", "model.max_seq_len=512")) == []
+
+
+def test_what_a_started_model_was_trained_on_is_not_in_the_recipe() -> None:
+    start = ["init_from={path: x}", "tokenizer={use: t}"]
+    assert not [line for line in lint(load_recipe(FILE, start)) if "max_seq_len" in line]
+    assert load_recipe(FILE, start).final_model.max_seq_len == 2048
+    assert FOUR_STAGES.final_model.max_seq_len == 512
+
+
+@pytest.mark.parametrize("path", sorted(Path("recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_recipes_declare_what_they_train(path: Path) -> None:
+    assert not [line for line in lint(load_recipe(path)) if "max_seq_len" in line]
 
 
 def test_a_recipe_builds_its_schedule_once_and_a_changed_copy_another() -> None:

@@ -39,7 +39,7 @@ class State:
     """Tensors plain, or cut over `world`: all vocab_size over all processes, or over half of them with replicas."""
 
     def __init__(self, world: ParallelContext = ALONE, position: int = 0, config: Model | None = None) -> None:
-        self.world, self.position, self.averaged, self.vocab_size = world, 0, 0, 12
+        self.world, self.position, self.averaged, self.vocab_size, self.loaded_seq_len = world, 0, 0, 12, 0
         self.config = config or Model(layers=1, dim=8, ffn=8, heads=1, kv_heads=1, max_seq_len=8)
         self.held = {name: self._cut(name, value(name, 0)) for name in [*SHAPES, "step"]}
         self.sum: dict[str, Tensor] = {}

@@ -1,21 +1,56 @@
-"""AdamW as published, what decays, what a bad step leaves alone, and sums that do not depend on their order."""
+"""AdamW as published, what decays, what a bad step leaves alone, exact sums, and what a state says of its training."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from herd.llama3.model.files import CheckpointModel
 from herd.llama3.model.linear import GRID, local_weight
 from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.sections import Model, Optimizer
+from herd.llama3.train.checkpoint.dcp import save_state
+from herd.llama3.train.checkpoint.manager import load_state
+from herd.llama3.train.checkpoint.manifest import CheckpointManifest
 from herd.llama3.train.state import Precision, TrainState, adamw
 from herd.llama3.train.train_step import scale, squared_norm
 from tests.dist import run
 from tests.llama3.parallel.layout_samples import norm_of_replicated_and_sharded
 from tests.llama3.train.checkpoint_samples import ALONE
-from tests.llama3.train.train_samples import VOCAB_SIZE, recipe
+from tests.llama3.train.train_samples import STEP, VOCAB_SIZE, recipe
+
+
+def test_a_state_says_the_longest_sequence_that_it_was_trained_on(tmp_path: Path) -> None:
+    """Also in the middle of a stage, after initial or loaded weights, and where a later stage has shorter sequences."""
+    lengths = [("a", 16), ("b", [16, 32]), ("c", 16)]
+    stage = {"for": f"{4 * STEP} tokens", "batch": f"{STEP} tokens", "mix": "base"}
+    asked = recipe(stages=[{"name": name, "seq_len": length, **stage} for name, length in lengths])
+
+    def state(start: int) -> TrainState:
+        return TrainState(asked, VOCAB_SIZE, Precision(torch.float32), ALONE, start * STEP)
+
+    def longest(made: TrainState, step: int) -> int:
+        made.position = step * STEP
+        save_state(tmp_path / str(step), made, "", ALONE)
+        return CheckpointModel(tmp_path / str(step)).config.max_seq_len
+
+    def after(step: int, begin: int) -> TrainState:
+        made, folder = state(begin), tmp_path / str(step)
+        load_state(folder, CheckpointManifest.read(folder), made, ALONE)
+        return made
+
+    first = state(0)
+    assert [longest(first, step) for step in (0, 4)] == [16, 16]
+    second = after(4, 4)
+    assert [longest(second, step) for step in (5, 6, 7, 8)] == [16, 16, 32, 32]
+    assert longest(after(8, 8), 12) == 32
+    resumed = after(8, 4)
+    resumed.reset(asked, 0, ALONE)
+    assert longest(resumed, 3) == 16, "as it was before it was loaded"
 
 
 def named(tied: bool = False) -> dict[str, torch.nn.Parameter]:

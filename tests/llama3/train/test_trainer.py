@@ -110,6 +110,11 @@ def test_the_next_stage_goes_on_from_the_same_weights(chain: tuple[Path, Path]) 
     assert losses(chain[1])[13 * STEP][0] == pytest.approx(mean.item(), rel=1e-12)
 
 
+def test_each_stage_says_the_longest_sequence_that_its_model_was_trained_on(chain: tuple[Path, Path]) -> None:
+    """The recipe allows 64; a reader of the model takes what its folder says."""
+    assert [load_model(work(path) / "result" / "model").config.max_seq_len for path in chain] == [16, 32]
+
+
 def test_metrics_table_equals_the_journal(chain: tuple[Path, Path]) -> None:
     rows = pq.read_table(work(chain[1]) / "result" / "metrics.parquet").to_pylist()
     expected = [

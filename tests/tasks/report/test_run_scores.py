@@ -92,7 +92,8 @@ def test_the_gate_s_table_shows_difference_interval_and_p(name: str) -> None:
     assert row[-4:-1] == ["-0.0125", "-0.0200 .. -0.00500", "0.00040"]
     assert "pass" in row[-1]
     assert (
-        "eval/bpb 2.500 is 0.498% better than champion 2.513 (95% 0.2% to 0.8%); it must be better at the 95% bound"
+        "eval/bpb 2.500 is 0.498% better than champion 2.513 (95% 0.2% to 0.8%, 128 documents); "
+        "it must be better at the 95% bound"
     ) in text
     assert cells(text, "integrity/digests")[-1].endswith("4 files as their manifest says")
     assert "fail" in cells(text, "eval/mmlu")[-1]

@@ -125,6 +125,19 @@ def test_it_is_judged_again_against_a_champion_that_was_made_meanwhile(
     assert record.evidence.used == 1, "the winner was judged on the same documents"
 
 
+def test_a_champion_that_was_trained_on_other_lengths_is_told_in_a_row(workspace: PromotionWorkspace) -> None:
+    def shorten(model: Path) -> None:
+        config = model / "config.json"
+        config.write_text(config.read_text().replace('"max_seq_len": 512', '"max_seq_len": 256'))
+
+    log = PromotionLog(workspace.root, "quickstart")
+    log.append(judge_of(workspace, workspace.checkpoint(1, shorten))([]), log.head)
+    rows = {row.metric: row for row in judge_of(workspace, workspace.checkpoint(2))(log.records).decision.rows}
+    assert rows["champion/window"].reason == "the candidate reads 512 positions at once, the champion 256"
+    assert rows["champion/window"].passed
+    assert rows["eval/bpb"].reason.partition("%, ")[2].startswith("4 documents)")
+
+
 def test_a_judgement_survives_records_that_change_no_champion(
     workspace: PromotionWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
