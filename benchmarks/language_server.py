@@ -9,12 +9,15 @@ from __future__ import annotations
 import ast
 import json
 import subprocess
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 SERVER = Path(".venv/pyright/bin/basedpyright-langserver")
 """Below the checkout."""
+SCAN_S = 120.0
+"""For the server to read the folder before it finds nothing."""
 FUNCTIONS = {
     "promote_model": "tasks",
     "train_stage": "tasks",
@@ -63,7 +66,9 @@ class LanguageServer:
         document = {"uri": path.as_uri(), "languageId": "python", "version": 1, "text": text}
         self.send({"method": "textDocument/didOpen", "params": {"textDocument": document}})
         position = {"textDocument": {"uri": path.as_uri()}, "position": {"line": line, "character": len("def ")}}
-        answers = self.request("textDocument/references", {**position, "context": {"includeDeclaration": False}})
+        answers, deadline = [], time.monotonic() + SCAN_S
+        while not answers and time.monotonic() < deadline:  # it answers before it has read the folder
+            answers = self.request("textDocument/references", {**position, "context": {"includeDeclaration": False}})
         paths = (Path(answer["uri"].removeprefix("file://").split("#")[0]) for answer in answers)
         return {str(path.relative_to(self.folder)) for path in paths}
 
@@ -113,13 +118,13 @@ def copy_tracked(checkout: Path, folder: Path) -> Path:
 
 
 def callers(name: str, checkout: Path) -> set[str]:
-    """Return the tracked files that call the function `name`, read from the source."""
+    """Return the tracked files that call the function `name` or hand it on, read from the source."""
     return {
         file
         for file in tracked_files(checkout)
         if file.endswith(".py")
         for node in ast.walk(ast.parse((checkout / file).read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+        if isinstance(node, ast.Name) and node.id == name
     }
 
 

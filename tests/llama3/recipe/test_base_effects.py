@@ -131,7 +131,11 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "evaluate.limit": ("evaluate.limit=2",),
 }
 """Field, or field and kind -> overrides, of which the last is the change, where that of its keys has no effect here."""
-REFUSED = {"init_from.format": "lacks consolidated", "evaluate.on_missing_data": "gone.jsonl"}
+REFUSED = {
+    "init_from.format": "lacks consolidated",
+    "evaluate.on_missing_data": "gone.jsonl",
+    "curate.dedup.jaccard": "loosen curate.dedup",
+}
 """Field whose change is refused -> part of the message; that of another field names it."""
 EXEMPT: dict[tuple[str, Decided], str] = {
     ("sources.system", "collected"): "reads what is installed here: tests/llama3/data/demo/test_installed.py",
