@@ -66,7 +66,8 @@ class LanguageServer:
         document = {"uri": path.as_uri(), "languageId": "python", "version": 1, "text": text}
         self.send({"method": "textDocument/didOpen", "params": {"textDocument": document}})
         position = {"textDocument": {"uri": path.as_uri()}, "position": {"line": line, "character": len("def ")}}
-        answers, deadline = [], time.monotonic() + SCAN_S
+        answers: list[dict[str, Any]] = []
+        deadline = time.monotonic() + SCAN_S
         while not answers and time.monotonic() < deadline:  # it answers before it has read the folder
             answers = self.request("textDocument/references", {**position, "context": {"includeDeclaration": False}})
         paths = (Path(answer["uri"].removeprefix("file://").split("#")[0]) for answer in answers)
