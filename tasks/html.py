@@ -53,7 +53,7 @@ WORDS = {
     "mix": "Shares of the domains, in tokens.",
     "tokens/s": "Tokens trained on each second.",
     "goodput": "Share of the time that went into steps that count: 1 means no interruption and no wait.",
-    "MFU": "Model FLOPs utilization: share of the accelerator's peak that the model's own arithmetic uses.",
+    "MFU": "Model FLOPs utilization: share of the accelerator's peak that 6N + causal attention uses.",
     "TFLOP/s": "Trillions of operations a second, on each GPU.",
     "TP·CP·PP·DP": "Parallelism: tensor, context, pipeline, data. Their product is the number of GPUs.",
     "V·N·mb": "Virtual pipeline stages, micro-batches in a row, sequences of a micro-batch.",

@@ -5,6 +5,9 @@ Lower case; `/` separates sections; the name ends with the unit. Functions retur
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from statistics import fmean
+
 LOSS = "train/loss"  # Nats per target token, over the whole batch
 GRAD_NORM = "train/grad_norm"  # Before clipping
 LEARNING_RATE = "train/lr"
@@ -140,3 +143,8 @@ def epochs(dataset: str) -> str:
 def window(steps: int) -> int:
     """Return over how many steps at either end of `steps` the loss is averaged: a tenth, at least 16, at most half."""
     return max(1, min(steps // 2, max(16, steps // 10)))
+
+
+def mean_loss(losses: Sequence[float]) -> float:
+    """Return the mean loss of a stage, as it is shown everywhere: of its last tenth of `losses`, one for each step."""
+    return fmean(losses[-window(len(losses)) :])

@@ -55,8 +55,13 @@ class Pending:
     """What the batch's `domains` count: the domains, and in a stage of kind `sft` conversations."""
 
     def read(self) -> StepResult:
-        """Wait for the step to end and return its numbers."""
+        """Wait for the step to end and return its numbers. Raises ValueError if its batch had no target."""
         *tally, stop, save, loss, norm, skip, score = self.numbers.read()
+        if not sum(tally[1::2]):
+            raise ValueError(
+                f"stages: no token of the step from {self.step.start:,} to {self.step.end:,} is a target, so there is "
+                "nothing to train on; raise the stage's seq_len, or leave out conversations without an answer"
+            )
         domains = zip(self.groups, tally[0::2], tally[1::2], strict=True)
         by_domain = {domain: nll / count for domain, nll, count in domains if count}
         return StepResult(loss, norm, by_domain, stop > 0, save > 0, skip > 0, score, sum(tally[1::2]))
@@ -114,8 +119,7 @@ class Engine:
         shared = world.sum(torch.cat([tally_D2.flatten(), squares.view(1), requests_2]))
         tally_D2, requests_2 = shared[: 2 * groups].view(-1, 2), shared[-2:]
         nll_sum, targets = tally_D2.sum(0).unbind()
-        targets = targets.clamp(min=1)
-        loss, grad_norm = nll_sum / targets, shared[-3].sqrt() / targets
+        loss, grad_norm = nll_sum / targets, shared[-3].sqrt() / targets  # NaN without a target: a bad step
 
         # Clip and update. A bad step changes nothing: the fused kernel leaves weights and moments as they are.
         bad = self.guard.flag(loss, grad_norm)

@@ -422,7 +422,7 @@ def print_cluster_plan(planned: ClusterPlan, out: Console, top: int) -> None:
     out.print(f"memory   {format_memory(best, best.memory.total + best.margin)}{where}")
     rate = main.segment.batch / best.time.total
     each = f"{format_amount(rate / best.world)} of each GPU, " if best.world > 1 else ""
-    out.print(f"speed    {format_amount(rate)} tokens/s, {each}MFU {main.mfu:.1%}")
+    out.print(f"speed    {format_amount(rate)} tokens/s, {each}MFU {main.mfu:.1%} (6N + causal attention)")
     if (result := main.search) is not None:
         title = f"{main.stage}: {result.considered:,} layouts, {len(result.fitting):,} fit"
         section(title, best_table(result, top), *([rejected_table(result)] if result.rejected else []))

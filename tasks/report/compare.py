@@ -34,8 +34,8 @@ from herd.tasks.runs.records import RunRecord, Runs
 from herd.tasks.tracking.mlflow_store import call_server, server_uri
 from herd.tasks.tracking.steps import scores_of
 
-AVERAGED = (metrics.LOSS, metrics.TOKENS_PER_S, metrics.GOODPUT)
-"""Series in the results, as the mean of their last tenth: one batch depends on the domains it drew."""
+AVERAGED = (metrics.TOKENS_PER_S, metrics.GOODPUT)
+"""Series in the results, as the mean of their last tenth."""
 LAST_TENTH = """
 SELECT key, position, value FROM (
     SELECT key, position, value, count(*) OVER (PARTITION BY key) AS steps,
@@ -59,7 +59,7 @@ class ComparedRun:
     made_with: dict[str, str]
     """Code, software, devices, layout and cluster."""
     results: dict[str, float]
-    """Tokens trained on, means of AVERAGED, scores, costs."""
+    """Tokens trained on, mean loss of the last stage, means of AVERAGED, scores, costs."""
 
     @classmethod
     def read(cls, runs: Runs, store: Store, name: str) -> ComparedRun:
@@ -67,7 +67,10 @@ class ComparedRun:
         record = runs.find(name)
         artifacts = [store.load(step.artifact) for name, step in record.steps.items() if name != "evaluate-champion"]
         stages = [artifact for artifact in artifacts if artifact.manifest.kind == "checkpoint"]
-        results: dict[str, float] = {"tokens": max((int(stage.metadata["end"]) for stage in stages), default=0)}
+        results: dict[str, float] = {"tokens": 0}
+        if stages:
+            last = max(stages, key=lambda stage: int(stage.metadata["end"])).metadata
+            results = {"tokens": int(last["end"]), "mean loss": last["last_loss"]}
         tails = read_series([stage.path_of("metrics.parquet") for stage in stages], LAST_TENTH, keys=[*AVERAGED])
         for key, tail in tails.items():  # steps have equal tokens, not equal time
             values = [value for _, value in tail]

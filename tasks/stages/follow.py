@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -40,8 +39,6 @@ POLL_S = 0.5
 SEND_INTERVAL_S = 5.0
 HEALTH_CHECK_S = 5.0
 """Between two looks at the samples of the nodes, of which there may be thousands."""
-SMOOTHED = 32
-"""Steps whose mean loss is shown: the loss of one batch depends on its domains."""
 INTERRUPTED_S = 5.0
 """How long an interrupted run waits for points that are being sent."""
 
@@ -89,7 +86,8 @@ class JournalTailer:
         self.last_record_at = self.last_sent = self.health_checked_at = time.monotonic()
         self.hang_detector = HangDetector(self.last_record_at, math.inf)
         self.unsent: list[MetricPoint] = []
-        self.losses: deque[float] = deque(maxlen=SMOOTHED)
+        self.losses: dict[int, float] = {}
+        """Of each step of the stage so far, by position."""
         self.held_out: dict[str, float] = {}
         opened = context.tracker.opening(runs[-1])
         if opened is not None and "stage" in opened.tags:
@@ -168,7 +166,7 @@ class JournalTailer:
             else:  # a rollback: no record is written while the steps up to it are trained again
                 self.hang_detector.observe_rollback(self.last_record_at)
                 self.position = self.attempt_start = entry.position
-                self.losses.clear()
+                self.losses = {at: loss for at, loss in self.losses.items() if at <= entry.position}
                 self.context.console.log(f"  [yellow]went back to before {entry.position:,} because of a spike[/]")
         if self.alerts:
             for entry in entries:
@@ -180,7 +178,7 @@ class JournalTailer:
         self.unsent += self.thinning.points([*health, *records])
         for record in records:
             if metrics.LOSS in record.metrics:
-                self.losses.append(record.metrics[metrics.LOSS])
+                self.losses[record.position] = record.metrics[metrics.LOSS]
             if metrics.HELD_OUT in record.metrics:
                 self.held_out = {metrics.HELD_OUT: record.metrics[metrics.HELD_OUT]}
             if metrics.CHECKPOINT_WRITE_S in record.metrics:
@@ -191,7 +189,7 @@ class JournalTailer:
             if self.position == self.attempt_start and (attempts := read_attempts(self.tail.path.parent)):
                 self.sender.tag(environment_tags(attempts[-1].get("environment") or {}))
             self.position, self.last_record_rank0_time = records[-1].position, records[-1].time
-            mean = {metrics.LOSS: sum(self.losses) / len(self.losses)} if self.losses else {}
+            mean = {metrics.LOSS: metrics.mean_loss([*self.losses.values()])} if self.losses else {}
             values = {**records[-1].metrics, **mean, **self.held_out}
             self.line.update(
                 self.position - start,

@@ -331,7 +331,7 @@ def _facts(span: StageSpan, folder: Path) -> dict[str, Any]:
         "end": span.end,
         "steps": span.steps,
         "first_loss": fmean(losses[:window]),
-        "last_loss": fmean(losses[-window:]),
+        "last_loss": metrics.mean_loss(losses),
         **({"bits_per_byte": max(held_out, key=lambda row: row["position"])["value"]} if held_out else {}),
         "model_sha256": digests[0] if len(files) == 1 else digest(digests),
         "skips": SkippedRanges.read(folder).as_dicts(),

@@ -29,7 +29,10 @@ GAUGES = {
     "herd_last_checkpoint_timestamp_seconds": ("When the newest checkpoint of the stage was committed.", ""),
     "herd_loss": ("Training loss, nats per token, mean of the last steps.", metrics.LOSS),
     "herd_tokens_per_second": ("Training speed.", metrics.TOKENS_PER_S),
-    "herd_mfu_ratio": ("Model FLOPs utilization; absent if the peak of the device is unknown.", metrics.MFU),
+    "herd_mfu_ratio": (
+        "Model FLOPs utilization, 6N + causal attention; absent if the device's peak is unknown.",
+        metrics.MFU,
+    ),
     "herd_goodput_ratio": ("Share of the stage's time that went into steps that count.", metrics.GOODPUT),
     "herd_remaining_seconds": ("Time to the end of the stage at the present speed.", metrics.REMAINING_S),
     "herd_restarts": ("Restarts of the stage's trainer.", metrics.RESTARTS),

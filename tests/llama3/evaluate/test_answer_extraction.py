@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +37,27 @@ NUMBERS = GenerationSettings(
 )
 def test_the_last_match_of_the_first_expression_that_matches(text: str, found: str | None) -> None:
     assert extract_answer(text, NUMBERS) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "right"),
+    [
+        ("so 3-5", "5", True),
+        ("so 3-5", "-5", False),
+        ("so 3 - 5", "5", True),
+        ("(2+1)-5", "5", True),
+        ("so -5", "-5", True),
+        ("it is $-5.00", "-5", True),
+        ("so 18.50", "18.5", True),
+        ("so 18.50", "18.05", False),
+        ("#### 1,800.0", "1800", True),
+        ("so 200", "2", False),
+        ("it is 100.", "100", True),
+    ],
+)
+def test_gsm8k_reads_ranges_and_trailing_zeros_as_people_do(text: str, gold: str, right: bool, checkout: Path) -> None:
+    task = yaml.safe_load((checkout / "llama3/evaluate/library/tasks/gsm8k.yaml").read_text())
+    assert is_correct(text, [gold], GenerationSettings(**task["writing"])) == right
 
 
 def test_without_expressions_the_whole_text_counts() -> None:

@@ -103,6 +103,16 @@ def test_a_bf16_step_sums_only_in_kernels_whose_sums_are_fp32() -> None:
     assert {tensor.dtype for tensor in held} == {torch.float32}
 
 
+def test_a_step_without_a_target_is_an_error_and_changes_no_weight() -> None:
+    """Its mean is over nothing; weight decay must not move the weights of a step that the journal does not have."""
+    trained, data = engine("fp32"), batch()
+    before = {name: weight.detach().clone() for name, weight in trained.state.parameters.items()}
+    data.targets_BS.fill_(-100)
+    with pytest.raises(ValueError, match=r"^stages: no token of the step from 0 to 64 is a target"):
+        train(trained, data)
+    assert all(torch.equal(weight, before[name]) for name, weight in trained.state.parameters.items())
+
+
 def test_the_error_of_bf16_gradients_does_not_grow_with_the_number_of_micro_batches() -> None:
     data = joined(*[batch()] * 16)  # equal gradients: a sum in bf16 would stop to grow
     exact, few, many = (engine(*how) for how in (("fp64", 64), ("bf16", 64), ("bf16", 1)))

@@ -127,7 +127,10 @@ def test_the_console_fits_100_columns_and_says_what_matters() -> None:
     assert "[bold]" not in text
     assert "…" not in text
     rate, mfu = planned(*BOTH).main.segment.batch / best.time.total, planned(*BOTH).main.mfu
-    assert f"speed    {format_amount(rate)} tokens/s, {rate / 64:,.0f} of each GPU, MFU {mfu:.1%}" in text
+    assert (
+        f"speed    {format_amount(rate)} tokens/s, {rate / 64:,.0f} of each GPU, MFU {mfu:.1%} (6N + causal attention)"
+        in text
+    )
 
 
 def test_money_and_energy_follow_from_the_figures_beside_them() -> None:

@@ -83,6 +83,8 @@ def test_a_program_gets_numbers(root: Root) -> None:
     assert document["recipe"]["seed"] == ["3", "4"]
     assert [(run["verdict"], run["eval/bpb"]) for run in document["results"]] == [("promoted", 1.5), ("promoted", 1.0)]
     assert document["results"][0]["tokens"] > 0
+    assert document["results"][0]["mean loss"] == 3.0, "what the last stage's report and card say"
+    assert metrics.LOSS not in document["results"][0]
     schedule = Schedule(recipe())
     speeds = [entry.metrics[metrics.TOKENS_PER_S] for span in schedule.trained for entry in records(span, schedule)]
     speeds = speeds[-metrics.window(len(speeds)) :]

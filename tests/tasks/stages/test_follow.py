@@ -119,6 +119,26 @@ def test_what_is_shown_is_a_mean_of_the_last_steps_and_the_last_score_on_held_ou
     assert shown == [(80 * STEP, pytest.approx(5.0), 800.0, pytest.approx(2.3))]
 
 
+def test_the_loss_at_the_end_of_a_stage_is_the_one_that_its_model_keeps(context: Context, tmp_path: Path) -> None:
+    """Also after a restart, which trains steps again. Reports, cards and `herd compare` have the same one."""
+    path = tmp_path / "journal.jsonl"
+    shown: list[float | None] = []
+
+    class Line:
+        def update(self, position: int, *values: float | None) -> None:
+            shown.append(values[0])
+
+    follower = JournalTailer(context, [context.record.mlflow_run], path, 400, Line())
+    losses = [9.0 - number / 100 for number in range(400)]
+    with Journal(path) as journal:
+        for first, last in ((0, 300), (290, 350), (350, 400)):
+            for number in range(first, last):
+                journal.add(Record(float(number), (number + 1) * STEP, {metrics.LOSS: losses[number]}))
+            follower._process_entries(0)
+    assert shown[-1] == pytest.approx(metrics.mean_loss(losses), rel=1e-12)
+    assert shown[-1] == pytest.approx(sum(losses[-40:]) / 40)
+
+
 def test_silence_is_counted_from_a_rollback_and_not_from_the_start_of_the_attempt(
     context: Context, tmp_path: Path
 ) -> None:
@@ -183,7 +203,7 @@ def test_prometheus_reads_the_newest_values_until_the_run_ends(
         "herd_position_tokens": 3.0 * STEP,
         "herd_last_step_timestamp_seconds": 103.0,
         "herd_last_checkpoint_timestamp_seconds": 102.0,
-        "herd_loss": 6.0,
+        "herd_loss": 7.0,
         "herd_tokens_per_second": 9003.0,
         "herd_mfu_ratio": 0.41,
         "herd_goodput_ratio": 0.9,
