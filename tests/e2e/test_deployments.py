@@ -22,7 +22,7 @@ from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import AwaitingRetry, Cancelling
 
-from herd.flows.serve import deploy
+from herd.flows.serve import deploy, deployment_files
 from herd.tasks.runs.records import RunRecord
 from tests.e2e.conftest import NewHerd
 from tests.e2e.up import QUESTION, Up, await_true, running_up
@@ -61,7 +61,7 @@ def test_every_deployment_is_there_and_deploying_again_keeps_the_schedules(up: U
     assert set(before) == set(wanted)
     assert all(not deployment.parameters.get("required") for deployment in before.values())
 
-    deploy({**up.herd.environment, "PREFECT_API_URL": up.herd.api})
+    deploy(deployment_files(up.root, up.herd.folder), {**up.herd.environment, "PREFECT_API_URL": up.herd.api})
     after = {deployment.name: deployment for deployment in up.client.read_deployments()}
     for name, deployment in after.items():
         assert deployment.id == before[name].id
