@@ -152,8 +152,7 @@ class Team:
         return Service("prefect", prefect_command(port), environment, f"http://127.0.0.1:{port}/api/health")
 
     def _worker(self) -> Service:
-        command = [*worker_command(), "--name", "team"]
-        return Service("worker", command, {**self.client(), "PREFECT_HOME": str(self.folder / "worker")})
+        return Service("worker", worker_command(), {**self.client(), "PREFECT_HOME": str(self.folder / "worker")})
 
 
 class Identity(TypedDict, total=False):

@@ -56,6 +56,8 @@ ORIGINS, DATABASE = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS", "PREFECT_SERVER_DATAB
 SERVER_PASSWORD, PASSWORD = "PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING"
 _CHOICES = {"connection_url", "driver", "host", "name", "password", "port", "user"}
 """Prefect settings that choose a database."""
+LEASES = "HERD_CONCURRENCY_LEASES"
+"""Variable with the folder of Prefect's leases of the concurrency slots of deployments."""
 SIGN_IN = """\
 <!DOCTYPE html><title>herd</title><script>
 localStorage.setItem("prefect-password", location.hash.slice(1)); location.replace("/v2/deployments")
@@ -83,6 +85,9 @@ def server_variables(root: Root, port: int, *names: str) -> dict[str, str]:
         ORIGINS: ",".join(f"http://{name}:{port}" for name in dict.fromkeys(names)) if origins == "*" else origins,
         "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
         "PREFECT_SERVER_DATABASE_TIMEOUT": "60",  # of a statement: 10 s, the default, are too few on a busy disk
+        # Kept in memory, a restart of the server would lose them, and a flow run whose lease is lost ends.
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "herd.flows.concurrency_leases",
+        LEASES: str(root.local / "concurrency-leases"),
     }
     if "home" not in known.model_fields_set and not _CHOICES & known.server.database.model_fields_set:
         # Several object stores may share a working folder (HERD_SCRATCH).
@@ -247,10 +252,10 @@ def prefect_command(port: int, host: str = LOOPBACK) -> list[str]:
 
 
 def worker_command() -> list[str]:
-    """Return the command of a worker; the queues limit concurrent flow runs."""
+    """Return the command of a worker with the name of its process; the queues limit concurrent flow runs."""
     # Not --limit: with it a Retry within 2 s of the failure ends the worker of Prefect 3.8.8 ("this borrower is already
     # holding one of this CapacityLimiter's tokens").
-    return [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL]
+    return [sys.executable, "-m", "herd.flows.worker"]
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """`herd up`: a Prefect server, an MLflow server and a worker on this machine, with every deployment registered.
 
 Servers that PREFECT_API_URL or MLFLOW_TRACKING_URI name are used instead of starting one. The servers bind to loopback
-by default and are children of this process: Ctrl-C, SIGTERM or the end of one stops all. For one person on one machine
-(SQLite behind both servers); deploy/ has the servers of a team.
+by default and are children of this process: Ctrl-C or SIGTERM stops all, and one that ends is started again
+(children.py). For one person on one machine (SQLite behind both servers); deploy/ has the servers of a team.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 from uuid import UUID
@@ -43,6 +44,7 @@ from pydantic import SecretStr
 from rich.console import Console
 from rich.markup import escape
 
+from herd.flows.children import Child, Children
 from herd.flows.local_server import (
     LOOPBACK,
     PASSWORD,
@@ -50,7 +52,6 @@ from herd.flows.local_server import (
     WORKING_DIRECTORY,
     NoServer,
     await_answer,
-    child,
     server_command,
     server_variables,
     sign_in_link,
@@ -81,8 +82,8 @@ EVENTS = {"herd.run.ended", "herd.alert.*"}
 """What NOTIFY sends."""
 HELLO_S = 20.0
 """Time limit of the first message."""
-RECONCILE_S = 30.0
-"""Seconds between two passes of the reconciler while `herd up` runs."""
+RECONCILE_S, LOOK_S = 30.0, 0.5
+"""Seconds between two passes of the reconciler, and between two looks at the children, while `herd up` runs."""
 
 
 def setup(root: Root, api: str = "", notify: str = "") -> list[str]:
@@ -330,9 +331,10 @@ console = Console(highlight=False, soft_wrap=True)
 
 
 def serve(root: Root, prefect_port: int, mlflow_port: int, host: str = LOOPBACK, notify: str = "") -> None:
-    """Start the missing servers, print the two addresses, and reconcile runs until a signal or a server ends it.
+    """Start the missing servers, print the two addresses, restart what ends, and reconcile runs until a signal.
 
-    Raises ValueError if a port is taken, LeaseHeld if another `herd up` serves the root: both would write one database.
+    Raises ValueError if a port is taken, LeaseHeld if another `herd up` serves the root (both would write one
+    database), and GaveUp if the worker or Prefect ends again and again.
     """
 
     def interrupt(signum: int, frame: object) -> None:
@@ -342,9 +344,9 @@ def serve(root: Root, prefect_port: int, mlflow_port: int, host: str = LOOPBACK,
     root.local.mkdir(parents=True, exist_ok=True)
     follow_root(root)
     files = deployment_files(root, Path.cwd())
-    with ExitStack() as children:
+    with ExitStack() as stack:
         try:
-            children.enter_context(lease(Root.parse(root.local), "up", "herd up"))
+            stack.enter_context(lease(Root.parse(root.local), "up", "herd up"))
         except LeaseHeld as held:
             raise LeaseHeld(f"{held}; its addresses are in {root.local / ACCESS}, and Ctrl-C there ends it") from None
         servers = Servers.from_environment(prefect_port, mlflow_port, host)
@@ -353,10 +355,8 @@ def serve(root: Root, prefect_port: int, mlflow_port: int, host: str = LOOPBACK,
         os.environ.update(environment)
         refresh_global_settings_context()  # this process is a client of the server, too
         signal.signal(signal.SIGTERM, interrupt)
-        started = {
-            health: children.enter_context(child(name, command, root.local, environment))
-            for name, command, health in servers.commands(root)
-        }
+        children = stack.enter_context(Children(root, environment, _say))
+        started = {server.health: children.start(server) for server in servers.children(root)}
         with working(TerminalConsole(console), "servers"):
             for health, process in started.items():
                 await_answer(health, process)
@@ -366,9 +366,9 @@ def serve(root: Root, prefect_port: int, mlflow_port: int, host: str = LOOPBACK,
             lines = deploy(files, environment)
         for line in lines:
             console.print(f"[dim]{escape(line)}[/]")
-        worker = children.enter_context(child("worker", worker_command(), root.local, environment))
-        children.callback(_introduce(servers, root, environment, chosen).unlink, missing_ok=True)
-        _run([*started.values(), worker], root)
+        children.start(Child("worker", worker_command()))
+        stack.callback(_introduce(servers, root, environment, chosen).unlink, missing_ok=True)
+        _run(children, root)
 
 
 @dataclass(frozen=True)
@@ -421,12 +421,14 @@ class Servers:
     def api(self) -> str:
         return f"{self.prefect}/api"
 
-    def commands(self, root: Root) -> Iterator[tuple[str, list[str], str]]:
-        """Yield name, command and health address of each server to start."""
+    def children(self, root: Root) -> Iterator[Child]:
+        """Yield each server to start."""
         if self.mlflow_port is not None:
-            yield "mlflow", mlflow_command(root, self.mlflow_port, self.host), f"{self.mlflow}/health"
+            command = mlflow_command(root, self.mlflow_port, self.host)
+            yield Child("mlflow", command, f"{self.mlflow}/health", vital=False)
         if self.prefect_port is not None:
-            yield "prefect", server_command("--host", self.host, "--port", str(self.prefect_port)), f"{self.api}/health"
+            command = server_command("--host", self.host, "--port", str(self.prefect_port))
+            yield Child("prefect", command, f"{self.api}/health")
 
     def environment(self, root: Root) -> dict[str, str]:
         """Return the environment of the children; it contains the password of a Prefect server that starts here."""
@@ -489,22 +491,34 @@ def _reached(host: str) -> str:
     return socket.gethostname() if host == "0.0.0.0" else host
 
 
-def _run(processes: list[subprocess.Popen[bytes]], root: Root) -> None:
-    """Reconcile runs at once and every RECONCILE_S, until a process ends or the user stops this one."""
-    from herd.tasks.operate.recovery import reconcile
+def _say(line: str) -> None:
+    console.print(f"[yellow]{datetime.now():%H:%M:%S}[/]  {escape(line)}")
 
-    due, first = 0.0, True
+
+def _run(children: Children, root: Root) -> None:
+    """Restart children that end, and reconcile runs at once and every RECONCILE_S, until the user stops this process.
+
+    Raises GaveUp.
+    """
+    # In a thread: calls to a server that is away take a minute, in which its restart would wait.
+    threading.Thread(target=_reconcile, args=(root,), name="reconcile", daemon=True).start()
     try:
-        while all(process.poll() is None for process in processes):
-            if time.monotonic() >= due:
-                try:
-                    with get_client(sync_client=True) as client:
-                        reconcile(root, client, cleanup=first)
-                    first = False
-                except Exception as error:  # a server is busy: the next pass does it
-                    console.print(f"[dim]reconcile: {type(error).__name__}: {escape(str(error))}[/]")
-                due = time.monotonic() + RECONCILE_S
-            time.sleep(0.5)
-        console.print("[red]one of the servers ended; stopping the others[/] (see the logs folder)")
+        while True:
+            children.look(time.monotonic())
+            time.sleep(LOOK_S)
     except KeyboardInterrupt:
         console.print("stopping")
+
+
+def _reconcile(root: Root) -> None:
+    from herd.tasks.operate.recovery import reconcile
+
+    first = True
+    while True:
+        try:
+            with get_client(sync_client=True) as client:
+                reconcile(root, client, cleanup=first)
+            first = False
+        except Exception as error:  # a server is busy or away: the next pass does it
+            console.print(f"[dim]reconcile: {type(error).__name__}: {escape(str(error))}[/]")
+        time.sleep(RECONCILE_S)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from threading import Event, Thread
 from typing import IO, Literal, Protocol
@@ -24,7 +23,7 @@ from typing import IO, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from herd.storage.digests import digest_json
-from herd.storage.processes import boot_id
+from herd.storage.processes import machine_id, start_ticks
 from herd.storage.root import Root, mark_format
 
 PROBES = 4
@@ -175,7 +174,7 @@ class LeaseRecord(BaseModel):
     def here(cls, holder: str, fence: int = 0) -> LeaseRecord:
         """Return the record of this process."""
         pid, since = os.getpid(), datetime.now(UTC).isoformat(timespec="seconds")
-        process = {"pid": pid, "started": _start_ticks(pid) or 0, "host": socket.gethostname(), "machine": machine_id()}
+        process = {"pid": pid, "started": start_ticks(pid) or 0, "host": socket.gethostname(), "machine": machine_id()}
         return cls(holder=holder, since=since, fence=fence, **process)
 
     @classmethod
@@ -198,28 +197,10 @@ class LeaseRecord(BaseModel):
         """Return whether the process lives; None for a process of another machine."""
         if not self.machine or self.machine != machine_id():
             return None
-        return _start_ticks(self.pid) == self.started
+        return start_ticks(self.pid) == self.started
 
     def __str__(self) -> str:
         return f"{self.holder} (process {self.pid} on {self.host} since {self.since})"
-
-
-@cache
-def machine_id() -> str:
-    """Return an id of this boot and its process-id namespace; empty without /proc."""
-    try:
-        return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Return the start time of a live process, in clock ticks since boot; None if it is dead or a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if stat[0] in "ZX" else int(stat[19])
 
 
 # Leases on a local root.

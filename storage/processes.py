@@ -1,9 +1,11 @@
-"""Processes and threads: exit with the parent, CPU count, import path, boot id, free ports, memory, parallel work."""
+"""Processes and threads: exit with the parent, names that tell whether one lives, import path, ports, memory, work."""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
+import re
 import resource
 import signal
 import socket
@@ -13,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -90,6 +93,42 @@ def memory_kills(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/
 def boot_id() -> str:
     """Return the id of this boot of the machine. Raises OSError without /proc."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@cache
+def machine_id() -> str:
+    """Return an id of this boot and its process-id namespace; empty without /proc."""
+    try:
+        return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return the start time of a live process, in clock ticks since boot; None if it is dead or a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if stat[0] in "ZX" else int(stat[19])
+
+
+def process_name() -> str:
+    """Return host, pid, start time and machine of this process: `vm-4711-1839-1a2b3c4d`, for `process_alive`."""
+    pid = os.getpid()
+    return f"{socket.gethostname()}-{pid}-{start_ticks(pid) or 0}-{_machine_digest()}"
+
+
+def process_alive(name: str) -> bool | None:
+    """Return whether the process with a name of `process_name` lives; None for another machine or another name."""
+    match = re.fullmatch(r".*-(\d+)-(\d+)-([0-9a-f]{8})", name)
+    if match is None or match[3] != _machine_digest() or not machine_id():
+        return None
+    return start_ticks(int(match[1])) == int(match[2])
+
+
+def _machine_digest() -> str:
+    return hashlib.sha256(machine_id().encode()).hexdigest()[:8]
 
 
 def free_ports(count: int) -> list[int]:

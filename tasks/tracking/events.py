@@ -58,6 +58,12 @@ def flow_failed(name: str, error: str) -> None:
     _ended(name, "", "failed", "", error)
 
 
+def child_ended(name: str, text: str, root: str) -> None:
+    """Announce, as an alert, that a server or the worker of `herd up` ended, why, and what happens now."""
+    payload = {"run": "herd up", "stage": name, "root": root, "text": text}
+    emit("herd.alert.restarted", resource_id(f"up/{name}"), name, payload)
+
+
 def _ended(run: str, root: str, state: str, verdict: str, error: str) -> None:
     payload = {"run": run, "root": root, "state": state, "verdict": verdict, "error": error}
     emit("herd.run.ended", resource_id(f"run/{run}"), run, payload)

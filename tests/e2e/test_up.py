@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -26,7 +27,7 @@ from herd.flows.local_server import PASSWORD, PASSWORD_FILE
 from herd.tasks.promotion.log import CHALLENGER, current_aliases, last_promotion, read_log
 from herd.tasks.runs.records import PENDING_APPROVAL
 from herd.tasks.tracking.moved_root import ACCESS
-from tests.e2e.conftest import Herd, NewHerd, copy_artifacts
+from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, read_until, wait_for
 from tests.e2e.test_browser import CHROMIUM, Pages, opened_pages, try_from_elsewhere
 from tests.e2e.up import Up, running_up
 
@@ -168,6 +169,26 @@ def test_the_password_is_in_private_files_and_on_no_command_line(up: Up, sent: F
     assert {path.stat().st_mode & 0o777 for path in private} == {0o600}
     assert not any(secret in word for process in up.below() for word in process.cmdline())
     assert PASSWORD in up.below()[0].environ()
+
+
+def test_what_is_killed_is_started_again_and_named(up: Up) -> None:
+    addresses = {"mlflow": f"http://127.0.0.1:{up.ports[1]}/health", "prefect": f"{up.herd.api}/health", "worker": ""}
+    words = {"mlflow": "mlflow", "prefect": "herd.flows.local_server:create_app", "worker": "worker"}
+    for name, address in addresses.items():
+        (dead,) = [each for each in psutil.Process(up.process.pid).children() if words[name] in each.cmdline()]
+        dead.kill()
+        assert f"{name} ended by SIGKILL; it starts again in 1 s" in read_until(up.process, f"{name} ended by SIGKILL")
+
+        def again(name: str = name, address: str = address) -> bool:
+            started = [each for each in psutil.Process(up.process.pid).children() if words[name] in each.cmdline()]
+            with suppress(httpx.HTTPError):
+                return bool(started) and (not address or httpx.get(address).status_code == 200)
+            return False
+
+        wait_for(again, f"{name} to answer again", 120, every_s=0.3)
+    assert up.process.poll() is None
+    verified = up.start("verify/scrub", run="tiny-1", root=str(up.herd.root))
+    up.await_state(verified.id, "COMPLETED")
 
 
 def test_it_stops_cleanly(up: Up) -> None:

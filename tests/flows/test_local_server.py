@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sqlite3
 import threading
 import time
 import urllib.request
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from uuid import uuid4
 
 import httpx
 import psutil
 import pytest
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.server.concurrency.lease_storage import get_concurrency_lease_storage
+from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE, temporary_settings
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,11 +25,13 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from herd.flows.local_server import (
+    LEASES,
     await_answer,
     child,
     is_temporary,
     repeat_when_busy,
     server_command,
+    server_variables,
     start_temporary_server,
 )
 from herd.storage.processes import free_port
@@ -187,3 +193,18 @@ def test_another_password_is_told_in_two_lines(tmp_path: Path) -> None:
     assert herd.returncode == 2, printed
     assert f"PREFECT_API_AUTH_STRING: the Prefect server at 127.0.0.1:{port} takes another password" in printed
     assert "Traceback" not in printed
+
+
+def test_a_slot_is_known_to_the_next_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefect ends a flow run whose lease of a slot is lost; by default they are in the memory of its server."""
+    variables = server_variables(Root.parse(tmp_path), 4200)
+    monkeypatch.setenv(LEASES, variables[LEASES])
+    storage = variables["PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"]
+
+    async def renewed() -> bool | None:
+        lease = await get_concurrency_lease_storage().create_lease([uuid4()], timedelta(minutes=5))
+        assert list(tmp_path.rglob(f"{lease.id}.json"))
+        return await get_concurrency_lease_storage().renew_lease(lease.id, timedelta(minutes=5))
+
+    with temporary_settings({PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE: storage}):
+        assert asyncio.run(renewed())
