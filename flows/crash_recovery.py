@@ -27,7 +27,7 @@ from herd.llama3.recipe.schema import Recipe
 from herd.storage.lease import lease_holders
 from herd.storage.root import Root
 from herd.tasks.console import Wait
-from herd.tasks.operate.recovery import FRUITLESS, RESUMED
+from herd.tasks.operate.recovery import FRUITLESS, RESUMED, ROOT
 from herd.tasks.runs.records import Runs
 
 # A work queue serves the longest-waiting flow run first, so a schedule whose runs take longer than its interval would
@@ -125,9 +125,7 @@ def end_flow_run(flow_run_id: str, message: str) -> None:
 
     Crashed; Cancelled for a deployment's flow run, because a crashed one would get another attempt.
     """
-    # The reconciler cannot do this: no record names the flow run any more.
-    if is_temporary():
-        return
+    # At once: in the pages both would show Running until the next pass of the reconciler.
     with suppress(ObjectNotFound, HTTPError), get_client(sync_client=True) as client:
         dead = client.read_flow_run(UUID(flow_run_id))
         if dead.state is not None and not (dead.state.is_final() or dead.state.is_paused()):
@@ -146,8 +144,8 @@ class TooManyCrashes(RuntimeError):
     """A flow run crashed again and again without progress."""
 
 
-def check_attempts(progress: Callable[[str], str]) -> None:
-    """Note the progress that this attempt finds: `progress` returns it for a flow run id.
+def check_attempts(root: Root, progress: Callable[[str], str]) -> None:
+    """Note the root, and the progress that this attempt finds: `progress` returns it for a flow run id.
 
     Raises TooManyCrashes after more than FRUITLESS restarts without progress.
     """
@@ -159,7 +157,7 @@ def check_attempts(progress: Callable[[str], str]) -> None:
             leave_quietly()
         current = progress(str(own.id))
         fruitless = count_fruitless(own.labels, current, was_resumed(client.read_flow_run_states(own.id)))
-        client.update_flow_run_labels(own.id, {FOUND: current, COUNT: fruitless})
+        client.update_flow_run_labels(own.id, {ROOT: root.uri, FOUND: current, COUNT: fruitless})
     if fruitless > FRUITLESS:
         raise TooManyCrashes(
             f"attempt {own.run_count}: it crashed {fruitless} times in a row without a new step; find the reason in "

@@ -33,7 +33,7 @@ def run_recipe(config: PipelineParameters) -> FlowResult:
     recipe = chosen_recipe(config)
     from_step, until = first_step(recipe, config.from_step), last_step(recipe, config.until)
     config = config.model_copy(update={"from_step": from_step, "until": until})
-    check_attempts(lambda flow: progress_of_run(config.root_at, recipe, flow))
+    check_attempts(config.root_at, lambda flow: progress_of_run(config.root_at, recipe, flow))
     with open_run(config, recipe) as context:
         decision = run_chain(context, until)
     return FlowResult(context.record.name, run_message(context, decision))

@@ -126,7 +126,7 @@ def _cancel(root: Root, record: RunRecord) -> bool:
 
     if not record.prefect_run:
         return False
-    with _server(root) as known:
+    with known_server(root) as known:
         if not known:
             return False
         with suppress(ObjectNotFound, TransportError), get_client(sync_client=True) as client:
@@ -138,7 +138,7 @@ def _cancel(root: Root, record: RunRecord) -> bool:
 
 
 @contextmanager
-def _server(root: Root) -> Iterator[bool]:
+def known_server(root: Root) -> Iterator[bool]:
     """Use the Prefect server of the environment, or that of a `herd up` on this root; yield whether there is one."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 

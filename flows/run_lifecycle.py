@@ -45,6 +45,7 @@ from herd.tasks.console import Console, Wait, current_console, print_error, work
 from herd.tasks.errors import EvaluationFailed, SchedulerRefused, StudyIncomplete, TrainingFailed
 from herd.tasks.launch.local import slow_precision
 from herd.tasks.models.lookup import label_of_alias
+from herd.tasks.operate.owners import PROCESS, process_tag
 from herd.tasks.operate.preflight import preflight
 from herd.tasks.pipeline_steps import check_step, pipeline_steps
 from herd.tasks.plan.predict import predict_step_times
@@ -276,6 +277,9 @@ def flow_state(work: Callable[[], FlowResult]) -> str:
     of the flow the data of the state: the result's name, or the exception raised.
     """
     BEGUN.set()
+    if not deployment.name and not any(tag.startswith(PROCESS) for tag in flow_run.tags or []):  # called from Python
+        with suppress(httpx.HTTPError), get_client(sync_client=True) as client:
+            client.update_flow_run(UUID(str(flow_run.id)), tags=[*(flow_run.tags or []), process_tag()])
     for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
         logging.getLogger(name).addFilter(_without_traceback)
     try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from uuid import UUID
 
 import httpx
-from prefect import flow, get_client
+from prefect import flow, get_client, tags
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict
@@ -30,7 +30,6 @@ from herd.flows.crash_recovery import (
     exit_if_alive_elsewhere,
     progress_of_study,
 )
-from herd.flows.local_server import is_temporary
 from herd.flows.pipeline import pipeline
 from herd.flows.recipe_form import NAME, PlaceParameters, RecipeChange, field_at, is_made_up
 from herd.flows.run_lifecycle import MISTAKES, STOPS, FlowResult, flow_state, reporting_end
@@ -48,6 +47,7 @@ from herd.tasks.cluster import Cluster
 from herd.tasks.console import Console, FileConsole, console_as, current_console
 from herd.tasks.errors import StudyIncomplete
 from herd.tasks.format import format_duration
+from herd.tasks.operate.owners import process_tag
 from herd.tasks.operate.preflight import check_run
 from herd.tasks.runs.provenance import code_version
 from herd.tasks.runs.records import Runs, State, StudyPart, now
@@ -214,7 +214,7 @@ def _open_mlflow_run(context: StudyContext) -> None:
     context.studies.save(record)
     if link := tracker.page(record.mlflow_run):
         prefect_artifacts.link("mlflow-run", link, f"MLflow run of study {record.name}")
-    if record.prefect_run and not is_temporary() and is_made_up(str(flow_run.name)):
+    if record.prefect_run and is_made_up(str(flow_run.name)):
         with suppress(httpx.HTTPError), get_client(sync_client=True) as client:
             client.update_flow_run(UUID(record.prefect_run), name=record.name)
 
@@ -228,7 +228,7 @@ def study(config: StudyParameters = StudyParameters()) -> str:  # noqa: B008  (P
 def run_study(config: StudyParameters) -> FlowResult:
     """Run the missing variants of a study and conclude it. Raises what MISTAKES lists."""
     expanded = config.expanded()
-    check_attempts(lambda _: progress_of_study(config.root_at, expanded.study.name))
+    check_attempts(config.root_at, lambda _: progress_of_study(config.root_at, expanded.study.name))
     with open_study(config, expanded) as context:
         _run_missing(context)
         answers = runs_of(Runs(context.root), context.expanded, context.expanded.runs)
@@ -276,7 +276,8 @@ def _in_turn(context: StudyContext, missing: Sequence[VariantRun]) -> Generator[
         job = _job(context, run, context.config.cluster)
         console = FileConsole(_file(context, "logs", run, "log"), run.name, context.console)
         try:
-            with console_as(console) if context.console.rich is not None else nullcontext():
+            # a worker's study: its own process works on the flow run of the variant
+            with tags(process_tag()), console_as(console) if context.console.rich is not None else nullcontext():
                 pipeline(job.parameters())
         except MISTAKES as raised:
             error = str(raised)

@@ -70,13 +70,17 @@ class Apart:
 
 def main(words: list[str]) -> int:
     """Run the job of the file `words[0]`; return 0 if it finished."""
+    from prefect import tags
+
     from herd.flows.local_server import quiet_prefect
     from herd.flows.pipeline import pipeline
+    from herd.tasks.operate.owners import process_tag
 
     quiet_prefect()
     job = VariantJob.model_validate_json(Path(words[0]).read_text())
     try:
-        print(pipeline(job.parameters()))
+        with tags(process_tag()):
+            print(pipeline(job.parameters()))
     except Exception as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -8,7 +8,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from prefect import Flow
+    from prefect.client.orchestration import SyncPrefectClient
 
 RUN = "HERD_TEST_RUN"
 """Variable with the folder of the run, which tests/conftest.py makes."""
@@ -42,3 +48,16 @@ def one_of(name: str, start: Callable[[Path], AbstractContextManager[dict[str, A
             yield values
             fcntl.flock(change, fcntl.LOCK_EX)
             fcntl.flock(use, fcntl.LOCK_EX)
+
+
+@contextmanager
+def only_flow_runs_of(flow: Flow[..., Any], client: SyncPrefectClient) -> Iterator[None]:
+    """Have the reconciler see flow runs of `flow` only: others, also killed ones, are on the shared server too."""
+    from herd.tasks.operate import ledgers, owners, queues, recovery
+
+    known, flow_id = owners.unfinished_flow_runs, client.create_flow(flow)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (ledgers, queues, recovery):
+            ours = lambda client: (each for each in known(client) if each.flow_id == flow_id)  # noqa: E731
+            patch.setattr(module, "unfinished_flow_runs", ours)
+        yield

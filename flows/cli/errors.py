@@ -186,21 +186,30 @@ def _status(error: Exception) -> int:
 
 
 def with_retries(call: Callable[[], T]) -> T:
-    """Return the result of the flow `call`; retry while a busy Prefect server does not let it begin."""
+    """Return the result of the flow `call`; retry while a busy Prefect server does not let it begin.
+
+    Its flow run is created with the name of this process, which the reconciler asks whether it lives.
+    """
     from httpx import HTTPStatusError
+    from prefect import tags
 
     from herd.flows.run_lifecycle import BEGUN
+    from herd.tasks.operate.owners import process_tag
+
+    def owned() -> T:
+        with tags(process_tag()):
+            return call()
 
     for pause_s in PAUSES_S:
         try:
-            return call()
+            return owned()
         except (HTTPStatusError, RuntimeError) as error:
             cause = error.__cause__ if _of_server(error) else error
             if BEGUN.is_set() or not isinstance(cause, HTTPStatusError) or cause.response.status_code not in BUSY:
                 raise
             problems.print(f"[yellow]Prefect is busy ({cause.response.status_code})[/]; again in {pause_s:g} s")
             time.sleep(pause_s)
-    return call()
+    return owned()
 
 
 def _of_server(error: Exception) -> bool:

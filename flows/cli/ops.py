@@ -9,7 +9,7 @@ import webbrowser
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -28,6 +28,9 @@ from herd.flows.cli.errors import (
     with_retries,
 )
 from herd.storage.root import DEFAULT_ROOT, Root
+
+if TYPE_CHECKING:
+    from herd.tasks.operate.doctor import CheckResult
 
 WATCH_S = 2.0
 """Between two refreshes of `herd status --watch`."""
@@ -111,6 +114,8 @@ def doctor(
                 problems.print(f"[dim]waiting for {count} nodes of {chosen_cluster.launcher}[/]")
             with at_work("nodes"):
                 findings += diagnose_nodes(Root.parse(root), chosen_cluster)
+        with at_work("the Prefect server"):
+            findings += _check_server(Root.parse(root))
         if run:
             with at_work("a tiny run"):
                 findings.append(check_run())
@@ -121,6 +126,26 @@ def doctor(
             out.print(findings_table(findings))
         if failed:
             raise typer.Exit(FAILED)
+
+
+def _check_server(root: Root) -> list[CheckResult]:
+    """Return the rows about the Prefect server of the environment, or of a `herd up` on `root`, if there is one."""
+    from herd.flows.run_control import known_server
+
+    with known_server(root) as known:
+        if not known:
+            return []
+        from httpx import HTTPError
+        from prefect import get_client
+
+        from herd.tasks.operate.doctor import CheckResult, check_server
+
+        try:
+            with get_client(sync_client=True) as client:
+                return list(check_server(root, client))
+        except (HTTPError, RuntimeError) as error:
+            what = f"it does not answer ({type(error).__name__})"
+            return [CheckResult("Prefect", "warn", what, "start it (herd up), or correct PREFECT_API_URL")]
 
 
 def status(

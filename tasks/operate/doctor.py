@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -42,6 +42,9 @@ from herd.tasks.launch.local import query_gpu, visible_gpus
 from herd.tasks.operate.environment import CHECKS, CUDA_BUILD, TRAINING, CheckResult, State, Surroundings, torch_build
 from herd.tasks.tracking.moved_root import moved_from
 
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
 COLORS: dict[State, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 FOLDER = "doctor"
 """Folder of the root for files of the checks; they are removed."""
@@ -59,6 +62,9 @@ LAST_WORDS = 300
 """Characters of a failed command that are shown."""
 PORTS = {"--prefect-port": 4200, "--mlflow-port": 5000}
 """Default ports of `herd up`."""
+SETTLES = "herd up settles it within a minute or two, and so does: prefect deployment run reconcile/reconcile"
+SHOWN = 5
+"""Differences of ledgers that a row names."""
 TINY_RUN = (
     "name=doctor",
     *(
@@ -293,6 +299,23 @@ def check_hub(recipe: Recipe) -> Iterator[CheckResult]:
     else:
         todo = "export HF_TOKEN=..., or hf auth login"
         yield CheckResult("hub token", "warn", "none: gated data are refused, and limits are lower", todo)
+
+
+def check_server(root: Root, client: SyncPrefectClient) -> Iterator[CheckResult]:
+    """Yield the rows of `herd doctor` about a Prefect server: queues that do not move, ledgers that do not agree."""
+    from herd.tasks.operate.ledgers import ledger_differences
+    from herd.tasks.operate.queues import held_slots
+
+    for slot in held_slots(client):
+        remedy = SETTLES if slot.verdict != "unknown" else "cancel what has it in Prefect if its machine is gone"
+        remedy = remedy if slot.holder else "wait, or start a worker: herd up, prefect worker start"
+        yield CheckResult(slot.where, "warn" if slot.blocked else "ok", str(slot), remedy if slot.blocked else "")
+    differences = ledger_differences(root, client)
+    if differences:
+        more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+        yield CheckResult("ledgers", "warn", "; ".join(map(str, differences[:SHOWN])) + more, SETTLES)
+    else:
+        yield CheckResult("ledgers", "ok", "record, MLflow and Prefect agree")
 
 
 # On the nodes of a cluster: the launcher starts `herd doctor --node FILE` there, and FILE shows that they share a disk.

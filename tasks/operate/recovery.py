@@ -1,7 +1,8 @@
 """The reconciler: make the records of dead processes, MLflow and Prefect agree, and restart what crashed.
 
-A record that says `running` whose lease has expired becomes `interrupted`, in MLflow and Prefect too, and its flow run
-gets another attempt if its deployment asks for that. A pass can be repeated, late or at the same time, without effect.
+A record that says `running` whose lease has expired becomes `interrupted`, in MLflow and Prefect too. A flow run that
+has no owner (owners.py) becomes Crashed or Cancelled, which frees its slots; it gets another attempt if its deployment
+asks for that. A pass can be repeated, late or at the same time, without effect.
 """
 
 # Callers: the watchdog of a killed process (its own record, 2 s after the death), the loop of `herd up` (every 30 s),
@@ -12,12 +13,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import cache, partial
 from itertools import takewhile
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
@@ -28,8 +31,13 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Failed, Running
 
 from herd.storage.cleanup import clean_up_root
+from herd.storage.filesystem import is_local
 from herd.storage.lease import LeaseHeld, lease, lease_holders
+from herd.storage.processes import process_alive
 from herd.storage.root import DEFAULT_ROOT, Root
+from herd.tasks.operate.owners import WORKER, Owner, Owners, unfinished_flow_runs
+from herd.tasks.operate.queues import held_slots
+from herd.tasks.operate.slots import write_slots
 from herd.tasks.promotion.log import PromotionLog, families
 from herd.tasks.promotion.registry import Registry
 from herd.tasks.runs.records import OPEN, DamagedRecord, RunRecord, Runs, State, now
@@ -44,7 +52,11 @@ COMPLETE = ".complete"
 """In `open/`, after the first full pass. Each run that begins leaves a mark in `open/`, removed once record, MLflow and
 Prefect agree: a pass over 10,000 reconciled runs costs one listing. Studies are few and need no marks."""
 GRACE_S = 120.0
-"""Prefect's Running state may be this young without a lease: the next attempt is imported first."""
+"""Without a lease, a state may be this young if no process can be asked: the next attempt is imported first."""
+REPORT_S = 60.0
+"""Time of a living worker to report that the process of its flow run is gone; then it could not."""
+GONE_SINCE, ROOT = "herd.gone", "herd.root"
+"""Labels of a flow run: the state without a process and the time of the pass that saw it, and its root."""
 LEFT_S = 86_400.0
 """Files of killed processes in storage are removed after this time without a write."""
 UNREACHED = re.compile(r"\b(\w+Timeout|ConnectError|ReadError|WriteError|RemoteProtocolError|PrefectHTTPStatusError)\b")
@@ -95,7 +107,9 @@ def reconcile(
     if full:
         root.write(f"{now()}\n", OPEN, COMPLETE)
     if client is not None:
+        changes += _settle_ownerless(root, client)
         changes += _restart_crashed(root, client)
+        write_slots(root, list(held_slots(client)))
     if cleanup:
         for family in families(root):
             changes += show_aliases(root, family)
@@ -272,11 +286,64 @@ def _end_flow_run(
             return
         # Prefect counts an attempt when it runs: a pending flow run with our number is the next attempt on its way.
         over = attempt > 0 and flow_run.run_count == attempt and not state.is_pending()
-        if not over and (datetime.now(UTC) - state.timestamp).total_seconds() < grace_s:
+        owner = "dead" if over else Owners(client).of(flow_run).verdict
+        if owner == "alive":
+            return
+        if owner != "dead" and (datetime.now(UTC) - state.timestamp).total_seconds() < grace_s:
             return
         after = PREFECT[record.state](message=record.error or f"{record.name} {record.state}")
     client.set_flow_run_state(flow_run.id, after, force=True)
     yield Reconciled(record.name, "Prefect", state.name or state.type.value, after.name or "")
+
+
+def _settle_ownerless(root: Root, client: SyncPrefectClient) -> Iterator[Reconciled]:
+    """End the flow runs that nothing works on: not yet begun, superseded, without a record, of deleted runs."""
+    flow_runs, owners = list(unfinished_flow_runs(client)), Owners(client)
+    for flow_run in flow_runs:
+        state, owner = flow_run.state, owners.of(flow_run)
+        assert state is not None
+        after = _end_of_paused(root, flow_run) if state.is_paused() else _end_of(root, client, flow_run, owner)
+        if after is None:
+            continue
+        with suppress(ObjectNotFound):  # deleted since it was read
+            # Its process may have ended it since it was read; a dead one does nothing after this.
+            if client.read_flow_run(flow_run.id).state_id == flow_run.state_id:
+                client.set_flow_run_state(flow_run.id, after, force=True)
+                yield Reconciled(flow_run.name, "Prefect", state.name or state.type.value, after.name or "")
+                if owner.verdict == "unheard":
+                    with suppress(OSError):
+                        os.kill(owner.pid, signal.SIGTERM)
+
+
+def _end_of(root: Root, client: SyncPrefectClient, flow_run: FlowRun, owner: Owner) -> PrefectState | None:
+    """Return the end of a flow run without an owner; None: it has one, or that cannot be known here."""
+    if owner.verdict in ("alive", "unknown"):
+        return None
+    if owner.verdict == "reporting":
+        seen, _, since = str(flow_run.labels.get(GONE_SINCE, "")).partition(" ")
+        if seen != str(flow_run.state_id):
+            client.update_flow_run_labels(flow_run.id, {GONE_SINCE: f"{flow_run.state_id} {now()}"})
+            return None
+        if (datetime.now(UTC) - datetime.fromisoformat(since)).total_seconds() < REPORT_S:
+            return None
+    if flow_run.state is not None and flow_run.state.is_cancelling():
+        return Cancelled(message=f"{GONE}: {owner.why}")
+    with suppress(DamagedRecord):
+        record = Runs(root).known(flow_run.name) if flow_run.labels.get(ROOT) == root.uri else None
+        if record is not None and record.prefect_run != str(flow_run.id):  # a Crashed one would get another attempt
+            return Cancelled(message=f"{GONE}; {record.name} continues in another flow run")
+    return Crashed(message=f"{GONE}: {owner.why}")
+
+
+def _end_of_paused(root: Root, flow_run: FlowRun) -> PrefectState | None:
+    """Return the end of a flow run that waits for the approval of a deleted run, or in a deleted root."""
+    uri = str(flow_run.labels.get(ROOT, ""))
+    if uri == root.uri and not _work_of(root, flow_run, root.names("runs"))[0]:
+        return Cancelled(message="its run was deleted")
+    here = process_alive(str(flow_run.labels.get(WORKER, ""))) is not None
+    if uri and is_local(uri) and here and not Path(uri).is_dir():
+        return Cancelled(message=f"its root {uri} was deleted")
+    return None
 
 
 def restart(client: SyncPrefectClient, flow_run: FlowRun) -> bool:
@@ -305,7 +372,7 @@ def _restart_crashed(root: Root, client: SyncPrefectClient) -> Iterator[Reconcil
                 continue
         except ValueError:  # a root that contains a password
             continue
-        work, record_state = _work_of(root, flow_run)
+        work, record_state = _work_of(root, flow_run, root.names(OPEN))
         if work and lease_holders(root, [work]):
             # A busy worker reports a death again minutes later, when the next attempt works. A Crashed flow run can be
             # neither cancelled nor suspended for an approval, so it is Running again.
@@ -320,18 +387,18 @@ def _restart_crashed(root: Root, client: SyncPrefectClient) -> Iterator[Reconcil
             yield Reconciled(flow_run.name, "Prefect", "Crashed", "AwaitingRetry")
 
 
-def _work_of(root: Root, flow_run: FlowRun) -> tuple[str, str]:
-    """Return lease name and state of the record that a flow run works on; both are empty if there is none yet."""
-    runs, studies = Runs(root), Studies(root)
-    candidates: list[tuple[str, Any, list[str]]] = [
-        ("runs", runs, [flow_run.name, *reversed(root.names(OPEN))]),
-        (FOLDER, studies, [flow_run.name, *studies.names()]),
+def _work_of(root: Root, flow_run: FlowRun, runs: Sequence[str]) -> tuple[str, str]:
+    """Return lease name and state of the record that a flow run works on, one of `runs`; both are empty for none."""
+    studies = Studies(root)
+    candidates: list[tuple[str, Callable[[str], RunRecord | StudyRecord | None], Sequence[str]]] = [
+        ("runs", Runs(root).known, runs),
+        (FOLDER, studies.known, studies.names()),
     ]
-    for folder, records, names in candidates:
-        for name in dict.fromkeys(names):
+    for folder, known, names in candidates:
+        for name in dict.fromkeys([flow_run.name, *reversed(names)]):
             with suppress(ValueError):
-                record = records.find(name)
-                if record.prefect_run == str(flow_run.id):
+                record = known(name)
+                if record is not None and record.prefect_run == str(flow_run.id):
                     return f"{folder}/{name}", record.state
     return "", ""
 

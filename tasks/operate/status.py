@@ -35,6 +35,7 @@ from herd.tasks.format import (
     format_duration,
     format_losses,
 )
+from herd.tasks.operate.slots import slots_table
 from herd.tasks.promotion.log import CHALLENGER, compared_run
 from herd.tasks.report.progress import RunProgress, artifact_of, log_folders, run_progress
 from herd.tasks.runs.records import PENDING_APPROVAL, RunRecord, Runs, example_change, trained_stages
@@ -68,14 +69,15 @@ SCORES_A_LINE = 3
 
 
 def status_tables(root: Root, run: str | None) -> list[FittedTable | FactTable]:
-    """Return the table of all runs of `root`, newest last, or the tables of one, for rich's print.
+    """Return the table of all runs of `root`, newest last, and of queues; or the tables of one run, for rich's print.
 
     Raises ValueError if the run does not exist.
     """
     runs, now = Runs(root), time.time()
     if run is None:
-        progress = run_progress(root, runs.all()[-MOST:])
-        return [_all(progress, now) if progress else FactTable({"runs": f"none in {escape(root.uri)}"})]
+        progress, queues = run_progress(root, runs.all()[-MOST:]), slots_table(root)
+        shown = _all(progress, now) if progress else FactTable({"runs": f"none in {escape(root.uri)}"})
+        return [shown, queues] if queues.rows else [shown]
     progress_of_run = run_progress(root, [runs.find(run)])[0]
     alerts = FittedTable("alerts", ("time", "stage", "alert", "what"), ("time",))
     for alert in read_alerts(root, run):

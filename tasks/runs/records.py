@@ -173,7 +173,7 @@ class Runs:
 
     def find(self, name: str) -> RunRecord:
         """Return the run called `name`. Raises ValueError naming the runs that exist."""
-        record = self._read(name)
+        record = self.known(name)
         if record is None:
             known = ", ".join(record.name for record in self.all()) or "none yet; start one with: herd run RECIPE"
             raise ValueError(f"run {name!r} does not exist under {self.root.uri}; runs: {known}")
@@ -241,7 +241,8 @@ class Runs:
             write_atomic(path, self.root.read("runs", name, "recipe.yaml") or b"")
         return path
 
-    def _read(self, name: str) -> RunRecord | None:
+    def known(self, name: str) -> RunRecord | None:
+        """Return the run called `name`, if there is one. Raises DamagedRecord."""
         try:
             text = self.root.read("runs", name, "run.json")
         except ValueError:
@@ -260,7 +261,7 @@ class Runs:
 
     def _records(self, names: list[str], strict: bool = False) -> list[RunRecord]:
         """Return the runs of these names that exist, oldest first."""
-        return sorted(read_records(self._read, names, strict), key=lambda record: record.started)
+        return sorted(read_records(self.known, names, strict), key=lambda record: record.started)
 
 
 def rerun_command(root: Root, record: RunRecord) -> str:

@@ -6,10 +6,13 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect.client.schemas.objects import State, StateType
+from prefect.context import TagsContext
 
+from herd.flows.cli.errors import with_retries
 from herd.flows.crash_recovery import COUNT, FOUND, count_fruitless, progress_of_run, progress_of_study, was_resumed
 from herd.llama3.recipe.load import load_recipe
 from herd.storage.root import Root
+from herd.tasks.operate.owners import process_tag
 from herd.tasks.operate.recovery import FRUITLESS, RESUMED
 from herd.tasks.runs.records import Runs, StepRecord
 
@@ -71,3 +74,8 @@ def test_what_is_found_are_the_steps_of_the_flow_runs_own_run_and_the_journals(t
     other.steps["collect"] = other.steps["annotate"] = record.steps["collect"]
     Runs(root).save(other)
     assert progress_of_study(root, recipe.name) == "3:5"
+
+
+def test_a_command_creates_its_flow_run_with_the_name_of_its_process() -> None:
+    """Written later, it would be missing on a flow run whose process dies in between."""
+    assert process_tag() in with_retries(lambda: TagsContext.get().current_tags)

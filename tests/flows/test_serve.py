@@ -51,12 +51,13 @@ from herd.tasks.stages.alerts import Alert, emit_alert
 from herd.tasks.tracking.events import run_ended
 from herd.tasks.tracking.moved_root import follow_root
 from tests.dist import Forked
+from tests.servers import only_flow_runs_of
 
 QUEUE = "training"
 BEGAN = timedelta(minutes=10)
 
 
-@flow(name="pipeline")
+@flow(name="served")
 def pipeline() -> None:
     """What flow runs of these tests are runs of; it never runs."""
 
@@ -69,7 +70,8 @@ def api(prefect_server: dict[str, str]) -> str:
 
 @pytest.fixture
 def client(api: str) -> Iterator[SyncPrefectClient]:
-    with temporary_settings({PREFECT_API_URL: api}), get_client(sync_client=True) as client:
+    settings = temporary_settings({PREFECT_API_URL: api})
+    with settings, get_client(sync_client=True) as client, only_flow_runs_of(pipeline, client):
         yield client
 
 

@@ -17,14 +17,17 @@ from prefect.states import AwaitingRetry, Cancelled, Cancelling, Completed, Cras
 from prefect.states import State as PrefectState
 
 from herd.flows.crash_recovery import end_flow_run
+from herd.flows.local_server import NAME
 from herd.llama3.recipe.load import load_recipe
 from herd.storage.lease import lease
 from herd.storage.root import Root
 from herd.tasks.operate import recovery
+from herd.tasks.operate.ledgers import ledger_differences
 from herd.tasks.operate.recovery import Reconciled, reconcile, reconcile_record
 from herd.tasks.runs.records import OPEN, RunRecord, Runs, mark_open, now
 from herd.tasks.study.records import Studies, StudyRecord
 from herd.tasks.tracking.mlflow import MLflowTracker
+from tests.servers import only_flow_runs_of
 
 RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
 
@@ -36,7 +39,8 @@ def pipeline() -> None:
 
 @pytest.fixture(scope="module")
 def client(prefect_server: dict[str, str]) -> Iterator[SyncPrefectClient]:
-    with temporary_settings({PREFECT_API_URL: prefect_server["api"]}), get_client(sync_client=True) as made:
+    settings = temporary_settings({PREFECT_API_URL: prefect_server["api"]})
+    with settings, get_client(sync_client=True) as made, only_flow_runs_of(pipeline, made):
         yield made
 
 
@@ -98,6 +102,8 @@ def test_a_dead_run_is_settled_everywhere_and_once(
     client: SyncPrefectClient, root: Root, tracker: MLflowTracker, run: RunRecord
 ) -> None:
     made = flow_run(client, root, run, Running())
+    (lie,) = ledger_differences(root, client, [run.name])
+    assert lie.text == "record running; MLflow RUNNING; MLflow 1 steps RUNNING; Prefect Running"
     found = reconcile(root, client, grace_s=0)
     assert [line for line in found if line.run == run.name] == [
         Reconciled(run.name, "record", "running", "interrupted"),
@@ -109,6 +115,7 @@ def test_a_dead_run_is_settled_everywhere_and_once(
     assert record.ended
     assert statuses(tracker, run) == ["KILLED", "KILLED"]
     assert state_of(client, made) == "Crashed"
+    assert ledger_differences(root, client, [run.name]) == []
     assert run.name not in root.names(OPEN)
     assert reconcile(root, client, grace_s=0) == []
 
@@ -277,7 +284,10 @@ def test_a_run_that_was_killed_after_its_end_is_finished(client: SyncPrefectClie
     assert state_of(client, made) == "Completed"
 
 
-def test_who_takes_a_run_over_ends_the_flow_run_of_the_dead_attempt(client: SyncPrefectClient) -> None:
+def test_who_takes_a_run_over_ends_the_flow_run_of_the_dead_attempt(
+    client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NAME, "a server of `herd run` writes into the database that `herd up` shows")
     by_hand = client.create_flow_run(pipeline, name="tiny-1")
     deployment = client.create_deployment(client.create_flow(pipeline), name="taken", tags=["auto-resume"])
     deployed, done = (client.create_flow_run_from_deployment(deployment) for _ in range(2))

@@ -18,6 +18,7 @@ from herd.tasks.operate.recovery import COMPLETE, reconcile, reconcile_record
 from herd.tasks.runs.records import OPEN, RunRecord, Runs, mark_open, now
 from herd.tasks.tracking.mlflow import MLflowTracker
 from tests.orders import Boundary, Fault, cut_short, walk, watch_mlflow
+from tests.servers import only_flow_runs_of
 
 RECIPE = load_recipe(Path("recipes/quickstart.yaml"))
 CALLS = ("read_flow_run", "set_flow_run_state")
@@ -30,7 +31,8 @@ def pipeline() -> None:
 
 @pytest.fixture(scope="module")
 def client(prefect_server: dict[str, str]) -> Iterator[SyncPrefectClient]:
-    with temporary_settings({PREFECT_API_URL: prefect_server["api"]}), get_client(sync_client=True) as made:
+    settings = temporary_settings({PREFECT_API_URL: prefect_server["api"]})
+    with settings, get_client(sync_client=True) as made, only_flow_runs_of(pipeline, made):
         yield made
 
 
