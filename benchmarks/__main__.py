@@ -320,6 +320,31 @@ def chaos(
 
 
 @bench.command()
+def owners(
+    json_: JsonOption = False,
+    only: Annotated[str, typer.Option(help="Rows, with commas: owners/blocked,owners/lies")] = "",
+    kills: Annotated[int, typer.Option(min=1, help="Deaths, each kind about as often.")] = 120,
+    minutes: Annotated[float, typer.Option(help="After so long no further one begins.")] = 40,
+    seed: Annotated[int, typer.Option(help="Their order.")] = 1,
+    out_: OutOption = None,
+    work: WorkOption = None,
+) -> None:
+    """Kill workers, flow runs, `herd up` and `herd run` at each state: does anything wait for the dead?"""
+    from benchmarks.owners import OwnersSession, OwnersSettings, owners_rows
+    from benchmarks.rows import installed
+
+    with tempfile.TemporaryDirectory(prefix="herd-bench-") as temporary:
+        folder, names = _empty(work) if work else Path(temporary), tuple(filter(None, only.split(",")))
+        session = OwnersSession(
+            OwnersSettings(folder, kills, seed, minutes, names), lambda line: problems.print(escape(line))
+        )
+        with _mistakes((ValueError, RuntimeError)):
+            session.kill_all()
+            rows = collect_rows(owners_rows(session), json_)
+        print_rows({}, rows, installed(("prefect", "mlflow")), json_, out_)
+
+
+@bench.command()
 def house(
     json_: JsonOption = False,
     only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: folders,tests/misnamed")] = "",

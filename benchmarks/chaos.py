@@ -176,6 +176,8 @@ class World:
             os.environ.update(credentials(self.swift.endpoint))  # this process looks without a proxy
             filesystem_of("s3://").call_s3("create_bucket", Bucket=BUCKET)
             self.proxy = stack.enter_context(fault_proxy(self.swift.endpoint))
+            os.environ["MLFLOW_TRACKING_URI"] = self.mlflow.uri
+            stack.callback(os.environ.pop, "MLFLOW_TRACKING_URI", None)
             stack.callback(self.prefect.kill)
             stack.callback(self.mlflow.kill)
             self.prefect.start()

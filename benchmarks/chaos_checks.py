@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
-from uuid import UUID
 
 import psutil
 
@@ -24,9 +23,9 @@ from benchmarks.rows import CHAOS_TARGETS, Row, measured, number
 from herd.llama3.train.metrics import LOST_TOKENS
 from herd.storage.root import Root
 from herd.tasks.operate.integrity import verify
+from herd.tasks.operate.ledgers import ledger_differences
 from herd.tasks.promotion.log import CHAMPION, PromotionLog, current_label
 from herd.tasks.runs.records import Runs
-from herd.tasks.stages.backfill import STATUS
 from tests.e2e.conftest import bytes_made
 from tests.storage.swift import SECRET
 
@@ -124,31 +123,12 @@ def _scratch(world: World, family: str) -> str:
 
 def _false_states(world: World, family: str, root: Root) -> list[str]:
     """Return where record, MLflow and Prefect do not agree on how a run ended, and whether none ended well."""
-    from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
     from prefect import get_client
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    records, false = Runs(root).family(family), []
+    records = Runs(root).family(family)
     with temporary_settings({PREFECT_API_URL: world.prefect.uri}), get_client(sync_client=True) as client:
-        for record in records:
-            if not (record.mlflow_run and record.prefect_run):  # it ended before anything was done
-                if record.state in ("running", "finished"):
-                    false.append(f"{record.name}: {record.state}, without a run in MLflow or Prefect")
-                continue
-            try:
-                tracked = MlflowClient(world.mlflow.uri).get_run(record.mlflow_run).info.status
-            except MlflowException:  # it was away when the run began
-                tracked = "nothing"
-            state = client.read_flow_run(UUID(record.prefect_run)).state
-            said = f"record {record.state}, MLflow {tracked}, Prefect {state.name if state else 'nothing'}"
-            if (
-                tracked != STATUS.get(record.state)
-                or state is None
-                or not state.is_final()
-                or (record.state == "finished" and not state.is_completed())
-            ):
-                false.append(f"{record.name}: {said}")
+        false = list(map(str, ledger_differences(root, client, [record.name for record in records])))
     if not any((record.state, record.verdict) == ("finished", "promoted") for record in records):
         false.append(f"{family}: no run was promoted")
     return false

@@ -217,6 +217,17 @@ CHAOS_TARGETS: Mapping[str, Target] = {
 }
 """Rows of `python -m benchmarks chaos`, before those of the recovery times."""
 
+OWNERS_TARGETS: Mapping[str, Target] = {
+    "owners/kills": Target(None, "kills"),
+    "owners/not-run": Target(0, "kills", "at most"),
+    "owners/blocked": Target(0, "after two passes", "at most"),
+    "owners/slots": Target(0, "lost", "at most"),
+    "owners/not-once": Target(0, "flow runs", "at most"),
+    "owners/lies": Target(0, "differences", "at most"),
+    "owners/seconds": Target(None, "s to the second pass"),
+}
+"""Every row of `python -m benchmarks owners`, in order."""
+
 LOAD_TARGETS: Mapping[str, Target] = {
     "status/cpu": Target(2, "CPU s", "at most"),
     "compare/cpu": Target(3, "CPU s", "at most"),
@@ -242,6 +253,7 @@ _BOUNDS = {
     **PLAN_TARGETS,
     **STUDY_TARGETS,
     **CHAOS_TARGETS,
+    **OWNERS_TARGETS,
     **LOAD_TARGETS,
 }
 

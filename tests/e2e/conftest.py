@@ -22,12 +22,16 @@ from typing import TypeVar
 import psutil
 import pytest
 import yaml
+from prefect import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from herd.llama3.data.readers.sources import open_source
 from herd.llama3.recipe.load import load_recipe
 from herd.storage.object_artifact import open_store
 from herd.storage.processes import die_with_parent
 from herd.storage.root import Root
+from herd.tasks.operate.ledgers import ledger_differences
+from herd.tasks.operate.owners import unfinished_flow_runs
 from herd.tasks.runs.records import RunRecord, Runs
 from tests.dist import Forked
 
@@ -220,6 +224,16 @@ def journal_lines(root: Path, stage: str) -> int:
 
 def record(herd: Herd, name: str) -> RunRecord:
     return Runs(Root.parse(herd.root)).find(name)
+
+
+def lies(herd: Herd) -> list[str]:
+    """Return where record, MLflow and Prefect differ about the runs of a root, and its flow runs that never end."""
+    root = Root.parse(herd.root)
+    with temporary_settings({PREFECT_API_URL: herd.api}), get_client(sync_client=True) as client:
+        differences = ledger_differences(root, client, [run.name for run in Runs(root).all()])
+        unended = [flow_run for flow_run in unfinished_flow_runs(client) if root.uri in str(flow_run.parameters)]
+    of_records = [str(difference) for difference in differences if difference.text.startswith("record")]
+    return [*of_records, *(f"{flow_run.name} {flow_run.state_name}" for flow_run in unended)]
 
 
 def bytes_made(root: Root, run: str) -> dict[str, str]:

@@ -22,6 +22,7 @@ from tests.e2e.conftest import (
     copy_artifacts,
     journal_lines,
     kill_all,
+    lies,
     record,
     trainers,
     wait_for,
@@ -49,6 +50,7 @@ def test_killed_while_it_trains_it_goes_on_to_the_same_bytes(
         open_store(Root.parse(again.root)).load(ended.steps["main"].artifact).metadata["model_sha256"]
         == undisturbed["main"]
     )
+    assert lies(again) == []
 
 
 @pytest.mark.slow
@@ -121,6 +123,7 @@ def test_kill_everything_again_and_again(undisturbed: dict[str, str], new_herd: 
     assert "continuing tiny-1, which did not finish" in printed
     assert len(Runs(Root.parse(again.root)).all()) == 1
     assert record(again, "tiny-1").attempts >= 4
+    assert lies(again) == []
     assert bytes_made(Root.parse(again.root), "tiny-1") == undisturbed
 
 

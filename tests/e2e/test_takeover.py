@@ -28,6 +28,7 @@ from herd.flows.local_server import POOL, await_answer, child, prefect_command, 
 from herd.flows.serve import WATCHED, setup
 from herd.storage.processes import free_port
 from herd.storage.root import Root
+from herd.tasks.operate.ledgers import ledger_differences
 from herd.tasks.operate.recovery import AUTO_RESUME, reconcile
 from herd.tasks.runs.records import RunRecord, Runs
 from herd.tasks.study.records import Studies
@@ -291,7 +292,7 @@ def test_the_engine_of_a_study_dies(herd: Herd, here: Herd, client: SyncPrefectC
         assert study.state == "finished"
         assert study.verdict is not None
         assert [line for line in reconcile(place.root, client, grace_s=0) if line.where != "storage"] == []
-        assert place.tracker.client.get_run(study.mlflow_run).info.status == "FINISHED"
+        assert ledger_differences(place.root, client) == []
     finally:
         place.stop()
 
@@ -300,6 +301,7 @@ def ends(place: Place, undisturbed: dict[str, str]) -> None:
     """Check that all states are true without more ado, and that the bytes are those of the undisturbed run."""
     found: list[Any] = reconcile(place.root, place.client, grace_s=0)
     assert [line for line in found if line.where != "storage"] == []
+    assert ledger_differences(place.root, place.client) == []
     record = place.record()
     assert (record.state, record.verdict) == ("finished", "promoted")
     assert place.mlflow() == {"FINISHED", "KILLED"} or place.mlflow() == {"FINISHED"}
