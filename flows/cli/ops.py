@@ -30,7 +30,7 @@ from herd.flows.cli.errors import (
 from herd.storage.root import DEFAULT_ROOT, Root
 
 if TYPE_CHECKING:
-    from herd.tasks.operate.doctor import CheckResult
+    from herd.tasks.operate.environment import CheckResult
 
 WATCH_S = 2.0
 """Between two refreshes of `herd status --watch`."""
@@ -138,7 +138,8 @@ def _check_server(root: Root) -> list[CheckResult]:
         from httpx import HTTPError
         from prefect import get_client
 
-        from herd.tasks.operate.doctor import CheckResult, check_server
+        from herd.tasks.operate.doctor import check_server
+        from herd.tasks.operate.environment import CheckResult
 
         try:
             with get_client(sync_client=True) as client:

@@ -327,12 +327,12 @@ def _end_of(root: Root, client: SyncPrefectClient, flow_run: FlowRun, owner: Own
         if (datetime.now(UTC) - datetime.fromisoformat(since)).total_seconds() < REPORT_S:
             return None
     if flow_run.state is not None and flow_run.state.is_cancelling():
-        return Cancelled(message=f"{GONE}: {owner.why}")
+        return Cancelled(message=owner.why)
     with suppress(DamagedRecord):
         record = Runs(root).known(flow_run.name) if flow_run.labels.get(ROOT) == root.uri else None
         if record is not None and record.prefect_run != str(flow_run.id):  # a Crashed one would get another attempt
             return Cancelled(message=f"{GONE}; {record.name} continues in another flow run")
-    return Crashed(message=f"{GONE}: {owner.why}")
+    return Crashed(message=owner.why)
 
 
 def _end_of_paused(root: Root, flow_run: FlowRun) -> PrefectState | None:
