@@ -86,7 +86,8 @@ class Up:
         return trainers(self.process.pid)
 
     def below(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        children: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+        return children
 
     def record_of(self, flow_run: FlowRun) -> RunRecord:
         return next(record for record in self.runs.all() if record.prefect_run == str(flow_run.id))
