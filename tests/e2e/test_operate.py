@@ -57,20 +57,20 @@ def test_servers_that_run_elsewhere_are_used_and_none_is_started(
     monkeypatch.setenv("PREFECT_API_URL", "http://prefect.lab:4200/api")
     port = free_port()
     half = Servers.from_environment(1, port, "127.0.0.1")
-    assert [name for name, _, _ in half.commands(Root.parse(tmp_path))] == ["mlflow"]
+    assert [server.name for server in half.children(Root.parse(tmp_path))] == ["mlflow"]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow.lab:5000")
     both = Servers.from_environment(1, 1, "127.0.0.1")
     environment = both.environment(Root.parse(tmp_path))
-    assert list(both.commands(Root.parse(tmp_path))) == []
+    assert list(both.children(Root.parse(tmp_path))) == []
     assert environment["PREFECT_API_URL"] == "http://prefect.lab:4200/api"
     assert environment["MLFLOW_TRACKING_URI"] == "http://mlflow.lab:5000"
 
 
 def test_everything_binds_to_loopback_unless_somebody_asks_otherwise(tmp_path: Path) -> None:
     root, port, other = Root.parse(tmp_path), free_port(), free_port()
-    for _, command, health in Servers.from_environment(port, other, "127.0.0.1").commands(root):
-        assert command[command.index("--host") + 1] == "127.0.0.1"
-        assert health.startswith("http://127.0.0.1:")
+    for server in Servers.from_environment(port, other, "127.0.0.1").children(root):
+        assert server.command[server.command.index("--host") + 1] == "127.0.0.1"
+        assert server.health.startswith("http://127.0.0.1:")
     with pytest.raises(ValueError, match=r"--host: 203\.0\.113\.7 is not an address of this machine"):
         Servers.from_environment(port, other, "203.0.113.7")
 
