@@ -7,14 +7,14 @@ preset's name. Figures that no maker publishes have the source "assumed"; `herd 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from herd.llama3.recipe.base import read_yaml
+from herd.llama3.recipe.base import read_plain, read_yaml
 from herd.llama3.recipe.load import fault_lines
 from herd.llama3.train.device import PEAKS
 
@@ -103,10 +103,11 @@ class Server(SourcedFigures):
         return self.frontend_gbit_s * self.nic_usable / 8 * 1e9 or self.gpus * self.nic_bytes_per_s
 
 
-def preset_names(field: str) -> list[str]:
+@cache
+def preset_names(field: str) -> tuple[str, ...]:
     """Return the presets that have a field of this name, which identifies what they describe."""
-    presets = {path.name.removesuffix(".yaml"): yaml.safe_load(path.read_text()) for path in PRESETS.iterdir()}
-    return sorted(name for name, data in presets.items() if field in data)
+    presets = {path.name.removesuffix(".yaml"): read_plain(path.read_text()) for path in PRESETS.iterdir()}
+    return tuple(sorted(name for name, data in presets.items() if field in data))
 
 
 def preset_text(name: str) -> str:
@@ -134,7 +135,7 @@ def read_description(named: str | dict[str, Any], field: str, mark: str, near: P
                 f"{', '.join(known)}; or copy one (herd plan presets NAME > FILE.yaml), put your figures in, and give "
                 "the file"
             )
-        preset: dict[str, Any] = yaml.safe_load(preset_text(named))
+        preset: dict[str, Any] = read_plain(preset_text(named))
         return preset
     data = read_yaml(path, f"{field}: {path}", "name a YAML file or a preset")
     if not isinstance(data, dict):

@@ -130,7 +130,7 @@ class Layer:
     latency_s: float
 
 
-def fabric_names() -> list[str]:
+def fabric_names() -> tuple[str, ...]:
     """Return the presets of whole clusters."""
     return preset_names("tiers")
 
