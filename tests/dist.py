@@ -1,8 +1,8 @@
 """Forks processes from a server that has imported the large libraries once: importing them costs 7 CPU s each time.
 
 `results = run(2, function, argument)` runs a function on several gloo processes. It must be importable (a module's,
-not a test's own) and return plain values. `Forked("herd.flows.cli.main", "status")` does what `python -P -m
-herd.flows.cli.main status` does.
+not a test's own) and return plain values. `run_in_turn(function, argument)` runs it on a process that is kept for the
+next such call. `Forked("herd.flows.cli.main", "status")` does what `python -P -m herd.flows.cli.main status` does.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import forkserver as server
 from multiprocessing import resource_tracker
@@ -79,6 +80,16 @@ def run(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     finally:
         for process in processes:
             process.join()
+
+
+def run_in_turn(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what `function(*arguments)` returns on the one process that runs all such calls, one after the other."""
+    return _kept_process().submit(function, *arguments).result(TIMEOUT_S)
+
+
+@cache
+def _kept_process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, forkserver())
 
 
 def _collect(pipes: list[Connection]) -> list[Any]:

@@ -137,7 +137,7 @@ def outcome(make: Callable[[], Any]) -> Any:
 
 
 def train_recorded(path: Path) -> tuple[int, set[str]]:
-    """Train the job file in this process, made for it; return the exit status and the fields that were read."""
+    """Train the job file in this process; return the exit status and the fields that were read."""
     with recorded_fields() as read:
         status = train(path)
     return status, read

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-import yaml
-
-from herd.llama3.recipe.base import declared
+from herd.llama3.recipe.base import declared, read_plain
 from herd.llama3.recipe.load import parse_recipe
 from herd.llama3.recipe.schema import Recipe
 
@@ -97,7 +95,7 @@ OTHER: dict[str, tuple[str, ...]] = {
 def rich(workspace: Path, *overrides: str) -> Recipe:
     text = RICH.read_text().replace("{workspace}", str(workspace))
     return parse_recipe(
-        yaml.safe_load(text), "rich", [override.replace("{workspace}", str(workspace)) for override in overrides]
+        read_plain(text), "rich", [override.replace("{workspace}", str(workspace)) for override in overrides]
     )
 
 

@@ -44,7 +44,7 @@ from herd.llama3.train.job import TrainJob
 from herd.tasks.stages.evaluate import _ngram_baseline, write_validation_rows
 from herd.tasks.stages.gate import CandidateModel, ChampionModel, Override
 from herd.tasks.stages.gate import decide as judge
-from tests.dist import run
+from tests.dist import run_in_turn
 from tests.llama3.export.export_samples import herd_folder, tokenizer
 from tests.llama3.recipe.effect_samples import contents, outcome, train_recorded, write_sources, write_suites
 from tests.llama3.recipe.field_changes import FIELDS, VARIANTS, changes, rich
@@ -209,7 +209,7 @@ def make_checkpoint(recipe: Recipe, inputs: list[Path], folder: Path) -> Any:
         )
         path = folder / f"{span.name}.json"
         path.write_text(job.model_dump_json())
-        ((status, fields),) = run(1, train_recorded, path)
+        status, fields = run_in_turn(train_recorded, path)
         assert status == 0, path.with_suffix(".log").read_text()
         read |= fields
         for file in vocabulary.iterdir():
@@ -227,7 +227,7 @@ def make_evaluation(recipe: Recipe, inputs: list[Path], folder: Path) -> Any:
         target = folder / str(len(results))
         target.mkdir()
         named = with_suite(recipe, suite)
-        metadata = evaluate(named, model, model, curated, target, conversations=conversations / HELD_OUT)
+        metadata = evaluate(named, model, model, curated, target, conversations=conversations / HELD_OUT, threads=1)
         results.append((metadata, _ngram_baseline(named, curated), contents(target)))
     return results
 
