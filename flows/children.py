@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from urllib.request import urlopen
 
-from herd.flows.local_server import NoServer, child
+from herd.flows.local_server import NoServer, child, failed_answer
 from herd.storage.root import Root
 from herd.tasks.tracking.events import child_ended
 
@@ -102,15 +101,8 @@ class Children:
                 each.due, each.told = now + pause, f"{why}; started again"
                 self.say(f"{why}; it starts again in {pause:.0f} s")
         told = [each for each in self.children if each.told and each.process is not None]
-        if told and all(_answers(each.health) for each in self.children if each.health and each.vital):
+        vital = [each.health for each in self.children if each.health and each.vital]
+        if told and not any(failed_answer(url, PROBE_S) for url in vital):
             for each in told:
                 child_ended(each.name, each.told, self.root.uri)
                 each.told = ""
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urlopen(url, timeout=PROBE_S):
-            return True
-    except OSError:
-        return False

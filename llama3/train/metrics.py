@@ -5,7 +5,8 @@ Lower case; `/` separates sections; the name ends with the unit. Functions retur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, ValuesView
+from itertools import islice
 from statistics import fmean
 
 LOSS = "train/loss"  # Nats per target token, over the whole batch
@@ -145,6 +146,7 @@ def window(steps: int) -> int:
     return max(1, min(steps // 2, max(16, steps // 10)))
 
 
-def mean_loss(losses: Sequence[float]) -> float:
+def mean_loss(losses: Sequence[float] | ValuesView[float]) -> float:
     """Return the mean loss of a stage, as it is shown everywhere: of its last tenth of `losses`, one for each step."""
-    return fmean(losses[-window(len(losses)) :])
+    newest = reversed(losses)  # type: ignore[arg-type]  # a dict has reversed values, which typeshed does not say
+    return fmean(islice(newest, window(len(losses))))

@@ -308,7 +308,7 @@ def check_server(root: Root, client: SyncPrefectClient) -> Iterator[CheckResult]
 
     for slot in held_slots(client):
         remedy = SETTLES if slot.verdict != "unknown" else "cancel what has it in Prefect if its machine is gone"
-        remedy = remedy if slot.holder else "wait, or start a worker: herd up, prefect worker start"
+        remedy = remedy if slot.holder else "wait, or start a worker: herd up, python -m herd.flows.worker"
         yield CheckResult(slot.where, "warn" if slot.blocked else "ok", str(slot), remedy if slot.blocked else "")
     differences = ledger_differences(root, client)
     if differences:

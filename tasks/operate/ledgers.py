@@ -83,9 +83,12 @@ def _wrong_mlflow(record: RunRecord | StudyRecord, tracker: Callable[[str], MLfl
     if record.mlflow_run.startswith(AWAY):
         yield "MLflow nothing"
         return
-    run = isinstance(record, RunRecord)
-    mlflow = tracker(record.family if isinstance(record, RunRecord) else record.name)
-    query = mlflow.query(record.name) if run else f"attributes.run_id = '{record.mlflow_run}'"
+    if isinstance(record, RunRecord):
+        mlflow = tracker(record.family)
+        query = mlflow.query(record.name)
+    else:
+        mlflow = tracker(record.name)
+        query = f"attributes.run_id = '{record.mlflow_run}'"
     shown = mlflow.reach.attempt(lambda: list(mlflow.client.search_runs([mlflow.experiment], query)), None)
     if shown is None:
         yield "MLflow does not answer"

@@ -189,7 +189,7 @@ class JournalTailer:
             if self.position == self.attempt_start and (attempts := read_attempts(self.tail.path.parent)):
                 self.sender.tag(environment_tags(attempts[-1].get("environment") or {}))
             self.position, self.last_record_rank0_time = records[-1].position, records[-1].time
-            mean = {metrics.LOSS: metrics.mean_loss([*self.losses.values()])} if self.losses else {}
+            mean = {metrics.LOSS: metrics.mean_loss(self.losses.values())} if self.losses else {}
             values = {**records[-1].metrics, **mean, **self.held_out}
             self.line.update(
                 self.position - start,

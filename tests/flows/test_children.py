@@ -110,7 +110,7 @@ def test_however_often_mlflow_dies_the_worker_works(up: Children, told: Told) ->
 
 def test_people_are_told_once_prefect_answers_again(up: Children, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[str] = []
-    monkeypatch.setattr(children, "_answers", lambda url: url in answers)
+    monkeypatch.setattr(children, "failed_answer", lambda url, _: "" if url in answers else "status 503")
     prefect = Child("prefect", SLEEPS, "http://prefect/health")
     up.start(prefect)
     kill(up, prefect)
