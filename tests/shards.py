@@ -25,8 +25,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 REPORT = ROOT / "docs/test-report.md"
-WORKERS = 2
-SHARD_S, FUNCTION_S = 1800, 5.0
+WORKERS = 3
+SHARD_S, FUNCTION_S = 1800, 7.5
 """Planned seconds of a shard, three quarters of the 40 minutes allowed; of a test function without a report."""
 OUTCOMES = ["passed", "skipped", "failed"]
 

@@ -59,7 +59,7 @@ def project(tmp_path: Path) -> Path:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     source = Path(shards.__file__).read_text()
-    (tmp_path / "tests/shards.py").write_text(source.replace("WORKERS = 2", "WORKERS = 1"))
+    (tmp_path / "tests/shards.py").write_text(source.replace("WORKERS = 3", "WORKERS = 1"))
     for command in (
         ["init", "-q"],
         ["add", "."],

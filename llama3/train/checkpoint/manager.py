@@ -190,6 +190,8 @@ class Checkpoints:
             raise NoGoodCheckpoint(self._none_is_good(before, reasons, later))
 
         def quarantine() -> None:
+            if later:
+                self.store.check()  # loading may have taken minutes
             for ref, reason in damaged.items():
                 self.store.quarantine(ref, reason)
             for ref in later:

@@ -54,8 +54,8 @@ class Stage:
     """Position of the last one; the batches after it are skipped, so that the next comes WINDOW steps later."""
     holder: str = ""
     """Who resumed last: what others save after that is not promised."""
-    journals: dict[int, list[int]] = field(default_factory=dict)
-    """Position of each save that was begun -> positions of the journal's records."""
+    journals: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    """Attempt and position of each save that was begun -> positions of the journal's records."""
 
 
 def trainer(simulation: Simulation, actor: Actor, stage: Stage) -> None:
@@ -83,7 +83,7 @@ def train(simulation: Simulation, actor: Actor, stage: Stage) -> None:
     resume(simulation, checkpoints, state, stage)
     discard_after(path, state.position)
     if not checkpoints.positions():
-        stage.journals[state.position] = []
+        stage.journals[checkpoints.attempt, state.position] = []
         path.touch()
         checkpoints.save(state, "main")
     while simulation.now < DISTURBED_S:
@@ -93,7 +93,7 @@ def train(simulation: Simulation, actor: Actor, stage: Stage) -> None:
             journal.add(Record(0.0, position, {"train/loss": 1.0}))
         simulation.sleep(simulation.random.uniform(1, 30))
         state.train_to(position)
-        stage.journals[position] = [record.position for record in read_journal(path)]
+        stage.journals[checkpoints.attempt, position] = [record.position for record in read_journal(path)]
         checkpoints.save(state, "main")
         simulation.counts["saved"] += 1
         if stage.holder != actor.name:
@@ -127,19 +127,22 @@ def resume(simulation: Simulation, checkpoints: Checkpoints, state: State, stage
             raise Violation(f"{state.position} is loaded, which does not know of the rollback to {before}")
     if point.manifest is not None:
         records = [record.position for record in read_journal(checkpoints.store.journal.work / "journal.jsonl")]  # type: ignore[union-attr]
-        if [each for each in records if each <= state.position] != stage.journals[state.position]:
+        if [each for each in records if each <= state.position] != stage.journals[
+            point.manifest.attempt, state.position
+        ]:
             raise Violation(f"the journal at {state.position} has {records}")
 
 
 def roll_back(simulation: Simulation, checkpoints: Checkpoints, state: State, stage: Stage, spike: int) -> None:
     """Go back to before the window around `spike`."""
-    before, stage.oldest = spike - WINDOW * LINES, 0  # until it is done, any may be the newest
+    before, stage.oldest, stage.spike = spike - WINDOW * LINES, 0, spike  # until it is done, any may be the newest
     try:
         checkpoints.resume(state, before=before)
     except NoGoodCheckpoint as error:
         raise Violation(str(error)) from error
+    if stage.holder != simulation.current().name:  # superseded meanwhile: it may have been done or not
+        raise LeaseLost("work/stage")
     simulation.counts["rolled back"] += 1
-    stage.spike = spike
     stage.rollbacks.append((before, len(stage.rollbacks) + 1))
     stage.oldest = state.position
     if state.position < before - 3 * WINDOW * LINES:

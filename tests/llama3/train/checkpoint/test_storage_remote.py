@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import herd.llama3.train.checkpoint.storage as remote
+from herd.llama3.train.checkpoint import manager
 from herd.llama3.train.checkpoint.dcp import COPIED
 from herd.llama3.train.checkpoint.manager import Checkpoints, SaveFailed
 from herd.storage.filesystem import filesystem_of
@@ -116,6 +117,26 @@ def test_an_attempt_that_another_one_followed_commits_nothing_and_ends(uri: str,
     assert not [name for name in objects(uri) if f"{6:018}" in name]
     second.save(State(position=9), "main")
     assert load(uri, tmp_path / "third")[0].position == 9
+
+
+def test_a_rollback_sets_nothing_aside_once_another_attempt_has_begun_while_it_loads(
+    uri: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first, second = (opened(tmp_path / name, uri=uri) for name in ("first", "second"))
+    first.resume(State())
+    first.save(State(position=3), "main")
+    first.save(State(position=6), "main")
+    original = manager.load_state
+
+    def load_state(*arguments: Any, **more: Any) -> None:
+        monkeypatch.undo()
+        original(*arguments, **more)
+        second.resume(State())
+
+    monkeypatch.setattr(manager, "load_state", load_state)
+    with pytest.raises(remote.SupersededError):
+        first.resume(State(), before=3)
+    assert second.positions() == [3, 6]
 
 
 def flip(uri: str) -> None:
