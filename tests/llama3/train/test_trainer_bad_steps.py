@@ -239,8 +239,8 @@ def train_poisoned_and_flip(path: Path, steps: list[int], factor: float) -> int:
     write_incident = storage.write_incident
 
     def flip(*arguments: Any) -> Any:
-        for file in (work(path) / "checkpoints").glob("*/*.safetensors"):
-            if int(file.parent.name) <= 8 * STEP:
+        for number in range(2, 9):  # the first is being deleted
+            for file in (work(path) / "checkpoints" / f"{number * STEP:018}").glob("*.safetensors"):
                 data = bytearray(file.read_bytes())
                 data[len(data) // 2] ^= 1
                 file.write_bytes(data)

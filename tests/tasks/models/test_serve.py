@@ -221,7 +221,9 @@ PLAIN = {"model": NAME, "prompt": "a"}
         ("completions", b"[]", 400, None, "the body []: Input should be"),
         ("completions", b'{"model": "tiny@champion", "prompt": "\\ud800"}', 400, None, "the body is not JSON"),
         ("completions", b'{"model": "tiny@champion", "prompt": "a", "temperature": NaN}', 400, "temperature", "finite"),
-        ("completions", b" " * (BODY_BYTES + 1), 413, None, "more than 8,388,608 bytes"),
+        pytest.param(
+            "completions", b" " * (BODY_BYTES + 1), 413, None, "more than 8,388,608 bytes", id="completions-too-long"
+        ),
         ("completions", {"prompt": "a"}, 400, "model", "model: is missing"),
         ("completions", {"model": NAME}, 400, "prompt", "prompt: is missing"),
         ("completions", {**PLAIN, "model": "gpt-4"}, 404, "model", "model 'gpt-4': is not served here; use 'tiny@ch"),
