@@ -204,7 +204,7 @@ def write_run(root: Root, record: RunRecord, recipe: Recipe, points: int) -> Non
             (place / MANIFEST).write_text(manifest.model_copy(update={"created": record.ended}).text())
         record.steps[step] = StepRecord(artifact=spec.label, outcome="created", seconds=60.0)
         before = {"before": spec.key}
-    root.write(record.model_dump_json(indent=1), "runs", record.name, "run.json")
+    Runs(root).save(record)
 
 
 def metrics_table(root: Root, span: StageSpan, points: int) -> Path:

@@ -90,6 +90,7 @@ def record_end(root: Root, work: str, attempt: int) -> None:
     from prefect.client.orchestration import SyncPrefectClient, get_client
     from prefect.settings import PREFECT_API_URL
 
+    from herd.storage.fenced import FencedRecords
     from herd.tasks.operate.recovery import reconcile_record, restart
 
     def restart_dead(client: SyncPrefectClient, flow_run_id: UUID) -> bool:
@@ -101,7 +102,8 @@ def record_end(root: Root, work: str, attempt: int) -> None:
 
     if attempt and PREFECT_API_URL.value():
         try:
-            record = json.loads(root.read(work, "run.json" if work.startswith("runs/") else "study.json") or b"{}")
+            folder, _, name = work.partition("/")
+            record = json.loads(FencedRecords(root, folder).read(name) or b"{}")
             flow_run_id = UUID(str(record["prefect_run"]))
             with get_client(sync_client=True) as client:
                 restart_dead(client, flow_run_id)  # before the worker's second report, and before MLflow is imported

@@ -19,7 +19,7 @@ from herd.storage.secrets import refuse_secrets
 
 DEFAULT_ROOT = "herd-data"
 """The default root of commands."""
-FORMAT, FORMAT_FILE = b"1\n", ".format"
+FORMAT, FORMAT_FILE = b"2\n", ".format"
 """Version of everything that herd writes below a root, and the document that holds it; no version reads another."""
 
 

@@ -68,5 +68,5 @@ def test_an_installed_herd_plans_and_runs_among_foreign_modules(wheel: Path, che
     assert "405.9B parameters" in run("plan", "llama3-405b")
     assert "did you mean llama3-405b?" in run("plan", "llama3-406b", status=2)
     assert "tiny-1 promoted" in run("run", "mine.yaml")
-    record = json.loads((tmp_path / "root" / "runs" / "tiny-1" / "run.json").read_text())
+    record = json.loads(next((tmp_path / "root/runs/tiny-1/record").iterdir()).read_text())
     assert record["code"] == f"v{herd.__version__}"

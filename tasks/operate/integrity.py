@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from herd.storage.artifact import LABEL, MANIFEST, DamagedArtifact, Manifest, Store, UntrustedArtifact, wrong_files
 from herd.storage.digests import digest_file
+from herd.storage.fenced import VERSIONS, DamagedRecord
 from herd.storage.fetch import use_fetched
 from herd.storage.filesystem import FetchedFile, fetched_copies, fetched_folder, is_local
 from herd.storage.object_artifact import PAGES, RemoteArtifact, digest_object, open_store
@@ -23,10 +24,10 @@ from herd.storage.processes import parallel_map
 from herd.storage.root import Root
 from herd.tasks.format import format_bytes, format_duration
 from herd.tasks.promotion.log import PromotionLog, families
-from herd.tasks.runs.records import DamagedRecord, Runs
+from herd.tasks.runs.records import Runs
 from herd.tasks.runs.work_dirs import IN_PROGRESS
 from herd.tasks.step import KINDS
-from herd.tasks.study.records import RECORD, Studies
+from herd.tasks.study.records import Studies
 
 
 class Damage(BaseModel):
@@ -98,9 +99,9 @@ def verify(
         for damage in _copies(root, result):
             report(*damage)
         for name in root.names("runs"):
-            for file, read in (("run.json", runs.find), ("recipe.yaml", runs.recipe)):
+            for file, read in ((VERSIONS, runs.known), ("recipe.yaml", runs.recipe)):
                 try:
-                    if root.read("runs", name, file) is not None:
+                    if file == VERSIONS or root.read("runs", name, file) is not None:
                         read(name)
                 except ValueError as error:
                     report(f"runs/{name}", file, " ".join(str(error).split())[:300])
@@ -109,7 +110,7 @@ def verify(
             try:
                 studies.known(name)
             except DamagedRecord as error:
-                report(f"studies/{name}", RECORD, str(error).partition(" is ")[2])
+                report(f"studies/{name}", VERSIONS, str(error).partition(" is ")[2])
     for family in [record.family] if record else families(root):
         try:
             decisions = PromotionLog(root, family, trusted=False)

@@ -31,8 +31,9 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Failed, Running
 
 from herd.storage.cleanup import clean_up_root
+from herd.storage.fenced import DamagedRecord
 from herd.storage.filesystem import is_local
-from herd.storage.lease import LeaseHeld, lease, lease_holders
+from herd.storage.lease import LeaseHeld, lease_holders
 from herd.storage.processes import process_alive
 from herd.storage.root import DEFAULT_ROOT, Root
 from herd.tasks.operate.owners import WORKER, Owner, Owners, unfinished_flow_runs
@@ -40,7 +41,7 @@ from herd.tasks.operate.queues import held_slots
 from herd.tasks.operate.slots import write_slots
 from herd.tasks.promotion.log import PromotionLog, families
 from herd.tasks.promotion.registry import Registry
-from herd.tasks.runs.records import OPEN, DamagedRecord, RunRecord, Runs, State, now
+from herd.tasks.runs.records import OPEN, RunRecord, Runs, State, mark_stale, now
 from herd.tasks.stages.backfill import STATUS, backfill_run
 from herd.tasks.step import KINDS
 from herd.tasks.study.records import FOLDER, Studies, StudyRecord
@@ -166,10 +167,14 @@ class DeadRun:
 
     def end_record(self, state: State) -> list[Reconciled]:
         """End the record with `state` if it says `running`. Raises LeaseHeld if a process works on it."""
-        with lease(self.root, f"runs/{self.name}", f"reconciling {self.name}"):
-            if changes := _end_record(self.read(), state):
-                self.runs.save(self.record)
-                run_ended(self.record, self.root.uri)
+        changes: list[Reconciled] = []
+
+        def end(record: RunRecord) -> None:
+            changes.extend(_end_record(record, state))
+
+        self.record = self.runs.change(self.name, end)
+        if changes:
+            run_ended(self.record, self.root.uri)
         return changes
 
     def end_mlflow_runs(self, tracker: Callable[[str], MLflowTracker]) -> list[Reconciled]:
@@ -178,8 +183,8 @@ class DeadRun:
         ended = _end_mlflow_runs(mlflow, mlflow.query(self.name), STATUS[record.state])
         changes = [Reconciled(self.name, "MLflow", "RUNNING", STATUS[record.state])] if ended else []
         if ended is None and not record.mlflow_stale:
-            record.mlflow_stale = True
-            self.runs.save(record)
+            with suppress(LeaseHeld):  # a new attempt has begun; it asks MLflow itself
+                self.record = self.runs.change(self.name, mark_stale)
         elif ended is not None and record.mlflow_stale:
             backfill_run(self.root, self.name, mlflow)
             record.mlflow_stale = self.runs.find(self.name).mlflow_stale
@@ -213,7 +218,7 @@ class DeadStudy:
         return self.record
 
     def end_record(self, state: State) -> list[Reconciled]:
-        with lease(self.root, f"{FOLDER}/{self.name}", f"reconciling {self.name}"):
+        with self.studies.alone(self.name):
             if changes := _end_record(self.read(), state):
                 self.studies.save(self.record)
         return changes

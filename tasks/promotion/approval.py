@@ -144,14 +144,14 @@ def decide(root: Root, run: str, approved: bool, by: str = "", comment: str = ""
     Returns the record and whether MLflow shows it. Raises ValueError if the run does not wait, if a process works on
     it, or if the champion has changed since the gate compared the model with it.
     """
-    from herd.storage.lease import LeaseHeld, lease
+    from herd.storage.lease import LeaseHeld
 
     runs = Runs(root)
     record = runs.find(run)
     approval = Approval(approved, by or getpass.getuser(), comment)
     log, tracker = PromotionLog(root, record.family), MLflowTracker(root, record.family)
     try:
-        with lease(root, f"runs/{run}", f"approval by {approval.by}"):
+        with runs.alone(run, f"approval by {approval.by}"):
             try:
                 promotion = append_answer(log, run, approval)
             except ValueError:

@@ -1,6 +1,6 @@
 """Run records: the name, steps, artifacts and state of each run.
 
-A record is a small JSON file in the run's folder, rewritten atomically at every change. Reports, reruns and MLflow are
+A record is a small JSON document in the run's folder, written under the run's lease. Reports, reruns and MLflow are
 derived from it; nothing here needs a server.
 """
 
@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from threading import Lock
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel
@@ -24,8 +23,9 @@ from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.sections import Stage
 from herd.storage.artifact import Artifact, Store
+from herd.storage.fenced import VERSIONS, DamagedRecord, FencedRecords
 from herd.storage.filesystem import write_atomic
-from herd.storage.lease import Lease, LeaseLost
+from herd.storage.lease import Lease, LeaseLost, lease
 from herd.storage.processes import READERS, parallel_map
 from herd.storage.root import Root
 from herd.tasks.format import command
@@ -34,10 +34,6 @@ from herd.tasks.runs.provenance import Provenance
 log = logging.getLogger(__name__)
 Record = TypeVar("Record")
 State = Literal["running", "finished", "failed", "interrupted", "cancelled"]
-
-
-class DamagedRecord(ValueError):
-    """A record that cannot be parsed; the text names the file."""
 
 
 def read_records(read: Callable[[str], Record | None], names: Sequence[str], strict: bool) -> list[Record]:
@@ -138,17 +134,25 @@ class Runs:
 
     def __init__(self, root: Root) -> None:
         self.root = root
-        self._held: dict[str, Lease] = {}
-        self._saving = Lock()  # an evaluation that overlaps with training saves its step from a thread
+        self._records = FencedRecords(root, "runs")
 
     def hold(self, name: str, held: Lease) -> None:
-        """Write run `name` only while `held`, its lease, is not taken over."""
-        self._held[name] = held
+        """Write run `name` under `held`, its lease, from now on."""
+        self._records.hold(name, held)
+
+    @contextmanager
+    def alone(self, name: str, holder: str) -> Iterator[None]:
+        """Hold the lease of run `name` for `holder` until the block ends. Raises LeaseHeld."""
+        with lease(self.root, f"runs/{name}", holder) as held:
+            self.hold(name, held)
+            try:
+                yield
+            finally:
+                self._records.release(name)
 
     def check(self, name: str) -> None:
         """Raise LeaseLost if the lease of run `name`, held here, was taken over, or OSError."""
-        if name in self._held:
-            self._held[name].check()
+        self._records.check(name)
 
     def lease_lost(self, name: str) -> bool:
         """Return whether the lease of run `name` was taken over; False if the root does not answer."""
@@ -169,7 +173,7 @@ class Runs:
 
         A damaged record is left out, with a warning; `strict` raises DamagedRecord.
         """
-        return self._records(self.root.names("runs"), strict)
+        return self._read_all(self.root.names("runs"), strict)
 
     def find(self, name: str) -> RunRecord:
         """Return the run called `name`. Raises ValueError naming the runs that exist."""
@@ -185,10 +189,21 @@ class Runs:
         return parse_recipe(read_plain(text), f"{name}/recipe.yaml", [])
 
     def save(self, record: RunRecord) -> None:
-        """Write a record. Raises LeaseLost, with nothing written, if another process has taken the run over."""
-        self.check(record.name)
-        with self._saving:
-            self.root.write(record.model_dump_json(indent=1), "runs", record.name, "run.json")
+        """Write a record. Raises LeaseHeld if another process works on the run, or LeaseLost if one took it over."""
+        self._records.write(record.name, record.model_dump_json(indent=1))
+
+    def change(self, name: str, edit: Callable[[RunRecord], None]) -> RunRecord:
+        """Read the record of a run that nobody works on, change it by `edit` and write it; return it.
+
+        Raises LeaseHeld if a process works on the run, and ValueError if there is no such run.
+        """
+        with self.alone(name, f"writing {name}"):
+            record = self.find(name)
+            before = record.model_copy(deep=True)
+            edit(record)
+            if record != before:
+                self.save(record)
+        return record
 
     def publish(self, name: str, file: str) -> None:
         """Upload a file of the run's local folder to a remote root."""
@@ -231,7 +246,8 @@ class Runs:
                 break
         self.root.write(to_yaml(recipe), "runs", record.name, "recipe.yaml")
         # It does not run before its lease is held: a process that dies until then leaves nothing to reconcile.
-        self.save(record.model_copy(update={"state": "interrupted"}))
+        first = record.model_copy(update={"state": "interrupted"})
+        self._records.create(record.name, first.model_dump_json(indent=1))
         return record
 
     def local_recipe(self, name: str) -> Path:
@@ -244,22 +260,24 @@ class Runs:
     def known(self, name: str) -> RunRecord | None:
         """Return the run called `name`, if there is one. Raises DamagedRecord."""
         try:
-            text = self.root.read("runs", name, "run.json")
-        except ValueError:
+            text = self._records.read(name)
+        except DamagedRecord:
+            raise
+        except ValueError:  # a name that leaves the root
             return None
         try:
             return RunRecord.model_validate_json(text) if text else None
         except ValueError as error:
             raise DamagedRecord(
-                f"run {name}: {self.root.join('runs', name, 'run.json')} is not a run record "
+                f"run {name}: {self.root.join('runs', name, VERSIONS)} is not a run record "
                 f"({' '.join(str(error).split())[:200]}); restore it from a copy, or delete the run's folder"
             ) from None
 
     def family(self, name: str) -> list[RunRecord]:
         """Return the runs of a recipe family, oldest first."""
-        return self._records([run for run in self.root.names("runs") if family_number(name, run)])
+        return self._read_all([run for run in self.root.names("runs") if family_number(name, run)])
 
-    def _records(self, names: list[str], strict: bool = False) -> list[RunRecord]:
+    def _read_all(self, names: list[str], strict: bool = False) -> list[RunRecord]:
         """Return the runs of these names that exist, oldest first."""
         return sorted(read_records(self.known, names, strict), key=lambda record: record.started)
 
@@ -304,6 +322,11 @@ OPEN = "open"
 def mark_open(root: Root, run: str) -> None:
     """Mark a run as open, so that the reconciler looks at it. Raises OSError."""
     root.write(f"{now()}\n", OPEN, run)
+
+
+def mark_stale(record: RunRecord) -> None:
+    """Say that MLflow may lack points of the run."""
+    record.mlflow_stale = True
 
 
 def example_change(stage: Stage) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from rich.markup import escape
@@ -23,7 +24,7 @@ from rich.markup import escape
 from herd.llama3.recipe.load import resolved
 from herd.llama3.train.journal import HEALTH, read_journal
 from herd.storage.artifact import Artifact, Store, flatten
-from herd.storage.lease import LeaseLost
+from herd.storage.lease import LeaseHeld, LeaseLost
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.promotion.log import Promotion, PromotionLog, gate_decisions, read_log
@@ -84,16 +85,24 @@ def backfill_run(
     if not mlflow.experiment:
         raise ValueError(f"MLflow experiment {own.family}: is deleted; restore it, then: herd mlflow sync {run}")
     mlflow.reach.stale = False
-    before = own.model_copy(deep=True)
     if decisions := gate_decisions(read_log(root, own.family), run):
         own.verdict = decisions[-1].kind
     done = _Publisher(root, runs, own, mlflow).publish()
     done.complete = not mlflow.stale
-    if record is None and own.state != "running":  # only a running run writes its own record
-        own.mlflow_stale = mlflow.stale
-        if own != before:
-            runs.save(own)
+    if record is None and own.state != "running":
+        with suppress(LeaseHeld):  # only a running run writes its own record
+            runs.change(run, partial(_copy_handles, own, mlflow.stale))
     return done
+
+
+def _copy_handles(sent: RunRecord, stale: bool, record: RunRecord) -> None:
+    """Write what MLflow has of the run `sent` into its record, unless another attempt has begun since."""
+    if record.attempts != sent.attempts:
+        return
+    record.mlflow_run, record.mlflow_experiment, record.mlflow_stale = sent.mlflow_run, sent.mlflow_experiment, stale
+    record.verdict = sent.verdict or record.verdict
+    for step, entry in sent.steps.items():
+        record.steps[step].mlflow_run = entry.mlflow_run
 
 
 class _Publisher:

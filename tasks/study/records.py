@@ -1,6 +1,6 @@
 """The record of a study: its question, its state and its verdict, in the folder `studies/NAME`.
 
-`study.yaml` and `base.yaml` contain the whole question, `study.json` the state. Runs are matched to variants by the
+`study.yaml` and `base.yaml` contain the whole question, the record the state. Runs are matched to variants by the
 digest of their recipe, not stored. Another question under the same name replaces the record; the runs of the first
 remain.
 """
@@ -17,12 +17,13 @@ from pydantic import BaseModel
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.studies.expand import ExpandedStudy, VariantRun, load_study
 from herd.llama3.studies.results import StudyVerdict
+from herd.storage.fenced import VERSIONS, DamagedRecord, FencedRecords
 from herd.storage.filesystem import write_atomic
-from herd.storage.lease import Lease, LeaseHeld, lease, lease_holders
+from herd.storage.lease import LeaseHeld, lease, lease_holders
 from herd.storage.root import Root
-from herd.tasks.runs.records import DamagedRecord, RunRecord, Runs, State, now, read_records
+from herd.tasks.runs.records import RunRecord, Runs, State, now, read_records
 
-FOLDER, RECORD, QUESTION, BASE, PAGE = "studies", "study.json", "study.yaml", "base.yaml", "report.html"
+FOLDER, QUESTION, BASE, PAGE = "studies", "study.yaml", "base.yaml", "report.html"
 
 
 class StudyRecord(BaseModel):
@@ -65,7 +66,7 @@ class Studies:
 
     def __init__(self, root: Root) -> None:
         self.root = root
-        self._leases: dict[str, Lease] = {}
+        self._records = FencedRecords(root, FOLDER)
 
     def folder(self, name: str) -> Path:
         """Return the study's local folder. Raises ValueError for a name that leaves it."""
@@ -76,7 +77,7 @@ class Studies:
 
     def find(self, name: str) -> StudyRecord:
         """Return the record of a study. Raises ValueError with the existing names."""
-        text = self.root.read(FOLDER, name, RECORD)
+        text = self._records.read(name)
         if text is None:
             known = ", ".join(self.names()) or "none yet; start one with: herd study run ramp-cpu"
             raise ValueError(f"study {name!r} does not exist under {self.root.uri}; studies: {known}")
@@ -84,7 +85,7 @@ class Studies:
 
     def known(self, name: str) -> StudyRecord | None:
         """Return the record of a study, if there is one. Raises DamagedRecord."""
-        text = self.root.read(FOLDER, name, RECORD)
+        text = self._records.read(name)
         return self._parse(name, text) if text else None
 
     def _parse(self, name: str, text: bytes) -> StudyRecord:
@@ -92,7 +93,7 @@ class Studies:
             return StudyRecord.model_validate_json(text)
         except ValueError as error:
             raise DamagedRecord(
-                f"study {name}: {self.root.join(FOLDER, name, RECORD)} is not a valid record "
+                f"study {name}: {self.root.join(FOLDER, name, VERSIONS)} is not a valid record "
                 f"({' '.join(str(error).split())[:200]}); delete it; the next run of the study writes it again"
             ) from None
 
@@ -115,8 +116,11 @@ class Studies:
         """
         try:
             with lease(self.root, f"{FOLDER}/{name}", name, wait) as held:
-                self._leases[name] = held
-                yield
+                self._records.hold(name, held)
+                try:
+                    yield
+                finally:
+                    self._records.release(name)
         except LeaseHeld as error:
             raise LeaseHeld(f"study {name}: another process works on it ({error}); wait, or stop that one") from error
 
@@ -129,10 +133,8 @@ class Studies:
         return load_study(self.folder(name) / QUESTION)
 
     def save(self, record: StudyRecord) -> None:
-        """Write a record. Raises LeaseLost, with nothing written, if another process has taken the study over."""
-        if record.name in self._leases:
-            self._leases[record.name].check()
-        self.root.write(record.model_dump_json(indent=1), FOLDER, record.name, RECORD)
+        """Write a record. Raises LeaseHeld if another process works on the study, or LeaseLost if one took it over."""
+        self._records.write(record.name, record.model_dump_json(indent=1))
 
     def ask(self, expanded: ExpandedStudy) -> None:
         """Write the question and its base recipe, so that it can be run again without the original files."""

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from herd.storage.artifact import DAMAGED, FileStat
 from herd.storage.filesystem import cache_folder, write_atomic
+from herd.storage.lease import LeaseHeld
 from herd.storage.root import Root
 from herd.storage.secrets import move_logins, refuse_secrets
 from herd.storage.staging import file_lock, staging_folder
@@ -161,14 +162,14 @@ def prepare_database(root: Root) -> bool:
             with suppress(sqlite3.OperationalError):  # a server is writing: the next process does it
                 _write_statistics(path)
     if broken:
-        from herd.tasks.runs.records import Runs, mark_open
+        from herd.tasks.runs.records import Runs, mark_open, mark_stale
 
         # `reconcile` sends every ended run to MLflow again; a running one does so itself
         runs = Runs(root)
         for record in runs.all():
             if record.state != "running":
-                record.mlflow_stale = True
-                runs.save(record)
+                with suppress(LeaseHeld):
+                    runs.change(record.name, mark_stale)
                 mark_open(root, record.name)
     return broken
 

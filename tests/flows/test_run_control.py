@@ -103,6 +103,8 @@ def test_a_log_is_followed_into_the_next_attempt_until_the_run_ends(
 def worker(root: Root, run: RunRecord) -> Iterator[subprocess.Popen[str]]:
     """A process that holds the run's lease until it gets SIGTERM."""
     command = [sys.executable, "-c", WORKS, root.uri, run.name, run.name]
+    run.until = "main"
+    Runs(root).save(run)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "works\n"
@@ -114,8 +116,6 @@ def test_the_process_of_a_run_here_is_asked_and_awaited(
     root: Root, run: RunRecord, worker: subprocess.Popen[str]
 ) -> None:
     said: list[str] = []
-    run.until = "main"
-    Runs(root).save(run)
     done = stop_run(root, run.name, said.append)
     again = f"herd rerun tiny-1 --until main --root {root.uri}"
     assert done == f"tiny-1 is stopped; the same command, or: {again}, continues it"

@@ -189,8 +189,9 @@ def test_who_is_stopped_says_how_it_goes_on_once(
 def test_a_stopped_study_says_how_it_goes_on(root: Root, capsys: pytest.CaptureFixture[str]) -> None:
     record = StudyRecord(name="warm", digest="d", kind="contrast", question="?", recipe="r", started=now(), code="c")
     config, expanded, tracker = StudyParameters(), load_study(Path("ramp-cpu")), MLflowTracker(root, RECIPE.name)
-    context = StudyContext(config, expanded, [], Studies(root), record, tracker, TerminalConsole())
-    with suppress(BaseException), Studies(root).alone("warm"), reporting_end(tracker, context.close):
+    studies = Studies(root)
+    context = StudyContext(config, expanded, [], studies, record, tracker, TerminalConsole())
+    with suppress(BaseException), studies.alone("warm"), reporting_end(tracker, context.close):
         raise TerminationSignal(signal.SIGTERM)
     assert Studies(root).find("warm").state == "interrupted"
     assert capsys.readouterr().out == "stopped by herd stop or SIGTERM; the same command continues warm\n"
@@ -234,9 +235,10 @@ def test_who_lost_the_run_says_nothing_of_how_it_ended(root: Root, run: RunRecor
         context = Context(RECIPE, Cluster(), open_store(root), runs, run, tracker, TerminalConsole(), [])
         children = []
         root.file("leases", "runs", run.name).unlink()  # as a lease that was silent for too long
-        with lease(root, f"runs/{run.name}", "second"):
-            later = Runs(root).find(run.name).model_copy(update={"attempts": 2})
-            Runs(root).save(later)
+        second = Runs(root)
+        with second.alone(run.name, "second"):
+            later = second.find(run.name).model_copy(update={"attempts": 2})
+            second.save(later)
             MLflowTracker(root, RECIPE.name).open_run(run.name, {"attempts": "2"}, {})
             with (
                 suppress(ValueError, KeyboardInterrupt),

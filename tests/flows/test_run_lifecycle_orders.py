@@ -44,11 +44,12 @@ def test_a_run_that_begins_is_one_run_and_is_marked_after_a_fault_at_any_call(
     numbers = count()
 
     def work(root: Root, state: State) -> None:
-        with acquire_run(PipelineParameters(), RECIPE, Runs(root), TerminalConsole()) as (record, _):
+        runs = Runs(root)
+        with acquire_run(PipelineParameters(), RECIPE, runs, TerminalConsole()) as (record, _):
             assert record.state == "running"
             assert record.name in root.names(OPEN)
             record.state, record.ended = state, now()
-            Runs(root).save(record)
+            runs.save(record)
 
     def play(fault: Fault) -> int:
         root, boundary, ended = Root.parse(tmp_path / str(next(numbers))), Boundary(fault), False

@@ -84,7 +84,7 @@ def test_a_root_of_another_format_is_refused_and_stays_as_it_is(tmp_path: Path, 
     open_store(root)
     assert not root.local.exists()  # a command that only reads makes no root
     with lease(root, "runs/a-1", "a"):
-        assert root.read(".format") == b"1\n"
+        assert root.read(".format") == b"2\n"
     with lease(root, "runs/a-2", "a"):
         pass
     root.write(text, ".format") if text else root.file(".format").unlink()
@@ -92,7 +92,7 @@ def test_a_root_of_another_format_is_refused_and_stays_as_it_is(tmp_path: Path, 
     before, found = sorted(root.local.rglob("*")), r"the format b'0\\n'" if text else "no format"
     for use in (open_store, lambda root: lease(root, "runs/a-3", "a").__enter__()):
         with pytest.raises(
-            ValueError, match=rf"herd-data has {found}, as of another herd; this one needs b'1\\n': use a new root$"
+            ValueError, match=rf"herd-data has {found}, as of another herd; this one needs b'2\\n': use a new root$"
         ):
             use(root)
     assert sorted(root.local.rglob("*")) == before

@@ -13,13 +13,14 @@ from typer.testing import CliRunner
 from herd.flows.cli.main import app
 from herd.llama3.train.checkpoint.manager import Checkpoints
 from herd.storage.digests import SIGNING
+from herd.storage.fenced import DamagedRecord
 from herd.storage.object_artifact import open_store
 from herd.storage.objects import get_bytes, put_bytes
 from herd.storage.root import Root
 from herd.tasks.operate.gc import plan_gc
 from herd.tasks.operate.integrity import verify
-from herd.tasks.runs.records import DamagedRecord, Runs, now
-from herd.tasks.study.records import RECORD, Studies, StudyRecord
+from herd.tasks.runs.records import Runs, now
+from herd.tasks.study.records import Studies, StudyRecord
 from tests.llama3.train.checkpoint_samples import ALONE, State
 from tests.storage.test_digests_signing import key
 from tests.tasks.promotion_samples import add
@@ -102,13 +103,14 @@ def test_what_is_set_aside_is_gone_for_readers_and_kept(root: Root) -> None:
 def test_a_damaged_record_hides_no_other_run_and_stops_only_what_deletes(root: Root) -> None:
     runs = Runs(root)
     second = runs.begin(runs.recipe("tiny-1"), "c0de")
-    root.write('{"name": "tiny-1"', "runs", "tiny-1", "run.json")
+    (version,) = root.names("runs", "tiny-1", "record")
+    root.write('{"name": "tiny-1"', "runs", "tiny-1", "record", version)
     assert [record.name for record in runs.all()] == [second.name]
-    with pytest.raises(DamagedRecord, match=r"run tiny-1: .*runs/tiny-1/run.json is not a run record"):
+    with pytest.raises(DamagedRecord, match=r"run tiny-1: .*runs/tiny-1/record is not a run record"):
         runs.find("tiny-1")
     with pytest.raises(DamagedRecord):
         plan_gc(root, 1, 0, [])
-    assert [(damage.artifact, damage.file) for damage in verify(root).damaged] == [("runs/tiny-1", "run.json")]
+    assert [(damage.artifact, damage.file) for damage in verify(root).damaged] == [("runs/tiny-1", "record")]
 
 
 def test_a_damaged_record_of_a_study_hides_no_other(root: Root) -> None:
@@ -116,13 +118,14 @@ def test_a_damaged_record_of_a_study_hides_no_other(root: Root) -> None:
     given = {"digest": "d", "kind": "compare", "recipe": "r.yaml", "started": now(), "code": "abc"}
     for name in ("one", "two"):
         studies.save(StudyRecord(name=name, **given))
-    root.write("[", "studies", "one", RECORD)
+    (version,) = root.names("studies", "one", "record")
+    root.write("[", "studies", "one", "record", version)
     assert [record.name for record in studies.all()] == ["two"]
-    with pytest.raises(DamagedRecord, match=rf"study one: .*studies/one/{RECORD} is not a valid record"):
+    with pytest.raises(DamagedRecord, match=r"study one: .*studies/one/record is not a valid record"):
         studies.find("one")
     with pytest.raises(DamagedRecord):
         plan_gc(root, 1, 0, [])
-    assert [(damage.artifact, damage.file) for damage in verify(root).damaged] == [("studies/one", RECORD)]
+    assert [(damage.artifact, damage.file) for damage in verify(root).damaged] == [("studies/one", "record")]
 
 
 def test_the_command_says_it_by_its_exit_status_and_as_json(root: Root) -> None:

@@ -325,7 +325,7 @@ def test_settled_runs_cost_one_listing(tmp_path: Path, client: SyncPrefectClient
     """Records of settled runs are not opened: here they could not even be read."""
     root = Root.parse(tmp_path)
     for number in range(300):
-        root.write("no record", "runs", f"quickstart-{number}", "run.json")
+        root.write("no record", "runs", f"quickstart-{number}", "record", "1-1-0.json")
     mark_open(root, "nobody-1")
     root.write("done", OPEN, ".complete")
     assert reconcile(root, client) == []

@@ -67,12 +67,13 @@ def test_silence_counts_from_the_newest_attempt(root: Root) -> None:
     journal = train(root, recipe, record, steps=10, saved=8) / "journal.jsonl"
     last = max(entry.time for entry in read_journal(journal)) - hour.total_seconds()
     journal.write_text(re.sub(r'"time": ?[\d.]+', f'"time":{last}', journal.read_text()))
-    with lease(root, f"runs/{record.name}", record.name):
+    runs = Runs(root)
+    with runs.alone(record.name, record.name):
         record.started = (datetime.now(UTC) - 2 * hour).isoformat()
-        Runs(root).save(record)
+        runs.save(record)
         assert "silent 1:00 h" in shown(root)
         record.attempt_started = datetime.now(UTC).isoformat()
-        Runs(root).save(record)
+        runs.save(record)
         assert row(shown(root), "tiny-1")[1] == "running"
 
 
