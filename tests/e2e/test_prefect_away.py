@@ -11,11 +11,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prefect import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from herd.flows.local_server import await_answer, child, prefect_command
 from herd.storage.processes import free_port
 from herd.storage.root import Root
-from tests.e2e.conftest import Herd, NewHerd, bytes_made, copy_artifacts, read_until, record
+from herd.tasks.operate.recovery import reconcile
+from tests.e2e.conftest import Herd, NewHerd, bytes_made, copy_artifacts, lies, read_until, record
 
 SLACK_S = 10.0
 """For a machine whose processors others use."""
@@ -48,7 +51,13 @@ def test_a_run_is_made_to_its_end_without_its_prefect_server(
     assert "Traceback" not in printed
     assert process.returncode == 0, printed
     assert "next:" in printed  # the summary
-    assert bytes_made(Root.parse(made.root), "tiny-1") == undisturbed
+    root = Root.parse(made.root)
+    assert bytes_made(root, "tiny-1") == undisturbed
+    with child("prefect", prefect_command(port), made.home, environment) as server:
+        await_answer(f"{made.api}/health", server)
+        with temporary_settings({PREFECT_API_URL: made.api}), get_client(sync_client=True) as client:
+            reconcile(root, client)
+        assert lies(made) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])

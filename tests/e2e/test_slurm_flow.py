@@ -12,7 +12,7 @@ import yaml
 
 from herd.llama3.train.job import read_outcomes
 from herd.llama3.train.journal import read_journal
-from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, read_until, wait_for
+from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, lies, read_until, wait_for
 from tests.tasks.slurm_daemons import slurm_for_children
 from tests.test_tutorials import blocks
 
@@ -82,6 +82,7 @@ def test_job_outlives_its_engine_is_adopted_and_cancelled(
     printed, _ = second.communicate(timeout=400)
     assert second.returncode in (143, -15), printed
     assert queue() == []
+    assert lies(again) == []
     (logs,) = (again.root / "runs" / "tiny-1" / "logs" / "main").glob("attempt-*")
     assert [told.status for told in read_outcomes(logs)] == [143, 143]  # both nodes saved and left
     (saved,) = (again.root / "work").glob("main-*/checkpoints")

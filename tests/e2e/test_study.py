@@ -22,7 +22,7 @@ from herd.storage.root import Root
 from herd.tasks.runs.records import Runs
 from herd.tasks.study.records import Studies, runs_of
 from herd.tasks.tracking.mlflow_store import tracking_uri
-from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, journal_lines, kill_all, wait_for
+from tests.e2e.conftest import Herd, NewHerd, copy_artifacts, journal_lines, kill_all, lies, wait_for
 
 SHORT = [
     "evaluate.val_interval=never",
@@ -74,6 +74,7 @@ def test_killed_it_goes_on_and_makes_every_run_once(asked: Herd) -> None:
     assert record.state == "finished"
     assert record.verdict is not None
     assert record.verdict.headline
+    assert lies(asked) == []
 
 
 @pytest.mark.slow

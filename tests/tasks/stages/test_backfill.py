@@ -26,7 +26,7 @@ from herd.tasks.models.card import describe_model
 from herd.tasks.operate.gc import TRASH, GcItem, GcPlan, delete_rows, plan_gc, plan_rows
 from herd.tasks.promotion.log import PromotionLog, version_description
 from herd.tasks.promotion.registry import Registry
-from herd.tasks.runs.records import Runs, StepRecord
+from herd.tasks.runs.records import RunRecord, Runs, StepRecord
 from herd.tasks.stages import backfill
 from herd.tasks.stages.backfill import Sender, backfill_run, catch_up, watch_outages
 from herd.tasks.stages.follow import JournalTailer
@@ -102,6 +102,27 @@ def test_a_finished_run_is_never_set_running_again(root: Root, monkeypatch: pyte
     assert backfill_run(root, "tiny-1", tracker).complete
     assert set(during) == {"FINISHED"}
     assert seen(tracker, ["tiny-1"]) == before
+
+
+def test_an_attempt_that_began_meanwhile_keeps_its_record(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent is the former attempt; the next one has ended, and MLflow lacks points of it."""
+    runs, close = Runs(root), MLflowTracker.close
+
+    def next_attempt(record: RunRecord) -> None:
+        record.attempts, record.mlflow_stale = record.attempts + 1, True
+
+    def once(*arguments: Any) -> None:
+        monkeypatch.undo()
+        runs.change("tiny-2", next_attempt)
+        close(*arguments)
+
+    before = runs.find("tiny-2")
+    monkeypatch.setattr(MLflowTracker, "close", once)
+    backfill_run(root, "tiny-2")
+    after = runs.find("tiny-2")
+    assert (after.attempts, after.mlflow_stale) == (before.attempts + 1, True)
+    backfill_run(root, "tiny-2")
+    assert not runs.find("tiny-2").mlflow_stale
 
 
 @pytest.mark.slow
