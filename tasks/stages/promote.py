@@ -103,9 +103,10 @@ def append_decision(
 ) -> Promotion:
     """Decide on `checkpoint` and append the decision to `log`; decide again while other promotions come first.
 
-    Only a new champion is measured again. Where nothing has changed since another run's decision, returns that one.
-    Raises as `decide` does.
+    Only a new champion is measured again. Where nothing has changed since another run's decision, returns that one,
+    unless this run is a rerun from here. Raises as `decide` does.
     """
+    again = override.rejudge or override.override or context.record.redo_from == "promote"
     candidate = measure_candidate(context, checkpoint, evaluation, curated)
     champions: dict[str, ChampionModel] = {}
     while True:
@@ -114,7 +115,7 @@ def append_decision(
         if label not in champions:
             champions[label] = measure_champion(context, log.records, evaluation, curated)
         promotion = decide(candidate, champions[label], context.recipe.promote, override, now())
-        if not (override.rejudge or override.override) and (same := decided_elsewhere(log.records, promotion)):
+        if not again and (same := decided_elsewhere(log.records, promotion)):
             return same
         try:
             return log.append(promotion, head)
