@@ -1,8 +1,8 @@
 """Records that a lease protects: nothing that a former holder writes late hides what a later holder has written.
 
 A record `runs/quickstart-3` is a folder of versions, `record/<fence>-<number>-<digest>.json`, of which the last counts
-and all but the one before are deleted. A holder's fence is higher than that of every earlier one, so what an earlier one still
-sends, or a server stores late, comes before it.
+and the others, but for the one before, are deleted. A holder's fence is higher than that of every earlier one: what an
+earlier one still sends, or a server stores late, comes before it.
 """
 
 from __future__ import annotations

@@ -35,6 +35,11 @@ class TokenFlops(NamedTuple):
         return 2 * self.causal - self.six_n
 
 
+def checkpoint_bytes(parameters: int) -> float:
+    """Return the bytes of a checkpoint: weights and both of AdamW's moments in fp32."""
+    return 12.0 * parameters
+
+
 def parameter_count(config: Model, vocab_size: int) -> int:
     """Return the number of trained parameters of a model."""
     sizes = axis_sizes(config, vocab_size)

@@ -148,11 +148,6 @@ class Budget:
         return replace(self, stages=tuple(change(stage) for stage in self.stages))
 
 
-def checkpoint_bytes(parameters: int, master: int = 4) -> float:
-    """Return the bytes of a checkpoint: weights and both of AdamW's moments in the master's type."""
-    return 3.0 * master * parameters
-
-
 def total_days_and_gpu_hours(stages: Sequence[StageTime]) -> tuple[float, float]:
     """Return days and GPU-hours of stages."""
     return sum(stage.seconds for stage in stages) / 86_400, sum(stage.gpu_hours for stage in stages)

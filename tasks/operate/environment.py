@@ -15,7 +15,7 @@ from importlib import import_module, metadata, util
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from herd.llama3.model.flops import parameter_count, recipe_vocab_size
+from herd.llama3.model.flops import checkpoint_bytes, parameter_count, recipe_vocab_size
 from herd.llama3.recipe.schema import Recipe
 from herd.storage.processes import processors
 from herd.storage.root import Root
@@ -29,8 +29,6 @@ State = Literal["ok", "warn", "fail"]
 CUDA_BUILD = "install torch's CUDA build: make install TORCH=cuda, or pip install --force-reinstall torch"
 LITTLE, TOO_LITTLE = 20e9, 2e9
 """Free bytes of a disk: a warning, a failure (the alert `disk` of a run)."""
-STATE_BYTES = 12
-"""Of a checkpoint for each parameter: weights and two moments in fp32."""
 TRAINING = "pretrain"
 """Kind of the steps that need devices and a launcher."""
 
@@ -180,7 +178,7 @@ def check_disk(place: Surroundings) -> Iterator[CheckResult]:
     root, recipe, least, why = place.root, place.recipe, TOO_LITTLE, ""
     if recipe is not None:
         kept = 0 if place.cluster.checkpoints or not root.is_local else recipe.checkpoint.keep.last
-        size = parameter_count(recipe.model, recipe_vocab_size(recipe)) * STATE_BYTES
+        size = checkpoint_bytes(parameter_count(recipe.model, recipe_vocab_size(recipe)))
         least, why = (kept + 1) * size, f"; {kept + 1} checkpoints take {format_bytes((kept + 1) * size)}"
     disk = shutil.disk_usage(next(path for path in (root.local, *root.local.parents) if path.exists()))
     state: State = "fail" if disk.free < least else "warn" if disk.free < LITTLE else "ok"

@@ -357,16 +357,18 @@ def _layout(layout: Layout, processes: int) -> str:
 
 def full_size_findings(recipe: Recipe, cluster: Cluster, root: Root) -> Iterator[RehearsalFinding]:
     """Yield the faults of the recipe at full size on `cluster`, by its own checks and by arithmetic."""
+    filled = list(full_disk(recipe, root))
     try:
         check_run(recipe, cluster, root, thorough=True)
     except ValueError as error:
-        yield from map(RehearsalFinding, str(error).splitlines())
+        lines = str(error).splitlines()
+        yield from (RehearsalFinding(line) for line in lines if not (filled and line.startswith("disk: ")))
     try:
         conversations = survey_chats(recipe, known_tokenizer(root, recipe), remote=False)
         yield from map(RehearsalFinding, conversation_shortage(recipe, conversations, SURELY))
     except ValueError as error:
         yield from map(RehearsalFinding, str(error).splitlines())
-    yield from full_disk(recipe, root)
+    yield from filled
     yield from gate_findings(recipe)
     yield from (RehearsalFinding(line, fails=False) for line in lint(recipe))
     nodes = cluster.nodes

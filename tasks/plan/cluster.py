@@ -23,10 +23,10 @@ from rich.table import Table
 from herd.llama3.hardware.prices import Prices
 from herd.llama3.hardware.specs import hall_use
 from herd.llama3.hardware.topology import Fabric, fabric_names, is_fabric_name, load_fabric
-from herd.llama3.model.flops import parameter_count, recipe_vocab_size
+from herd.llama3.model.flops import checkpoint_bytes, parameter_count, recipe_vocab_size
 from herd.llama3.parallel.comm_records import Collective
 from herd.llama3.parallel.memory import stages
-from herd.llama3.planner.budget import Budget, StageTime, StorageUse, checkpoint_bytes
+from herd.llama3.planner.budget import Budget, StageTime, StorageUse
 from herd.llama3.planner.collectives import Network, fastest_algorithm
 from herd.llama3.planner.comm_volume import stage_volumes
 from herd.llama3.planner.goodput import CheckpointCosts, Recovery, scaled_costs, shared_network_loss

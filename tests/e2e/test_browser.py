@@ -115,6 +115,8 @@ def opened_pages(up: Up, folder: Path) -> Iterator[Pages]:
         page.set_default_timeout(SLOW_MS)
         page.goto(up.sign_in)
         page.wait_for_url("**/v2/deployments**")
+        # Prefect's page forgets the password if its first request ends without an answer, as when one leaves it
+        page.get_by_text("gc", exact=True).first.wait_for()
         yield Pages(page, folder, f"http://127.0.0.1:{up.ports[0]}")
         browser.close()
 

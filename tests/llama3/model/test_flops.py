@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from herd.llama3.model.flops import flops_per_token, parameter_count
+from herd.llama3.model.flops import checkpoint_bytes, flops_per_token, parameter_count
 from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.sections import Model
 
@@ -36,6 +36,7 @@ def test_published_figures() -> None:
     eight = flops_per_token(Model.model_validate({"preset": "8b"}), 128_256, 8192)
     assert eight.causal / eight.six_n == pytest.approx(1.143, abs=0.001)
     assert eight.full / eight.six_n == pytest.approx(1.286, abs=0.001)
+    assert checkpoint_bytes(405_853_388_800) == 12 * 405_853_388_800
 
 
 @given(seq_len=st.integers(1, 10**6))

@@ -182,7 +182,7 @@ def test_a_database_of_another_mlflow_a_proxy_without_its_package_and_a_small_di
         "proxy: all_proxy: socks5h:// needs the package socksio; pip install socksio, or unset all_proxy"
     )
     monkeypatch.delenv("all_proxy")
-    monkeypatch.setattr(environment, "STATE_BYTES", 10**15)
+    monkeypatch.setattr(environment, "checkpoint_bytes", lambda _: 1e18)
     assert "3 checkpoints take" in checked(Cluster(), tmp_path)[0]
 
 
