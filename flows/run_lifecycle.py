@@ -22,6 +22,7 @@ from uuid import UUID
 
 import httpx
 from prefect import get_client, get_run_logger
+from prefect.context import TagsContext
 from prefect.exceptions import Pause, TerminationSignal
 from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, Failed
@@ -282,8 +283,11 @@ def flow_state(work: Callable[[], FlowResult]) -> str:
             client.update_flow_run(UUID(str(flow_run.id)), tags=[*(flow_run.tags or []), process_tag()])
     for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
         logging.getLogger(name).addFilter(_without_traceback)
+    tags = {tag for tag in TagsContext.get().current_tags if not tag.startswith(PROCESS)}
     try:
-        result = work()
+        # Prefect asks its server for a slot of each tag of a task, and a run goes on without a server.
+        with TagsContext(current_tags=tags):
+            result = work()
     except (*MISTAKES, OSError) as error:
         if isinstance(error, OSError) and not isinstance(error, MISTAKES) and error.errno != errno.ENOSPC:
             raise

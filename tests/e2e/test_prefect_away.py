@@ -46,7 +46,7 @@ def test_a_run_is_made_to_its_end_without_its_prefect_server(
         printed = process.stdout.read()
         process.wait(timeout=500)
     ended = record(made, "tiny-1")
-    assert (ended.state, ended.verdict) == ("finished", "promoted"), printed
+    assert (ended.state, ended.verdict) == ("finished", "promoted"), f"{printed}{ended.error}"
     assert "champion" in printed
     assert "Traceback" not in printed
     assert process.returncode == 0, printed

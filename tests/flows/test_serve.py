@@ -17,16 +17,18 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from prefect import flow, get_client
+from prefect import flow, get_client, tags, task
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import WorkPoolFilter, WorkPoolFilterName
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName, WorkPoolFilter, WorkPoolFilterName
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.filesystems import LocalFileSystem, RemoteFileSystem
+from prefect.runtime import task_run
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import AwaitingRetry, Cancelled, Crashed, Running
 
 from herd.flows import run_lifecycle
+from herd.flows.cli.errors import with_retries
 from herd.flows.crash_recovery import steps_back, thin_out, was_resumed
 from herd.flows.local_server import POOL
 from herd.flows.serve import (
@@ -45,6 +47,7 @@ from herd.storage.lease import lease
 from herd.storage.processes import PACKAGE_FOLDER, free_port
 from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole
+from herd.tasks.operate.owners import process_tag
 from herd.tasks.operate.recovery import AUTO_RESUME, FIRST_REPORT, FRUITLESS, RESUMED, reconcile, restart
 from herd.tasks.runs.records import Runs, mark_open
 from herd.tasks.stages.alerts import Alert, emit_alert
@@ -444,6 +447,24 @@ def test_a_deployment_that_fails_before_it_has_a_run_is_announced(api: str, monk
     ((event, _, name, payload),) = said
     assert (event, name, payload["state"]) == ("herd.run.ended", "nightly-1", "failed")
     assert payload["error"] == "recipe nope: no such file"
+
+
+def test_the_tasks_of_a_flow_have_no_tag_of_its_process(api: str) -> None:
+    """Prefect asks its server for a slot of each tag when a task begins: without the server the run would end."""
+
+    @task
+    def step() -> list[str]:
+        return task_run.tags
+
+    @flow(name="tagged", flow_run_name="tagged-1")
+    def tagged() -> str:
+        return run_lifecycle.flow_state(lambda: run_lifecycle.FlowResult(",".join(step()), "of the user"))
+
+    with temporary_settings({PREFECT_API_URL: api}), get_client(sync_client=True) as client:
+        with tags("mine"):
+            assert with_retries(tagged) == "mine"
+        (found,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=["tagged-1"])))
+    assert sorted(found.tags) == sorted(["mine", process_tag()])
 
 
 class Inbox(BaseHTTPRequestHandler):
