@@ -31,6 +31,7 @@ from tests.dist import Forked
 from tests.e2e.conftest import kill_all, trainers, write_recipe
 from tests.storage.fault_proxy import Fault as NetworkFault
 from tests.storage.fault_proxy import FaultProxy, Rule, fault_proxy
+from tests.storage.s3 import pointed_at
 from tests.storage.swift import Swift, credentials, swift_server
 from tests.tasks.mlflow_server import MlflowServer
 
@@ -173,7 +174,7 @@ class World:
         with ExitStack() as stack:
             (self.folder / "swift").mkdir()
             self.swift = stack.enter_context(swift_server(self.folder / "swift"))
-            os.environ.update(credentials(self.swift.endpoint))  # this process looks without a proxy
+            stack.enter_context(pointed_at(credentials(self.swift.endpoint)))  # this process looks without a proxy
             filesystem_of("s3://").call_s3("create_bucket", Bucket=BUCKET)
             self.proxy = stack.enter_context(fault_proxy(self.swift.endpoint))
             os.environ["MLFLOW_TRACKING_URI"] = self.mlflow.uri

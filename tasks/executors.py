@@ -150,7 +150,7 @@ def _task_runner(cluster: Cluster) -> TaskRunner[Any]:
                 "n_workers": cluster.data_workers,
                 "threads_per_worker": 1,
                 "dashboard_address": "127.0.0.1:0",  # None: port 8787, and a warning where it is taken
-                "silence_logs": logging.ERROR,
+                "silence_logs": logging.CRITICAL,  # a worker's heartbeat may meet the scheduler's end
             }
             runner = DaskTaskRunner(**(address or {"cluster_kwargs": local}))
         else:
