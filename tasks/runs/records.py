@@ -261,8 +261,8 @@ class Runs:
         """Return the run called `name`, if there is one. Raises DamagedRecord."""
         try:
             text = self._records.read(name)
-        except DamagedRecord:
-            raise
+        except DamagedRecord as error:
+            raise DamagedRecord(f"run {name}: {error}") from None
         except ValueError:  # a name that leaves the root
             return None
         try:

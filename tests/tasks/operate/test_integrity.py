@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from herd.flows.cli.main import app
 from herd.llama3.train.checkpoint.manager import Checkpoints
 from herd.storage.digests import SIGNING
-from herd.storage.fenced import DamagedRecord
+from herd.storage.fenced import DamagedRecord, FencedRecords
 from herd.storage.object_artifact import open_store
 from herd.storage.objects import get_bytes, put_bytes
 from herd.storage.root import Root
@@ -103,10 +103,9 @@ def test_what_is_set_aside_is_gone_for_readers_and_kept(root: Root) -> None:
 def test_a_damaged_record_hides_no_other_run_and_stops_only_what_deletes(root: Root) -> None:
     runs = Runs(root)
     second = runs.begin(runs.recipe("tiny-1"), "c0de")
-    (version,) = root.names("runs", "tiny-1", "record")
-    root.write('{"name": "tiny-1"', "runs", "tiny-1", "record", version)
+    root.write('{"name": "tiny-1"', "runs", "tiny-1", "record", root.names("runs", "tiny-1", "record")[-1])
     assert [record.name for record in runs.all()] == [second.name]
-    with pytest.raises(DamagedRecord, match=r"run tiny-1: .*runs/tiny-1/record is not a run record"):
+    with pytest.raises(DamagedRecord, match=r"run tiny-1: .*runs/tiny-1/record/.* is not what was written; restore"):
         runs.find("tiny-1")
     with pytest.raises(DamagedRecord):
         plan_gc(root, 1, 0, [])
@@ -118,8 +117,7 @@ def test_a_damaged_record_of_a_study_hides_no_other(root: Root) -> None:
     given = {"digest": "d", "kind": "compare", "recipe": "r.yaml", "started": now(), "code": "abc"}
     for name in ("one", "two"):
         studies.save(StudyRecord(name=name, **given))
-    (version,) = root.names("studies", "one", "record")
-    root.write("[", "studies", "one", "record", version)
+    FencedRecords(root, "studies").write("one", "[")
     assert [record.name for record in studies.all()] == ["two"]
     with pytest.raises(DamagedRecord, match=r"study one: .*studies/one/record is not a valid record"):
         studies.find("one")
