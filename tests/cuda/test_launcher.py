@@ -28,7 +28,7 @@ CHECKOUT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an agent is started with: sound values, and no segments that the null device does not know."""
-    paths = [str(CHECKOUT / "tests/cuda/site"), os.environ["PYTHONPATH"]]
+    paths = [str(CHECKOUT / "tests/cuda/site"), str(CHECKOUT), os.environ["PYTHONPATH"]]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     if null_device.NULL:
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
