@@ -7,12 +7,13 @@ earlier one still sends, or a server stores late, comes before it.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Lock
 
 from herd.storage.digests import digest_bytes
-from herd.storage.lease import Lease, lease
+from herd.storage.lease import Lease, Wait, lease
 from herd.storage.objects import TRIES, remove
 from herd.storage.root import Root
 
@@ -48,9 +49,15 @@ class FencedRecords:
         """Write record `name` under `held`, its lease, from now on."""
         self._writers[name] = _Writer(held)
 
-    def release(self, name: str) -> None:
-        """Forget the lease of record `name`, which ends."""
-        del self._writers[name]
+    @contextmanager
+    def alone(self, name: str, holder: str, wait: Wait | None = None) -> Iterator[None]:
+        """Hold the lease of record `name` for `holder` until the block ends; raises as `lease` does."""
+        with lease(self.root, f"{self.folder}/{name}", holder, wait) as held:
+            self.hold(name, held)
+            try:
+                yield
+            finally:
+                del self._writers[name]
 
     def check(self, name: str) -> None:
         """Raise LeaseLost if the lease of record `name`, held here, was taken over, or OSError."""
@@ -86,8 +93,8 @@ class FencedRecords:
         if name in self._writers:
             self._write(name, data, self._writers[name])
         else:
-            with lease(self.root, f"{self.folder}/{name}", f"writing {name}") as held:
-                self._write(name, data, _Writer(held))
+            with self.alone(name, f"writing {name}"):
+                self._write(name, data, self._writers[name])
 
     def _write(self, name: str, data: str, writer: _Writer) -> None:
         with writer.lock:  # an evaluation that overlaps with training saves its step from a thread
@@ -95,9 +102,11 @@ class FencedRecords:
             if writer.last is None:
                 *writer.older, writer.kept = self._versions(name) or [""]
                 fence, number = _order(writer.kept) if writer.kept else (0, 0)
-                if fence >= writer.lease.fence:
+                if fence < writer.lease.fence:
+                    fence, number = writer.lease.fence, 0
+                else:
                     writer.lease.check()  # still held: leases were deleted, and their fences began again
-                writer.last = (fence, number) if fence >= writer.lease.fence else (writer.lease.fence, 0)
+                writer.last = fence, number
             writer.last = writer.last[0], writer.last[1] + 1
             version = _version(*writer.last, data.encode())
             try:

@@ -167,14 +167,10 @@ class DeadRun:
 
     def end_record(self, state: State) -> list[Reconciled]:
         """End the record with `state` if it says `running`. Raises LeaseHeld if a process works on it."""
-        changes: list[Reconciled] = []
-
-        def end(record: RunRecord) -> None:
-            changes.extend(_end_record(record, state))
-
-        self.record = self.runs.change(self.name, end)
-        if changes:
-            run_ended(self.record, self.root.uri)
+        with self.runs.alone(self.name, f"reconciling {self.name}"):
+            if changes := _end_record(self.read(), state):
+                self.runs.save(self.record)
+                run_ended(self.record, self.root.uri)
         return changes
 
     def end_mlflow_runs(self, tracker: Callable[[str], MLflowTracker]) -> list[Reconciled]:

@@ -25,7 +25,7 @@ from herd.llama3.recipe.sections import Stage
 from herd.storage.artifact import Artifact, Store
 from herd.storage.fenced import VERSIONS, DamagedRecord, FencedRecords
 from herd.storage.filesystem import write_atomic
-from herd.storage.lease import Lease, LeaseLost, lease
+from herd.storage.lease import Lease, LeaseLost
 from herd.storage.processes import READERS, parallel_map
 from herd.storage.root import Root
 from herd.tasks.format import command
@@ -143,12 +143,8 @@ class Runs:
     @contextmanager
     def alone(self, name: str, holder: str) -> Iterator[None]:
         """Hold the lease of run `name` for `holder` until the block ends. Raises LeaseHeld."""
-        with lease(self.root, f"runs/{name}", holder) as held:
-            self.hold(name, held)
-            try:
-                yield
-            finally:
-                self._records.release(name)
+        with self._records.alone(name, holder):
+            yield
 
     def check(self, name: str) -> None:
         """Raise LeaseLost if the lease of run `name`, held here, was taken over, or OSError."""

@@ -19,7 +19,7 @@ from herd.llama3.studies.expand import ExpandedStudy, VariantRun, load_study
 from herd.llama3.studies.results import StudyVerdict
 from herd.storage.fenced import VERSIONS, DamagedRecord, FencedRecords
 from herd.storage.filesystem import write_atomic
-from herd.storage.lease import LeaseHeld, lease, lease_holders
+from herd.storage.lease import LeaseHeld, lease_holders
 from herd.storage.root import Root
 from herd.tasks.runs.records import RunRecord, Runs, State, now, read_records
 
@@ -115,12 +115,8 @@ class Studies:
         With `wait`, which is called with the name of another holder, wait for that holder; else raise LeaseHeld.
         """
         try:
-            with lease(self.root, f"{FOLDER}/{name}", name, wait) as held:
-                self._records.hold(name, held)
-                try:
-                    yield
-                finally:
-                    self._records.release(name)
+            with self._records.alone(name, name, wait):
+                yield
         except LeaseHeld as error:
             raise LeaseHeld(f"study {name}: another process works on it ({error}); wait, or stop that one") from error
 

@@ -52,15 +52,13 @@ def test_what_a_former_holder_writes_late_hides_nothing(root: Root) -> None:
 
 def test_only_the_holder_writes(root: Root) -> None:
     records, other = FencedRecords(root, "runs"), FencedRecords(root, "runs")
-    with lease(root, "runs/a-1", "a") as held:
-        records.hold("a-1", held)
+    with records.alone("a-1", "a"):
         records.write("a-1", "one")
         with pytest.raises(LeaseHeld, match="is used by a "):
             other.write("a-1", "two")
         root.file("leases", "runs", "a-1").unlink()
         with pytest.raises(LeaseLost):
             records.write("a-1", "three")
-        records.release("a-1")
     assert records.read("a-1") == b"one"
     other.write("a-1", "two")  # under the lease, for as long as it takes
     assert records.read("a-1") == b"two"

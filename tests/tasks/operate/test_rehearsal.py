@@ -122,6 +122,7 @@ def test_a_planted_mistake_is_found(name: str, tmp_path: Path) -> None:
 def test_a_disk_that_tokens_and_checkpoints_fill_is_found(tmp_path: Path) -> None:
     texts = faults(load("8b"), CLUSTERS["8b"], tmp_path)
     assert any(text.startswith("root: ") and "62.4 TB of tokens" in text for text in texts), texts
+    assert sum(" free" in text for text in texts) == 1, "it is told once"
 
 
 def test_odd_settings_do_not_fail(tmp_path: Path) -> None:

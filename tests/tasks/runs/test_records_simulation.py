@@ -43,8 +43,7 @@ class Promised:
     steps: set[str] = field(default_factory=set)
     syncs: int = 0
 
-    def check(self, record: RunRecord | None) -> None:
-        found = record or RunRecord(name=NAME, family="tiny", recipe_digest="d", started="", code="c", attempts=0)
+    def check(self, found: RunRecord) -> None:
         syncs = int(found.mlflow_run or 0)
         if found.attempts < self.attempts or syncs < self.syncs or not self.steps <= found.steps.keys():
             lost = f"steps {sorted(self.steps - found.steps.keys())}"
@@ -54,11 +53,12 @@ class Promised:
 def read(simulation: Simulation, runs: Runs, promised: Promised) -> RunRecord:
     """Read the record, its lease held, and check it against what was promised before."""
     before = deepcopy(promised)
-    record = runs.known(NAME)
+    new = RunRecord(name=NAME, family="tiny", recipe_digest="d", started="", code="c", attempts=0)
+    record = runs.known(NAME) or new
     runs.check(NAME)  # what a former holder reads is not promised
     before.check(record)
     simulation.counts["read"] += 1
-    return record or RunRecord(name=NAME, family="tiny", recipe_digest="d", started="", code="c", attempts=0)
+    return record
 
 
 def attempt(simulation: Simulation, actor: Actor, promised: Promised) -> None:
