@@ -208,6 +208,7 @@ def serve(
                 while not stop.wait(WATCH_S):
                     server.should_exit = server.should_exit or runner.failure() is not None
 
+            listener.listen(config.backlog)  # uvicorn would do it later than `ready` says that it is served
             shown = f"[{host}]" if ":" in host else host
             ready(f"http://{shown}:{listener.getsockname()[1]}/", runner.processes)
             with in_background(watch) if runner.processes > 1 else nullcontext():

@@ -31,7 +31,7 @@ from herd.llama3.serve.engine import BatchEngine, Generation
 from herd.llama3.tokens.chat import encode_chat
 from herd.storage.processes import free_port
 from herd.storage.root import Root
-from herd.tasks.models.serve import BODY_BYTES, Served, bind, create_app, render_page
+from herd.tasks.models.serve import BODY_BYTES, Served, bind, create_app, render_page, serve
 from tests.llama3.evaluate.test_generate import favour
 from tests.llama3.evaluate.test_generate_batch import TOKENIZER, made
 from tests.llama3.serve.test_engine import await_idle
@@ -408,6 +408,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(path, CONFIG, TOKENIZER.vocab_size, made(CONFIG).state_dict())
     TOKENIZER.save(path)
     return path
+
+
+def test_the_address_takes_connections_as_soon_as_it_is_said(folder: Path, tmp_path: Path) -> None:
+    class Connected(Exception):
+        pass
+
+    def ready(address: str, _: int) -> None:
+        host, port = address.removeprefix("http://").rstrip("/").split(":")
+        socket.create_connection((host, int(port)), 5).close()
+        raise Connected
+
+    with pytest.raises(Connected):
+        serve(Root.parse(tmp_path), str(folder), "127.0.0.1", 0, "", 4, 4, ready)
 
 
 def test_herd_serve_serves_until_ctrl_c(folder: Path, tmp_path: Path) -> None:
