@@ -150,9 +150,11 @@ class OwnersSession:
         died = time.monotonic()
         if kill.victim == "herd up":
             self._restart()
-        for pid in victims:
+        dying = [psutil.Process(pid) for pid in victims if psutil.pid_exists(pid)]
+        for process in dying:
             with suppress(psutil.Error):
-                psutil.Process(pid).kill()
+                process.kill()
+        psutil.wait_procs(dying, timeout=REACH_S)  # a worker that still dies would pass for the next one
         self._settle(died, str(kill))
 
     def _parameters(self, deployment: str) -> dict[str, object]:
@@ -206,7 +208,8 @@ class OwnersSession:
 
     @staticmethod
     def _blocked(up: Up) -> set[str]:
-        return {f"{slot.where} by {slot.holder}" for slot in held_slots(up.client) if slot.verdict == "dead"}
+        dead = (slot for slot in held_slots(up.client) if slot.verdict == "dead")
+        return {f"{slot.where} by {slot.holder or slot.why}" for slot in dead}
 
     @staticmethod
     def _lost_slots(up: Up) -> set[str]:

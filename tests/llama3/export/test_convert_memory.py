@@ -75,7 +75,9 @@ def growth(folder: Path, job: str) -> int:
         before = peak = anonymous(process.pid)
         process.stdin.write("\n")
         process.stdin.flush()
-        while not select.select([process.stdout], [], [], 0)[0]:
+        output = select.poll()
+        output.register(process.stdout, select.POLLIN)
+        while not output.poll(0):
             peak = max(peak, anonymous(process.pid))
             time.sleep(0.001)
         assert process.stdout.readline() == "done\n"
