@@ -130,8 +130,8 @@ class Stage(Section):
     """Average of the stage's weights: `last 8` (8 evenly spaced positions), `polyak` (mean after every step) or `ema
     0.99` (exponential moving average); default: none."""
     select: Annotated[Literal["average", "best"], decides("checkpoint", since="never")] = "average"
-    """Model of the stage: the `average`, or the `best` of average and last weights by bits per byte on the trainer's
-    validation documents (`evaluate.val_interval`)."""
+    """Model of the stage: the `average`, or the `best`: the last weights if they have fewer bits per byte by the paired
+    interval over the trainer's validation documents (`evaluate.val_documents`), else the average."""
     gates: Annotated[dict[Gate, GateRule], decides("gate")] = Field(default_factory=dict)
     """Gates after each sequence length: `[short-context, needle]`, or with thresholds `{short-context: no worse than
     1%, needle: at least 0.9}`. Each length is a separate step, and a failed gate stops the run. `short-context`: bits

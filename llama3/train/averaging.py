@@ -1,10 +1,12 @@
 """The average of a stage's weights: when weights are added, and whether the stage ends with it or its last weights.
 
-With `select: best` the stage's model is the one with fewer bits per byte of held-out documents; else the average.
+With `select: best` the last weights are the stage's model if they have fewer bits per byte of held-out documents by the
+paired 95 % interval; else, also if that is undecided, the average.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -34,6 +36,9 @@ class Choice(BaseModel):
     """Bits per byte of held-out documents with the average; None if none were scored."""
     last: float | None = None
     """With the last weights."""
+    low: float | None = None
+    """Ends of the paired 95 % interval of average minus last; None if there were too few documents."""
+    high: float | None = None
     by_position: dict[int, float] = {}
     """With the weights at each averaged position; only for `last k`."""
 
@@ -42,10 +47,10 @@ class Choice(BaseModel):
             return f"average ({self.rule}) kept; no held-out document was scored"
         scores = list(self.by_position.values())
         spread = f", averaged weights {min(scores):.4f} to {max(scores):.4f}" if len(scores) > 1 else ""
-        return (
-            f"average ({self.rule}) {self.average:.4f} bits per byte held out, last weights {self.last:.4f}{spread}: "
-            f"{'the average' if self.kept == 'average' else 'the last weights'} kept"
-        )
+        paired = "" if self.low is None else f" (average - last: 95% {self.low:.4f} to {self.high:.4f})"
+        last = f"last weights {self.last:.4f}{paired}{spread}"
+        kept = "the average" if self.kept == "average" else "the last weights"
+        return f"average ({self.rule}) {self.average:.4f} bits per byte held out, {last}: {kept} kept"
 
 
 class Averaging:
@@ -86,13 +91,17 @@ def select_weights(state: TrainState, span: StageSpan, validator: Validator | No
         return None
     if validator is None:
         return Choice(rule=str(rule), kept="average")
-    last = validator.scores()[metrics.HELD_OUT]
+    last, last_bits = validator.scores()[metrics.HELD_OUT], validator.document_bits()
     with torch.no_grad():
         for name, parameter in state.parameters.items():
             parameter.copy_(state.sum[name] / state.averaged)
     average = validator.scores()[metrics.HELD_OUT]
-    better = average <= last or span.stage.select == "average"
-    return Choice(rule=str(rule), kept="average" if better else "last", average=average, last=last)
+    shares = validator.recipe.first_mix
+    low, high = validator.sequences.compare(validator.document_bits(), last_bits, shares)
+    known = math.isfinite(low) and math.isfinite(high)
+    kept: KeptWeights = "last" if span.stage.select == "best" and known and low > 0 else "average"
+    ends = {"low": low, "high": high} if known else {}
+    return Choice(rule=str(rule), kept=kept, average=average, last=last, **ends)
 
 
 def averaged_validation(span: StageSpan, journal: Path) -> dict[int, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -21,6 +21,7 @@ from safetensors.numpy import save
 from herd.llama3.evaluate.held_out import ValidationDocument
 from herd.llama3.recipe.base import DOMAINS, Domain
 from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.units import Share
 from herd.llama3.train import metrics
 from herd.llama3.train.callbacks import Callback, StepResult
 from herd.storage.filesystem import write_atomic
@@ -34,7 +35,7 @@ if TYPE_CHECKING:  # the supervising process works without torch
     Nll = Callable[[LocalBatch], Tensor | None]
 
 FILE = "held-out.safetensors"
-BYTES = "bytes"
+BYTES, DOCUMENT_BYTES = "bytes", "document_bytes"
 COLUMNS = ("tokens_BS", "targets_BS", "documents_BS", "domains_BS")
 NO_TARGET = -100
 """herd.llama3.model.loss.NO_TARGET, torch's own choice."""
@@ -62,9 +63,12 @@ class ValidationSequences:
     """The fields of a TokenBatch, int64[N, S] each."""
     bytes: dict[Domain, int]
     """UTF-8 bytes of the scored tokens of each domain."""
+    document_bytes: list[tuple[int, int]]
+    """Index in DOMAINS and bytes of each document, in the order of the sequences."""
 
     def write(self, folder: Path) -> None:
-        write_atomic(folder / FILE, save(self.columns, {BYTES: json.dumps(self.bytes)}))
+        counts = {BYTES: json.dumps(self.bytes), DOCUMENT_BYTES: json.dumps(self.document_bytes)}
+        write_atomic(folder / FILE, save(self.columns, counts))
 
     @classmethod
     def read(cls, folder: Path) -> ValidationSequences | None:
@@ -72,8 +76,35 @@ class ValidationSequences:
         if not (folder / FILE).is_file():
             return None
         with safe_open(folder / FILE, framework="np") as file:
-            counts = json.loads(file.metadata()[BYTES])
-            return cls({name: file.get_tensor(name) for name in COLUMNS}, counts)
+            counts, documents = (json.loads(file.metadata()[name]) for name in (BYTES, DOCUMENT_BYTES))
+            columns = {name: file.get_tensor(name) for name in COLUMNS}
+            return cls(columns, counts, [(domain, size) for domain, size in documents])
+
+    def numbers(self) -> np.ndarray:
+        """Return the number of the document of each token, int64[N, S]; of what fills a sequence, one more."""
+        targets, documents = self.columns["targets_BS"], self.columns["documents_BS"]
+        last = np.where(targets != NO_TARGET, documents, -1).max(axis=1, keepdims=True)
+        first = np.cumsum(last + 1, axis=0) - (last + 1)
+        return np.where(targets != NO_TARGET, first + documents, len(self.document_bytes))
+
+    def compare(self, bits: np.ndarray, other: np.ndarray, shares: Mapping[Domain, Share]) -> tuple[float, float]:
+        """Return the 95 % interval of how many bits per byte `bits` are above `other`, paired by document.
+
+        Domains are averaged by `shares`; the ends are not finite for too few documents.
+        """
+        from herd.llama3.statistics.estimates import combine, interval, resample
+
+        domains, sizes = np.array(self.document_bytes, np.float64).T
+        weights = {index: float(shares.get(DOMAINS[int(index)], 0)) for index in np.unique(domains[sizes > 0]).tolist()}
+        parts = {
+            index: resample((bits - other)[domains == index], sizes[domains == index], int(index))
+            for index, weight in weights.items()
+            if weight
+        }
+        if not parts:
+            return math.nan, math.nan
+        low, high, _ = interval(combine(list(parts.values()), [weights[index] for index in parts]))
+        return low, high
 
 
 def pack_sequences(
@@ -83,10 +114,13 @@ def pack_sequences(
     sequences: list[list[tuple[list[int], int]]] = []
     room = 0
     counts: dict[Domain, int] = {}
+    sizes: list[tuple[int, int]] = []
     for document in documents:
         ids = [tokenizer.begin, *tokenizer.encode(document.text)][: seq_len + 1]
         domain = next(name for name in DOMAINS if name == document.domain)
-        counts[domain] = counts.get(domain, 0) + sum(len(tokenizer.base[token]) for token in ids[1:])
+        size = sum(len(tokenizer.base[token]) for token in ids[1:])
+        counts[domain] = counts.get(domain, 0) + size
+        sizes.append((DOMAINS.index(domain), size))
         if len(ids) - 1 > room:
             sequences.append([])
             room = seq_len
@@ -105,7 +139,8 @@ def pack_sequences(
             column += [filler] * (seq_len - len(column))
         packed_N4S.append(columns)
     packed = np.array(packed_N4S, np.int64)
-    return ValidationSequences({name: np.ascontiguousarray(packed[:, n]) for n, name in enumerate(COLUMNS)}, counts)
+    columns_NS = {name: np.ascontiguousarray(packed[:, n]) for n, name in enumerate(COLUMNS)}
+    return ValidationSequences(columns_NS, counts, sizes)
 
 
 def validation_interval(recipe: Recipe, tokens: int) -> int:
@@ -148,6 +183,8 @@ class Validator(Callback):
             name: F.pad(torch.from_numpy(sequences.columns[name]), padding, value=n)[share] for name, n in fillers
         }
         self.batch = local_batch(TokenBatch(**columns), world)
+        numbers = F.pad(torch.from_numpy(sequences.numbers()), padding, value=len(sequences.document_bytes))[share]
+        self.by_document = local_batch(TokenBatch(**{**columns, "domains_BS": numbers}), world)
 
     def due(self, step: Step) -> bool:
         """Return whether the documents are scored after `step`: past multiples of the interval, and at `always`."""
@@ -173,3 +210,11 @@ class Validator(Callback):
         if total:
             values[metrics.HELD_OUT] = math.fsum(weights[domain] * bpb[domain] for domain in bpb) / total
         return values
+
+    def document_bits(self) -> np.ndarray:
+        """Return the bits of each document with the present weights, fp64 [documents]. Every process calls it."""
+        from herd.llama3.train.train_step import tally
+
+        count = len(self.sequences.document_bytes)
+        nll_D = self.world.sum(tally(self.nll(self.by_document), self.by_document, self.world, count + 1))[:count, 0]
+        return nll_D.cpu().numpy() / math.log(2)

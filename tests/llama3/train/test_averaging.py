@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from herd.llama3.evaluate.held_out import ValidationDocument
 from herd.llama3.model import files
 from herd.llama3.model.files import CheckpointModel
 from herd.llama3.recipe.schedule import Schedule
@@ -36,11 +37,20 @@ def asked(average: str, **more: Any) -> Recipe:
     return recipe(stages=[stages(STEPS)[0] | {"weight_averaging": average, **more}], checkpoint=saving)
 
 
+def many() -> list[ValidationDocument]:
+    """Return eight documents a domain."""
+    return [
+        ValidationDocument(f"{each.id}-{number}", each.domain, f"{each.text} {number}")
+        for number in range(4)
+        for each in documents()
+    ]
+
+
 def trained(folder: Path, average: str, held: bool = True, **more: Any) -> Path:
     path = job(folder, asked(average, **more), micro_batch=4)
     if held:
         work(path).mkdir(exist_ok=True)
-        pack_sequences(documents(), Bytes(), SEQ).write(work(path))
+        pack_sequences(many(), Bytes(), SEQ).write(work(path))
     assert run(1, train, path) == [0], output(path)
     return path
 
@@ -157,8 +167,22 @@ def test_the_better_weights_are_kept(polyak: Path, tmp_path: Path) -> None:
     assert found.kept == "last"
     last = parts(path)[-1]
     assert all(torch.equal(value, last[name]) for name, value in model(path).items())
+    assert found.low is not None
+    assert found.low > 0
     assert choice(polyak).average == found.average
     assert choice(polyak).kept == "average"
+
+
+def test_the_last_weights_are_kept_only_if_the_documents_show_that_they_are_better(tmp_path: Path) -> None:
+    path = trained(tmp_path, "last 2", select="best")
+    found = choice(path)
+    assert found.low is not None
+    assert found.high is not None
+    assert found.average is not None
+    assert found.last is not None
+    assert found.low <= found.average - found.last <= found.high
+    assert (found.kept == "last") == (found.low > 0)
+    assert f"(average - last: 95% {found.low:.4f} to {found.high:.4f})" in output(path)
 
 
 def test_without_held_out_documents_the_average_is_kept_and_said(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from herd.llama3.model.files import load_model
 from herd.llama3.model.loss import NO_TARGET
 from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.units import Share
 from herd.llama3.train import metrics
 from herd.llama3.train.journal import read_journal
 from herd.llama3.train.validation import COLUMNS, ValidationSequences, pack_sequences, validation_interval
@@ -140,11 +142,37 @@ def test_never_is_never(tmp_path: Path) -> None:
     assert not scores(path)
 
 
+def test_two_scores_are_compared_document_by_document() -> None:
+    """Documents differ by far more than the two sets of weights do."""
+    random = np.random.default_rng(1)
+    sizes = [(number % 4, int(random.integers(50, 90))) for number in range(40)]
+    held = ValidationSequences({}, {}, sizes)
+    shares = {domain: Share.parse("25%") for domain in DOMAINS}
+    bits = np.array([size * random.uniform(2, 6) for _, size in sizes])
+    noise = np.array([size * random.normal(0, 0.05) for _, size in sizes])
+    low, high = held.compare(bits + noise, bits, shares)
+    assert low < 0 < high
+    better = np.array([0.1 * size for _, size in sizes])
+    low, high = held.compare(bits + noise + better, bits, shares)
+    assert 0 < low < 0.1 < high
+    changed = np.where(np.arange(40) % 4 == 0, bits + noise + better, 9e9)
+    only_first = held.compare(changed, bits, {DOMAINS[0]: shares["math"]})
+    assert 0 < only_first[0] < 0.1 < only_first[1], "other domains do not count"
+    few = ValidationSequences({}, {}, sizes[:8]).compare(bits[:8], bits[:8] - noise[:8], shares)
+    assert not all(map(math.isfinite, few))
+    assert not all(map(math.isfinite, ValidationSequences({}, {}, sizes).compare(bits, bits, {})))
+
+
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     held = pack_sequences(documents(), Bytes(), SEQ)
     held.write(tmp_path)
     again = ValidationSequences.read(tmp_path)
     assert again is not None
-    assert again.bytes == held.bytes
+    assert (again.bytes, again.document_bytes) == (held.bytes, held.document_bytes)
+    numbers, count = again.numbers(), len(held.document_bytes)
+    targets = again.columns["targets_BS"] != NO_TARGET
+    assert numbers[~targets].tolist() == [count] * int((~targets).sum())
+    sizes = np.bincount(numbers[targets], minlength=count)
+    assert sizes.tolist() == [size for _, size in held.document_bytes], "a token of a byte each"
     assert all((again.columns[name] == held.columns[name]).all() for name in COLUMNS)
     assert ValidationSequences.read(tmp_path / "elsewhere") is None
