@@ -296,6 +296,21 @@ def study(
 
 
 @bench.command()
+def gate(
+    tries: Annotated[int, typer.Option(min=10, help="Made-up pairs of models of each kind.")] = 200,
+    json_: JsonOption = False,
+    only: Annotated[str, typer.Option(help="Rows or groups of rows, with commas: quickstart,default/equal")] = "",
+    out_: OutOption = None,
+) -> None:
+    """Promotion rules: how often an equal, a better and a worse model pass those of our recipes."""
+    from benchmarks.gate import GateSession, GateSettings, gate_rows
+
+    with _mistakes():
+        rows = collect_rows(gate_rows(GateSession(GateSettings(tuple(filter(None, only.split(","))), tries))), json_)
+    print_rows({}, rows, {}, json_, out_)
+
+
+@bench.command()
 def chaos(
     minutes: Annotated[
         float, typer.Option(min=0, help="Time in which faults happen; then all runs come to an end.")

@@ -10,7 +10,7 @@ import datetime
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -207,6 +207,40 @@ STUDY_TARGETS: Mapping[str, Target] = {
 }
 """Every row of `python -m benchmarks study`, in order."""
 
+GATE_POLICIES = ("quickstart", "gpt2-24gb", "llama3-1b-100b", "domain-adaptation", "default", "each-task")
+"""Recipes whose rules are judged; `default` has no rules of its own, `each-task` is the 1B with a margin on each task.
+The few questions of `quickstart` and `default` cannot show two points, so their `worse` has no target."""
+_UNJUDGED = {
+    "quickstart": ("worse",),
+    "default": ("worse",),
+    "each-task": ("equal", "better", "worse", "false", "promoted"),
+}
+_GATE_ROWS = {
+    "equal": Target(90, "% pass the vetoes"),
+    "better": Target(95, "% pass the vetoes"),
+    "worse": Target(5, "% pass the vetoes", "at most"),
+    "false": Target(5, "% called better", "at most"),
+    "power-0.2": Target(None, "% called better"),
+    "power-0.5": Target(None, "% called better"),
+    "power-1": Target(None, "% called better"),
+    "promoted": Target(90, "% pass all rules"),
+}
+NULL_KINDS = tuple(
+    f"{shape}-{clusters}-of-{documents}"
+    for shape in ("normal", "skewed", "heavy")
+    for clusters, documents in ((32, 32), (8, 32), (4, 64), (16, 64))
+)
+"""Shape of the differences of equal models, clusters and documents of a domain."""
+GATE_TARGETS: Mapping[str, Target] = {
+    **{f"null/{kind}": Target(5, "% called better", "at most") for kind in NULL_KINDS},
+    **{f"independent/{kind}": Target(None, "% called better", "at most") for kind in NULL_KINDS},
+} | {
+    f"{policy}/{name}": target if name not in _UNJUDGED.get(policy, ()) else replace(target, bound=None)
+    for policy in GATE_POLICIES
+    for name, target in _GATE_ROWS.items()
+}
+"""Every row of `python -m benchmarks gate`, in order."""
+
 CHAOS_TARGETS: Mapping[str, Target] = {
     "chaos/violations": Target(0, "broken promises", "at most"),
     "chaos/faults": Target(None, "faults"),
@@ -252,6 +286,7 @@ _BOUNDS = {
     **EVALUATE_TARGETS,
     **PLAN_TARGETS,
     **STUDY_TARGETS,
+    **GATE_TARGETS,
     **CHAOS_TARGETS,
     **OWNERS_TARGETS,
     **LOAD_TARGETS,

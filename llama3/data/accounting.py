@@ -25,6 +25,7 @@ from herd.llama3.data.mapreduce import (
     write_table,
 )
 from herd.llama3.data.write_shards import STEP as WRITTEN
+from herd.llama3.recipe.data_schema import few_held_out
 
 STEP = "ledger"
 KEPT = ("kept", "held_out")
@@ -159,6 +160,7 @@ def summarize_ledger(runner: Runner, job: CurationJob, ledger: pa.Table) -> dict
         "documents": {domain: documents(domain, "kept") for domain in domains},
         "bytes": {domain: total("written", domain, "kept") for domain in domains},
         "held_out": {domain: documents(domain, "held_out") for domain in domains},
+        "held_out_bytes": {domain: total("written", domain, "held_out") for domain in domains},
         "read": {domain: documents(domain) for domain in domains},
         "lines_removed": {domain: total("lines", domain) for domain in domains},
         "redacted": {domain: total("redacted", domain) for domain in domains},
@@ -179,13 +181,11 @@ def check_not_empty(metadata: dict[str, Any], ledger: pa.Table) -> None:
             raise ValueError(f"sources.{domain}: nothing is left to train on ({reasons}); {remedy}")
 
 
-def unscored_domains(metadata: dict[str, Any]) -> list[str]:
-    """Return a line for each domain with documents to train on and none held out."""
-    return [
-        f"{domain}: no held-out document of {kept:,}; it is not scored: raise curate.validation_fraction or add text"
-        for domain, kept in metadata["documents"].items()
-        if kept and not metadata["held_out"][domain]
-    ]
+def scarce_domains(metadata: dict[str, Any]) -> list[str]:
+    """Return a line for each domain with documents to train on and too few held out to judge a model by."""
+    domains = [domain for domain, kept in metadata["documents"].items() if kept]
+    amounts = ((domain, metadata["held_out"][domain], metadata["held_out_bytes"][domain]) for domain in domains)
+    return [line for amount in amounts if (line := few_held_out(*amount))]
 
 
 def write_findings(runner: Runner, job: CurationJob, folder: Path) -> None:

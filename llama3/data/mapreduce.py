@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from herd.llama3.recipe.base import Domain
-from herd.llama3.recipe.data_schema import Curate
+from herd.llama3.recipe.data_schema import HELD_OUT_DOCUMENTS, HELD_OUT_MOST, Curate
 from herd.llama3.recipe.schema import Recipe
 from herd.storage.files import atomic_file, file_names, open_file, read_range, remove_tree
 from herd.storage.filesystem import StoreError, is_local
@@ -547,8 +547,9 @@ class DocumentRule(CurationStage):
         add_fates(self.name, job, index, table.select(DROP_SCHEMA.names).cast(DROP_SCHEMA))
 
 
-# Held-out split: a hash of the text decides, so adding or removing documents does not move it.
-# It is taken after deduplication, so no near copy of a held-out document remains in the training set of its domain.
+# Held-out split: a hash of the text, its draw, decides, so adding or removing documents moves no other one. It is taken
+# after deduplication, so no near copy of a held-out document remains in the training set of its domain. Of a small
+# domain, as one of books is, the share would be too little to judge a model by; then the minimum is taken.
 
 
 def hash_and_id(text: Any, domain: bytes) -> tuple[int, str]:
@@ -566,6 +567,27 @@ def text_hash(text: str) -> int:
 def document_id(text: str, domain: str) -> str:
     """Return the id of a text; equal texts of a domain have equal ids."""
     return hash_and_id(text.encode(), domain.encode())[1]
+
+
+def held_out_bound(
+    share: Fraction, smallest: Iterable[tuple[int, int, int, int]], documents: int, size: int, least: int
+) -> int:
+    """Return the draw below which documents are held out: by `share`, and at least the minimum unless `share` is 0.
+
+    The minimum is HELD_OUT_DOCUMENTS with `least` bytes that count. `smallest` are the smallest draws in order, up to
+    the minimum or further, each with its documents, bytes and those that count; `documents` and `size` are of all.
+    """
+    bound = hash_threshold(share)
+    taken = taken_bytes = counted = 0
+    for draw, count, nbytes, counting in smallest if bound else ():
+        taken, taken_bytes, counted = taken + count, taken_bytes + nbytes, counted + counting
+        most = HELD_OUT_MOST[taken > HELD_OUT_DOCUMENTS]
+        if taken * most > documents or taken_bytes * most > size:
+            break
+        bound = max(bound, draw + 1)
+        if taken >= HELD_OUT_DOCUMENTS and counted >= least:
+            break
+    return bound
 
 
 def hash_threshold(share: Fraction) -> int:

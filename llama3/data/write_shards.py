@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from herd.llama3.data.mapreduce import (
     BATCH,
@@ -20,8 +21,9 @@ from herd.llama3.data.mapreduce import (
     CurationJob,
     Runner,
     Shuffle,
+    aggregate,
     count_survivors,
-    hash_threshold,
+    held_out_bound,
     open_parquet,
     read_table,
     run_step,
@@ -30,12 +32,13 @@ from herd.llama3.data.mapreduce import (
 )
 from herd.llama3.data.text.pii import redact
 from herd.llama3.recipe.base import Domain
+from herd.llama3.recipe.data_schema import HELD_OUT_BYTES, HELD_OUT_CUT, HELD_OUT_DOCUMENTS
 from herd.storage.files import atomic_file
 
 if TYPE_CHECKING:
     from herd.llama3.data.kernels.ngrams import Table
 
-STEP, COUNTS = "written", "output/counts"
+STEP, COUNTS, DRAWS = "written", "output/counts", "output/draws"
 SHARD_BYTES = 64_000_000
 """Text per file, of text shards and of curated documents."""
 FILES, LARGEST_FILE = 8192, 512_000_000
@@ -139,9 +142,11 @@ def write_documents(runner: Runner, job: CurationJob) -> list[str]:
         sizes: dict[Domain, int] = dict.fromkeys((shard.domain for shard in job.shards), 0)
         for row in count_survivors(runner, job, "end").to_pylist():
             sizes[row["domain"]] += row["bytes"]
-        counts = {"domain": list(sizes), "files": list(map(files_for, sizes.values()))}
+        bounds = held_out_bounds(runner, job)
+        held_out = pa.array([bounds[domain] for domain in sizes], pa.uint64())
+        counts = {"domain": list(sizes), "files": list(map(files_for, sizes.values())), "held_out": held_out}
         write_table(pa.table(counts), job.file(COUNTS, 0))
-    files = _file_counts(job)
+    files = _counts(job, "files")
     documents = _documents(job, files)
     run_step(runner, job, documents.step(), map_documents, range(len(job.shards)))
     documents.merge(runner, job)
@@ -154,10 +159,49 @@ def files_for(size: int) -> int:
     return max(1, -(-size // min(max(SHARD_BYTES, size // FILES), LARGEST_FILE)))
 
 
-def _file_counts(job: CurationJob) -> dict[Domain, int]:
-    """Return how many curated files the job writes of each domain, in the order of the files."""
+# The smallest draws of each domain that have the minimum, and the rest as one row without a draw.
+_DRAWS = f"""SELECT domain, CASE WHEN first THEN draw END AS draw, sum(documents)::BIGINT AS documents,
+        sum(bytes)::BIGINT AS bytes, sum(counted)::BIGINT AS counted
+    FROM (
+        SELECT *, draw IS NOT NULL AND (coalesce(sum(documents) OVER before, 0) < {HELD_OUT_DOCUMENTS}
+            OR coalesce(sum(counted) OVER before, 0) < {HELD_OUT_BYTES}) AS first
+        FROM rows
+        WINDOW before AS (PARTITION BY domain ORDER BY draw NULLS LAST
+            RANGE BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW EXCLUDE GROUP)
+    ) GROUP BY ALL ORDER BY ALL"""
+
+
+def held_out_bounds(runner: Runner, job: CurationJob) -> dict[Domain, int]:
+    """Return by domain the draw below which a document is held out."""
+    run_step(runner, job, DRAWS, _count_draws, range(len(job.shards)))
+    rows = aggregate(runner, job, DRAWS, len(job.shards), _DRAWS).to_pylist()
+    share, bounds = job.recipe.curate.validation_fraction, {}
+    for domain in dict.fromkeys(shard.domain for shard in job.shards):
+        columns = ("draw", "documents", "bytes", "counted")
+        own = [tuple(row[name] for name in columns) for row in rows if row["domain"] == domain]
+        smallest = sorted(row for row in own if row[0] is not None)
+        documents, size = (sum(row[column] for row in own) for column in (1, 2))
+        bounds[domain] = held_out_bound(share, smallest, documents, size, HELD_OUT_BYTES)
+    return bounds
+
+
+def _count_draws(job: CurationJob, index: int) -> None:
+    survivors = job.survivors(index, "end", ("domain", "source_index", "draw", "bytes"))
+    rows = survivors.filter(pa.array(_may_be_held_out(job, job.shards[index].domain, survivors)))
+    rows = rows.append_column("documents", pa.array([1] * len(rows), pa.int64()))
+    rows = rows.append_column("counted", pc.min_element_wise(rows["bytes"], HELD_OUT_CUT))
+    write_table(job.query(_DRAWS, rows=rows), job.file(DRAWS, index))
+
+
+def _may_be_held_out(job: CurationJob, domain: Domain, documents: pa.Table) -> NDArray[np.bool_]:
+    # Named sources are never held out: only some runs train on them, and scores must not depend on that.
+    return ~np.isin(documents["source_index"].to_numpy(), job.recipe.places_apart(domain))
+
+
+def _counts(job: CurationJob, column: str) -> dict[Domain, int]:
+    """Return how many `files` the job writes of each domain, in their order, or its bound of `held_out`."""
     counts = read_table(job.file(COUNTS, 0))
-    return dict(zip(counts["domain"].to_pylist(), counts["files"].to_pylist(), strict=True))
+    return dict(zip(counts["domain"].to_pylist(), counts[column].to_pylist(), strict=True))
 
 
 def _output_file(files: dict[Domain, int], item: int) -> OutputFile:
@@ -176,7 +220,7 @@ def map_documents(job: CurationJob, index: int) -> None:
     """Finish the documents of a shard that no stage dropped, send them to their files, and write WRITTEN for them."""
     from herd.llama3.data.dedup.lines import bad_lines  # imports numba
 
-    domain, files = job.shards[index].domain, _file_counts(job)
+    domain, files, bounds = job.shards[index].domain, _counts(job, "files"), _counts(job, "held_out")
     survivors = job.survivors(index, "end", ("row", "topic", "rank"))
     bad = bad_lines(job, index)
     rows, done = survivors["row"].to_numpy(), 0
@@ -188,7 +232,7 @@ def map_documents(job: CurationJob, index: int) -> None:
             chosen = survivors.slice(done, len(documents))  # text and attributes have one order
             done += len(documents)
             documents = documents.append_column("topic", chosen["topic"]).append_column("quality", chosen["rank"])
-            texts, outcomes = _finished(job, domain, bad, documents)
+            texts, outcomes = _finished(job, domain, bounds[domain], bad, documents)
             finished.append(texts)
             written.append(outcomes)
     table = pa.concat_tables(finished)
@@ -200,7 +244,7 @@ def map_documents(job: CurationJob, index: int) -> None:
 
 def write_file(job: CurationJob, item: int) -> None:
     """Write one curated file."""
-    files = _file_counts(job)
+    files = _counts(job, "files")
     table = _documents(job, files).read(job, item)
     table = table.take(pc.sort_indices(table, sort_keys=[("id", "ascending"), ("url", "ascending")]))
     heads = pc.utf8_slice_codeunits(table["id"], 0, 8).to_numpy(zero_copy_only=False).astype(str)
@@ -216,8 +260,13 @@ def write_file(job: CurationJob, item: int) -> None:
     write_table(pa.table({}), job.file("output/files", item))
 
 
-def _finished(job: CurationJob, domain: Domain, bad: Table, documents: pa.Table) -> tuple[pa.Table, pa.Table]:
-    """Return the documents as written, without emptied ones, and the rows of WRITTEN for all `documents`."""
+def _finished(
+    job: CurationJob, domain: Domain, bound: int, bad: Table, documents: pa.Table
+) -> tuple[pa.Table, pa.Table]:
+    """Return the documents as written, without emptied ones, and the rows of WRITTEN for all `documents`.
+
+    Those with a draw below `bound` are held out.
+    """
     curate, rules = job.recipe.curate, job.recipe.curate.lines
     texts, lines = documents["text"], np.zeros(len(documents), np.int64)
     if domain in rules.domains and (rules.max_copies is not None or rules.max_repeated_ngrams is not None):
@@ -231,9 +280,7 @@ def _finished(job: CurationJob, domain: Domain, bad: Table, documents: pa.Table)
     pairs = zip(documents["domain"].to_pylist(), documents["language"].to_pylist(), strict=True)
     min_chars = np.array([curate.quality_of(*pair).min_chars or 0 for pair in pairs], np.int64)
     emptied = (lengths < np.maximum(min_chars, 1)) & (np.asarray(lines) > 0)
-    held_out = documents["draw"].to_numpy() < np.uint64(hash_threshold(curate.validation_fraction))
-    # Named sources are never held out: only some runs train on them, and scores must not depend on that.
-    held_out &= ~np.isin(documents["source_index"].to_numpy(), job.recipe.places_apart(domain))
+    held_out = (documents["draw"].to_numpy() < np.uint64(bound)) & _may_be_held_out(job, domain, documents)
     outcome = np.where(emptied, "emptied", np.where(held_out, "held_out", "kept"))
     written = pa.table(
         [documents["row"], pa.array(outcome, pa.string()), pa.array(sizes), pa.array(lines), pa.array(redacted)],

@@ -7,6 +7,7 @@ Documents are matched by id and length in bytes; answers only of tasks with the 
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,14 +32,15 @@ from herd.llama3.statistics.estimates import (
     ratio,
     resample,
     weighted_mean,
+    widening,
 )
-from herd.llama3.statistics.significance import DOCUMENTS, PAIRED, QUESTIONS, Difference, holm, mcnemar, normal_p
+from herd.llama3.statistics.significance import DOCUMENTS, PAIRED, QUESTIONS, Difference, Z, holm, mcnemar, normal_p
 
 Array = NDArray[np.float64]
 Item = tuple[str, float]
 """Id and denominator of a sample."""
-Samples = Mapping[Item, tuple[float, str]]
-"""Sample -> (numerator, group)."""
+Samples = Mapping[Item, tuple[float, str, str]]
+"""Sample -> (numerator, group, cluster)."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class PairedSamples:
     """[n] UTF-8 bytes, or ones."""
     groups: tuple[str, ...] = ()
     """[n] if the score is the mean of the groups' means; else empty."""
+    clusters: tuple[str, ...] = ()
+    """[n] or empty: what errs together, such as the documents of one web site."""
 
 
 def compare(recipe: Recipe, candidate: Path, champion: Path) -> dict[str, Difference]:
@@ -78,7 +82,8 @@ def compare(recipe: Recipe, candidate: Path, champion: Path) -> dict[str, Differ
     differences |= {key: difference_of_questions(paired) for key, paired in questions.items()}
     for key in pairs.keys() - differences.keys():  # ratios of sums over many short texts, such as answers
         paired = pairs[key]
-        estimate = ratio((paired.candidate - paired.champion).tolist(), paired.denominators.tolist())
+        change = (paired.candidate - paired.champion).tolist()
+        estimate = ratio(change, paired.denominators.tolist(), paired.clusters)
         differences[key] = difference_from_estimate(estimate).model_copy(update={"better": "lower"})
     # eval/core averages (accuracy - baseline) / (1 - baseline); of its difference only the scale 1 - baseline remains
     counted = [(key, tasks[key]["baseline"]) for key in sorted(questions.keys() & tasks.keys())]
@@ -90,9 +95,10 @@ def compare(recipe: Recipe, candidate: Path, champion: Path) -> dict[str, Differ
 
 
 def _read(folder: Path) -> dict[str, Samples]:
-    samples: dict[str, dict[Item, tuple[float, str]]] = {}
+    samples: dict[str, dict[Item, tuple[float, str, str]]] = {}
     for row in pq.read_table(folder / SAMPLES_FILE).to_pylist():
-        samples.setdefault(row["key"], {})[row["id"], row["denominator"]] = row["numerator"], row["group"] or ""
+        values = row["numerator"], row["group"] or "", row["cluster"] or ""
+        samples.setdefault(row["key"], {})[row["id"], row["denominator"]] = values
     return dict(samples)
 
 
@@ -115,6 +121,7 @@ def _paired_samples(
                 champion=np.array([theirs[item][0] for item in common]),
                 denominators=np.array([size for _, size in common]),
                 groups=tuple(ours[item][1] for item in common) if key in grouped else (),
+                clusters=tuple(ours[item][2] for item in common),
             )
     return pairs
 
@@ -128,13 +135,15 @@ def difference_of_documents(key: str, pairs: PairedSamples, resamples: int = RES
     by_group = []
     for name in sorted(set(groups.tolist())):
         own, seed = groups == name, zlib.crc32(f"{key}/{name}".encode())
-        by_group.append(resample(change[own], pairs.denominators[own], seed, resamples))
+        clusters = np.asarray(pairs.clusters)[own].tolist() if pairs.clusters else ()
+        by_group.append(resample(change[own], pairs.denominators[own], seed, resamples, clusters))
     return combine(by_group, [1.0] * len(by_group))
 
 
 def documents_difference(sample: Resampled) -> Difference:
     low, high, p = interval(sample)
-    return Difference(value=sample.value, low=low, high=high, p=p, n=sample.n, method=DOCUMENTS, better="lower")
+    values = {"value": sample.value, "low": low, "high": high, "p": p, "n": sample.n, "clusters": sample.clusters}
+    return Difference.model_validate({**values, "design": sample.design, "method": DOCUMENTS, "better": "lower"})
 
 
 def difference_of_questions(pairs: PairedSamples) -> Difference:
@@ -143,20 +152,24 @@ def difference_of_questions(pairs: PairedSamples) -> Difference:
     if pairs.groups or not binary:
         return difference_from_estimate(estimate_of_questions(pairs))
     gained, lost = int((pairs.candidate > pairs.champion).sum()), int((pairs.candidate < pairs.champion).sum())
-    estimate = paired_proportions(gained, lost, len(pairs.candidate))
-    return difference_from_estimate(estimate).model_copy(update={"p": mcnemar(gained, lost), "method": QUESTIONS})
+    wide = widening((pairs.candidate - pairs.champion).tolist(), pairs.clusters)
+    estimate = paired_proportions(gained, lost, len(pairs.candidate), wide)
+    p = mcnemar(gained, lost)
+    if wide.high > 1:
+        p = max(p, normal_p(estimate.value, estimate.stderr / math.sqrt(wide.design) * wide.high))
+    return difference_from_estimate(estimate).model_copy(update={"p": p, "method": QUESTIONS})
 
 
 def estimate_of_questions(pairs: PairedSamples) -> Estimate:
     """Return the mean difference of answers with its standard error."""
-    return mean((pairs.candidate - pairs.champion).tolist(), pairs.groups)
+    return mean((pairs.candidate - pairs.champion).tolist(), pairs.groups, pairs.clusters)
 
 
 def difference_from_estimate(estimate: Estimate) -> Difference:
     """Return the difference with the estimate's interval and a normal p; higher is better."""
-    value, low, high, n = estimate.value, estimate.low, estimate.high, estimate.n
-    p = normal_p(value, estimate.stderr)
-    return Difference(value=value, low=low, high=high, p=p, n=n, method=PAIRED, better="higher")
+    p = normal_p(estimate.value, (estimate.high - estimate.low) / (2 * Z) if estimate.clusters else estimate.stderr)
+    fields = {name: getattr(estimate, name) for name in ("value", "low", "high", "n", "clusters", "design")}
+    return Difference.model_validate({**fields, "p": p, "method": PAIRED, "better": "higher"})
 
 
 def holm_corrected(differences: Mapping[str, Difference]) -> dict[str, Difference]:

@@ -160,7 +160,8 @@ def answer_samples(task: Task, answers: Sequence[GeneratedAnswer]) -> list[Sampl
         if not all(item.judged for item in group):
             continue
         share = pass_at(writing.k, sum(item.right for item in group), writing.samples)
-        samples.append(Sample(task.key, prompt.document, share, 1.0, 0, None, None, prompt.group))
+        cluster = task.clusters.get(prompt.document, "")
+        samples.append(Sample(task.key, prompt.document, share, 1.0, 0, None, None, prompt.group, cluster))
     return samples
 
 
@@ -204,6 +205,7 @@ _SAMPLES_SCHEMA = pa.schema(
         ("picked", pa.int64()),
         ("gold", pa.int64()),
         ("group", pa.string()),
+        ("cluster", pa.string()),
     ]
 )
 
@@ -239,7 +241,7 @@ def score_responses(
     if not rows:
         return {}, []
     digest = hashlib.sha256("\n".join(row["id"] for row in rows).encode()).hexdigest()
-    score = Score.from_estimate(RESPONSES, ratio(bits, sizes), BITS, "lower", digest, None)
+    score = Score.from_estimate(RESPONSES, ratio(bits, sizes), BITS, "lower", digest, None, sum(sizes))
     columns = zip(rows, bits, sizes, tokens, strict=True)
     return {RESPONSES: score}, [Sample(RESPONSES, row["id"], b, s, int(t), None, None) for row, b, s, t in columns]
 

@@ -16,6 +16,11 @@ from herd.llama3.recipe.gates import AbsoluteRule, GateRule, RelativeRule, Score
 from herd.llama3.statistics.significance import DOCUMENTS, LEVEL, Difference, Number, holm
 
 INTEGRITY = "integrity/finite"
+MORE_QUESTIONS = {
+    "eval/arithmetic": "raise evaluate.questions",
+    "eval/continuation": "raise evaluate.documents and evaluate.questions",
+}
+"""Scores whose questions are made, and how to get more. A published set has no more than it has."""
 
 
 class GateScore(Protocol):
@@ -299,14 +304,18 @@ def _compare(
     # Paired: the 95 % bound, or the p, of the difference on the same samples decides.
     worse, _, upper = difference.worse
     n, p = difference.n, ps.get(metric, math.nan)
-    items, remedy = "questions", "raise evaluate.questions"
+    items, remedy = "questions", MORE_QUESTIONS.get(metric, "")
     if difference.method == DOCUMENTS:
         items, remedy = "documents", "raise evaluate.documents or curate.validation_fraction"
     answered = max(score.n, best.n)
     both = f"{n:,} of {answered:,} {items}" if n < answered else f"{n:,} {items}"
+    if difference.clusters > 1:
+        both += f" in {difference.clusters:,} clusters, design effect {difference.design:.1f}"
+    elif difference.clusters == 1:
+        both += " of one source, as if independent"
     reason = f"{text} {_change(rule, best.value, worse, difference, both)}"
     if not math.isfinite(upper) or not math.isfinite(p):
-        return False, f"{reason}; {n} {items} are too few for a 95% interval; {remedy}"
+        return False, f"{reason}; {n} {items} are too few for a 95% interval; {remedy or 'ask more of them'}"
     change = ScoreChange(score.value, best.value, lower, worse, upper, p, len(ps), p < LEVEL, n, items, remedy)
     passed, condition = rule.judge(change)
     return passed, f"{reason}; {condition}"

@@ -5,14 +5,16 @@ Documents are cut, so bits per byte measures their openings and no long-context 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice, zip_longest
+from dataclasses import dataclass, replace
+from itertools import chain, islice, takewhile, zip_longest
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from herd.llama3.data.readers.document import GENERATED
 from herd.llama3.recipe.base import DOMAINS, Domain
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.tokens.documents import read_documents, read_texts
@@ -39,6 +41,8 @@ class ValidationDocument:
     text: str
     language: str = ""
     """ISO 639-1 code; empty if unknown or irrelevant."""
+    cluster: str = ""
+    """What errs together: the web site, repository or file that it is from (`clusters_of`)."""
 
 
 def document_bytes(recipe: Recipe) -> int:
@@ -62,14 +66,54 @@ def read_validation_documents(folder: Path, count: int, size: int) -> list[Valid
         documents = _read(folder, domain, size)
         if domain == "multilingual":
             ids = _ids_by_language(folder, domain, count)
-            chosen += islice((document for document in documents if document.id in ids), len(ids))
+            own = list(islice((document for document in documents if document.id in ids), len(ids)))
         else:
-            chosen += islice(documents, count)
+            own = list(islice(documents, count))
+        clusters = clusters_of([document.cluster for document in own])
+        chosen += [replace(document, cluster=name) for document, name in zip(own, clusters, strict=True)]
     if not chosen:
         raise ValueError(
             f"documents: {folder / 'documents'} has no document with split 'held_out'; raise curate.validation_fraction"
         )
     return chosen
+
+
+# Documents of one web site, repository or file err together, and intervals are too narrow if they count as independent.
+
+REPOSITORIES = ("github.com", "gitlab.com", "bitbucket.org", "codeberg.org", "huggingface.co", "sr.ht")
+"""Web sites of which each `/owner/name` is a cluster."""
+_RECORD = re.compile(r"(:\d+|#\d+)$")
+"""End of the location of a record in a file, or of a part of an installed file."""
+
+
+def clusters_of(urls: Sequence[str]) -> list[str]:
+    """Return the cluster of each document of a domain, given their URLs; empty: the document is its own.
+
+    That of a page is its host, or its repository; of a record, its file; of a generated problem, none. A file that is
+    one document is of the folder in which the paths of these documents part, as repositories lie beside each other, or
+    its own there; an installed one of its package.
+    """
+    clusters = [_cluster(url) for url in urls]
+    paths = [url.split("/") for url in urls]
+    files = [path for path, cluster in zip(paths, clusters, strict=True) if cluster is None]
+    common = sum(1 for _ in takewhile(lambda names: len(set(names)) == 1, zip(*files, strict=False)))
+    return [
+        "/".join(path[: common + 1]) if cluster is None else cluster
+        for path, cluster in zip(paths, clusters, strict=True)
+    ]
+
+
+def _cluster(url: str) -> str | None:
+    """Return the cluster that a URL names; None for a file that is one document."""
+    if re.match("https?://", url):
+        host, _, path = url.split("://", 1)[1].partition("/")
+        host = host.rpartition("@")[2].partition(":")[0].lower().removeprefix("www.")
+        return "/".join([host, *path.split("/")[:2]]) if host in REPOSITORIES else host
+    if not url or url.startswith(GENERATED):
+        return ""
+    if "://" not in url and not url.startswith("/"):
+        return "/".join(url.split("/")[:2])
+    return None if (file := _RECORD.sub("", url)) == url else file
 
 
 def nothing_held_out(recipe: Recipe) -> str:
@@ -82,10 +126,11 @@ def nothing_held_out(recipe: Recipe) -> str:
 
 
 def _read(folder: Path, domain: Domain, size: int) -> Iterator[ValidationDocument]:
-    for rows in read_documents(folder, domain, ["id", "text", "language"], "held_out"):
+    for rows in read_documents(folder, domain, ["id", "text", "language", "url"], "held_out"):
         for row in rows:
             if row["text"]:
-                yield ValidationDocument(row["id"], domain, truncate_utf8(row["text"], size), row["language"] or "")
+                text, language = truncate_utf8(row["text"], size), row["language"] or ""
+                yield ValidationDocument(row["id"], domain, text, language, row["url"] or "")
 
 
 def _ids_by_language(folder: Path, domain: Domain, count: int) -> set[str]:

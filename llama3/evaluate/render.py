@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, islice, product
+from itertools import count, islice, pairwise, product
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from herd.llama3.evaluate.task import TASK_KINDS, Prompt, RenderedRow, Request, Task, WrittenKind
 from herd.llama3.evaluate.task_yaml import DataPaths, Shots, TaskFile, read_bytes
@@ -65,8 +68,34 @@ def render(file: TaskFile, data_paths: DataPaths, most: int | None = None) -> Re
         normalize=file.normalize,
         average=file.average,
         writing=file.writing,
+        clusters=passages({question.id: question.contexts[0] for question in questions}),
     )
     return Rendered(task, sources)
+
+
+PASSAGE_CHARS = 100
+"""Shared beginning of two questions from which they count as being about one passage."""
+
+
+def passages(contexts: Mapping[str, str]) -> dict[str, str]:
+    """Return question -> passage of the questions that share one, given the text of each.
+
+    A passage is a common beginning, PASSAGE_CHARS longer than what a tenth of all questions have in common.
+    """
+    order = sorted(contexts, key=lambda name: (contexts[name], name))
+    if len(order) < 3:
+        return {}
+    shared = np.array([_common(contexts[one], contexts[other]) for one, other in pairwise(order)])
+    many = min(len(shared), max(20, len(order) // 10))
+    of_many = sliding_window_view(shared, many).min(axis=1)  # what each `many` + 1 neighbors share
+    padded = np.concatenate([of_many[:1].repeat(many - 1), of_many, of_many[-1:].repeat(many - 1)])
+    usual = sliding_window_view(padded, many).max(axis=1)
+    same = shared - usual >= PASSAGE_CHARS
+    found: dict[str, str] = {}
+    for place in np.flatnonzero(same).tolist():
+        first = found.setdefault(order[place], order[place])
+        found[order[place + 1]] = first
+    return found
 
 
 def _requests(key: str, file: TaskFile, question: RenderedRow, front: str) -> Iterator[Request]:
@@ -101,6 +130,13 @@ def _read(
     questions = [question for name in file.data for question in by_name[name]]
     pool = (by_name[file.shots.data] if file.shots.data else questions) if file.shots.count else []
     return questions, pool, sources
+
+
+def _common(one: str, other: str) -> int:
+    """Return the length of the common beginning of two texts."""
+    length = min(len(one), len(other))
+    same = np.array(list(one[:length])) == np.array(list(other[:length]))
+    return length if same.all() else int(same.argmin())
 
 
 class FewShotExamples:

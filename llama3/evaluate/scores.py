@@ -22,20 +22,16 @@ import pyarrow.parquet as pq
 
 from herd.llama3.evaluate.suite import (
     BPB,
-    CHECKED_ROWS,
     CORE,
     RESPONSES,
-    check_suite,
     core_score,
     mean_bits_per_byte,
-    recipe_suite,
-    stage_suite_name,
-    with_suite,
 )
 from herd.llama3.evaluate.task import TASK_KINDS, Likelihood, Request, ScoredKind, Task, requests_digest
-from herd.llama3.recipe.gates import matches
+from herd.llama3.recipe.data_schema import few_held_out
 from herd.llama3.recipe.schema import Recipe
-from herd.llama3.statistics.estimates import Estimate, Z, mean, proportion, ratio
+from herd.llama3.statistics.estimates import Estimate, mean, proportion, ratio, widening
+from herd.llama3.statistics.significance import Z
 
 SCORES_FILE = "scores.parquet"
 SAMPLES_FILE = "samples.parquet"
@@ -82,13 +78,41 @@ class Score:
     """Of the task."""
     unjudged: int = 0
     """Questions that are not among `n` because an answer could not be judged right or wrong."""
+    bytes: int = 0
+    """Of the texts behind bits per byte; 0 for other scores."""
+    clusters: int = 0
+    """Web sites, repositories, files or passages behind the `n`; 0: each is its own, 1: not known."""
+    design: float = 1.0
+    """Design effect: the variance over that of independent documents or questions."""
 
     @classmethod
     def from_estimate(
-        cls, key: str, estimate: Estimate, unit: str, better: Better, requests: str, chance: float | None
+        cls,
+        key: str,
+        estimate: Estimate,
+        unit: str,
+        better: Better,
+        requests: str,
+        chance: float | None,
+        size: float = 0,
     ) -> Score:
-        """Return the score called `key` with the value and spread of `estimate`."""
-        return cls(key=key, unit=unit, better=better, requests=requests, chance=chance, **dataclasses.asdict(estimate))
+        """Return the score called `key` with the value and spread of `estimate`; `size` bytes of text are behind it."""
+        spread = dataclasses.asdict(estimate)
+        return cls(key=key, unit=unit, better=better, requests=requests, chance=chance, bytes=round(size), **spread)
+
+    @property
+    def amount(self) -> str:
+        """Documents or questions, the text of documents, and what errs together: `32 (28.1 kB), 9 clusters x1.8`."""
+        text = f"{self.n:,}" + (f" ({self.bytes / 1000:,.1f} kB)" if self.bytes else "")
+        return text + (f", {self.clusters:,} clusters x{self.design:.1f}" if self.clusters > 1 else "")
+
+    @property
+    def scarce(self) -> str:
+        """A line if the documents of a domain are too few to judge a model by; else empty."""
+        if not self.bytes or not self.key.startswith((f"{BPB}/", RESPONSES)):
+            return ""
+        remedy = "raise evaluate.documents or curate.validation_fraction, or add text"
+        return few_held_out(self.key, self.n, self.bytes, remedy)
 
     @property
     def half(self) -> float:
@@ -102,7 +126,7 @@ class Score:
     @property
     def estimate(self) -> Estimate:
         """Value and spread alone."""
-        return Estimate(self.value, self.stderr, self.low, self.high, self.n)
+        return Estimate(self.value, self.stderr, self.low, self.high, self.n, self.clusters, self.design)
 
 
 Scores = Mapping[str, Score]
@@ -129,7 +153,10 @@ def read_scores(folder: Path) -> dict[str, Score]:
     if not path.is_file():
         raise ValueError(f"{folder} holds no {SCORES_FILE}; evaluate the model into it first")
     rows = pq.read_table(path, schema=_SCHEMA).to_pylist()
-    return {row["key"]: Score(**{**row, "unjudged": row["unjudged"] or 0}) for row in rows}
+    return {
+        row["key"]: Score(**{name: value for name, value in row.items() if value is not None or name == "chance"})
+        for row in rows
+    }
 
 
 def read_task_record(folder: Path) -> dict[str, Any]:
@@ -164,6 +191,8 @@ class Sample:
     picked: int | None
     gold: int | None
     group: str = ""
+    cluster: str = ""
+    """What errs with it (`Task.clusters`); empty: nothing else."""
 
 
 def samples(task: Task, likelihoods: Sequence[Likelihood]) -> list[Sample]:
@@ -181,7 +210,9 @@ def samples(task: Task, likelihoods: Sequence[Likelihood]) -> list[Sample]:
         request, tokens = choices[0][0], sum(likelihood.tokens for _, likelihood in choices)
         numerator, denominator, picked = kind.outcome(choices, task.normalize)
         gold = None if picked is None else request.gold
-        items.append(Sample(request.task, document, numerator, denominator, tokens, picked, gold, request.group))
+        cluster = task.clusters.get(document, "")
+        sizes = numerator, denominator, tokens
+        items.append(Sample(request.task, document, *sizes, picked, gold, request.group, cluster))
     return items
 
 
@@ -206,7 +237,8 @@ def gold_samples(task: Task, likelihoods: Sequence[Likelihood]) -> list[Sample]:
         choices = list(group)
         request, likelihood = choices[choices[0][0].gold]
         nll, size, tokens = likelihood.nll, float(request.bytes), likelihood.tokens
-        items.append(Sample(key, document, nll, size, tokens, None, request.gold, request.group))
+        cluster = task.clusters.get(document, "")
+        items.append(Sample(key, document, nll, size, tokens, None, request.gold, request.group, cluster))
     return items
 
 
@@ -232,19 +264,22 @@ def score_samples(task: Task, items: Sequence[Sample]) -> Score:
     was.
     """
     numerators, denominators = [item.numerator for item in items], [item.denominator for item in items]
+    clusters = [item.cluster for item in items]
     unit: str = "accuracy"
     better: Better = "higher"
     if not items:
         estimate = Estimate(math.nan, math.nan, math.nan, math.nan, 0)
     elif TASK_KINDS[task.kind].whole_texts:
-        unit, better, estimate = BITS, "lower", ratio(numerators, denominators)
+        unit, better, estimate = BITS, "lower", ratio(numerators, denominators, clusters)
     elif task.average == "groups":
         estimate = group_mean(items)
     elif task.writing.samples > 1:
-        estimate = _within(ratio(numerators, denominators))
+        estimate = _within(ratio(numerators, denominators, clusters))
     else:
-        estimate = proportion(sum(numerator == 1 for numerator in numerators), len(items))
-    total = Score.from_estimate(task.key, estimate, unit, better, task.digest, task.chance)
+        successes = sum(numerator == 1 for numerator in numerators)
+        estimate = proportion(successes, len(items), widening(numerators, clusters))
+    size = sum(denominators) if unit == BITS else 0
+    total = Score.from_estimate(task.key, estimate, unit, better, task.digest, task.chance, size)
     return dataclasses.replace(total, shots=task.shots, version=task.version, unjudged=task.questions - len(items))
 
 
@@ -253,7 +288,8 @@ def group_mean(items: Sequence[Sample]) -> Estimate:
 
     Without any spread (all right, or all wrong) the interval is Wilson's of all items.
     """
-    estimate = mean([item.numerator for item in items], [item.group for item in items])
+    columns = ([getattr(item, name) for item in items] for name in ("numerator", "group", "cluster"))
+    estimate = mean(*columns)
     if estimate.stderr == 0:
         flat = proportion(round(estimate.value * len(items)), len(items))
         return dataclasses.replace(estimate, low=flat.low, high=flat.high)
@@ -264,9 +300,14 @@ def _within(estimate: Estimate) -> Estimate:
     return dataclasses.replace(estimate, low=max(0.0, estimate.low), high=min(1.0, estimate.high))
 
 
+def _ratio(items: Sequence[Sample]) -> Estimate:
+    columns = ([getattr(item, name) for item in items] for name in ("numerator", "denominator", "cluster"))
+    return ratio(*columns)
+
+
 def gold_score(task: Task, items: Sequence[Sample]) -> Score:
     """Return nats per byte over all of `items`, which are the task's `gold_samples`."""
-    estimate = ratio([item.numerator for item in items], [item.denominator for item in items])
+    estimate = _ratio(items)
     total = Score.from_estimate(gold_key(task.key), estimate, "nats per byte", "lower", task.digest, None)
     return dataclasses.replace(total, shots=task.shots, version=task.version)
 
@@ -286,8 +327,9 @@ def score_table(
     all_samples = [item for task in tasks for item in by_key[task.key]]
 
     def add_bits_per_byte(key: str, items: list[Sample], requests: Sequence[Request]) -> None:
-        estimate = ratio([item.numerator for item in items], [item.denominator for item in items])
-        scores[key] = Score.from_estimate(key, estimate, BITS, "lower", requests_digest(requests), None)
+        estimate = _ratio(items)
+        size = sum(request.bytes for request in requests)
+        scores[key] = Score.from_estimate(key, estimate, BITS, "lower", requests_digest(requests), None, size)
         all_samples.extend(items)
 
     domains = [task for task in tasks if task.key.startswith(f"{BPB}/")]
@@ -308,7 +350,8 @@ def score_table(
     for prefix in (BPB, MACRO) if domains else ():
         assert recipe is not None, "the mix by which domains are weighted"
         estimate = mean_bits_per_byte(recipe, {key: each.estimate for key, each in scores.items()}, prefix)
-        scores[prefix] = Score.from_estimate(prefix, estimate, BITS, "lower", _digest(domains), None)
+        size = sum(scores[task.key].bytes for task in domains)
+        scores[prefix] = Score.from_estimate(prefix, estimate, BITS, "lower", _digest(domains), None, size)
     if counted := [task for task in tasks if task.key in baselines]:
         estimate = core_score([(scores[task.key].estimate, baselines[task.key]) for task in counted])
         total = Score.from_estimate(CORE, estimate, "share above chance", "higher", _digest(counted), 0.0)
@@ -318,51 +361,3 @@ def score_table(
 
 def _digest(tasks: Sequence[Task]) -> str:
     return hashlib.sha256("\n".join(task.digest for task in tasks).encode()).hexdigest()
-
-
-# Whether a recipe's suites can be evaluated and `promote.when` names scores that they produce, from the recipe alone.
-# Scores that depend on the data (`eval/bpb_language/de`) or on the window (`eval/needle/...`) count as possible.
-
-OPEN = (f"{LANGUAGE}/", f"{GOLD}/", "eval/needle")
-"""Prefixes of the scores that the recipe alone does not determine."""
-
-
-def check_evaluation(recipe: Recipe, look: bool = True, rows: int | None = CHECKED_ROWS) -> list[str]:
-    """Return a line for each task that will be left out of a suite that `recipe` names.
-
-    Checks the first `rows` of each data file (None: all), or no file if `look` is False. Raises ValueError, one line
-    per fault, for a suite that cannot be evaluated or a gate rule that matches no score.
-    """
-    champion = stage_suite_name(recipe, "champion")
-    left_out: list[str] = []
-    if look:
-        suites = dict.fromkeys(filter(None, (recipe.evaluate.suite, recipe.evaluate.deferred_suite, champion)))
-        left_out = [line for suite in suites for line in check_suite(with_suite(recipe, suite), rows)]
-    check_rules(with_suite(recipe, champion))
-    return list(dict.fromkeys(left_out))
-
-
-def check_rules(recipe: Recipe) -> None:
-    """Raise ValueError, one line per rule, if a rule of `promote.when` judges no score of the recipe's suite."""
-    known = sorted(possible_scores(recipe))
-    faults = [
-        f"promote.when: {pattern} is not among the scores of suite {recipe.evaluate.suite} ({', '.join(known)}); "
-        "correct the name, or add its task to evaluate.tasks"
-        for pattern in recipe.promote.when
-        if not pattern.startswith(OPEN) and not any(matches(pattern, key) for key in known)
-    ]
-    if faults:
-        raise ValueError("\n".join(faults))
-
-
-def possible_scores(recipe: Recipe) -> set[str]:
-    """Return the scores of an evaluation under `recipe`, except those that depend on its data."""
-    suite = recipe_suite(recipe)
-    tasks = [*suite.built_in, *(planned.name for planned in suite.tasks)]
-    keys = {f"eval/{name}" for name in tasks if name != "bits"}
-    if "bits" in suite.built_in:
-        domains = [domain for domain, sources in recipe.sources.items() if sources]
-        keys |= {BPB, MACRO, *(f"{prefix}/{domain}" for prefix in (BPB, MACRO) for domain in domains)}
-    if recipe.conversations:
-        keys.add(RESPONSES)
-    return keys | ({CORE} if keys - {BPB, MACRO} else set())

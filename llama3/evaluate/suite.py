@@ -298,7 +298,7 @@ def suite_inputs(recipe: Recipe) -> dict[str, str]:
                     files.append(file_sha256(planned.data_paths.uri(name)))
                 except MissingFile:
                     files.append("missing")
-            digest = _sha256([{**definition.model_dump(mode="json"), "data": None}, files])
+            digest = _sha256([definition.model_dump(mode="json", exclude={"data", "questions"}), files])
         digests[f"task.{planned.name}"] = digest
     return digests
 
@@ -317,12 +317,15 @@ def render_recipe_suite(recipe: Recipe, documents: Sequence[ValidationDocument])
     if "bits" in suite.built_in:
         for domain in sorted({document.domain for document in documents}):
             key = f"{BPB}/{domain}"
-            requests = document_requests(key, (d for d in documents if d.domain == domain))
-            tasks.append(Task(key, RollingKind.name, tuple(requests)))
+            own = [document for document in documents if document.domain == domain]
+            clusters = {document.id: document.cluster for document in own}
+            tasks.append(Task(key, RollingKind.name, tuple(document_requests(key, own)), clusters=clusters))
     if "arithmetic" in suite.built_in:
         tasks.append(_arithmetic(count))
     if "continuation" in suite.built_in:
-        tasks.append(Task(CONTINUATION, ChoiceKind.name, tuple(continuation_questions(CONTINUATION, documents, count))))
+        requests = continuation_questions(CONTINUATION, documents, count)
+        clusters = {document.id: document.cluster for document in documents}
+        tasks.append(Task(CONTINUATION, ChoiceKind.name, tuple(requests), clusters=clusters))
     loaded = LoadedSuite(suite, [task for task in tasks if task.requests], {})
     loaded.add(suite.tasks, recipe.evaluate.on_missing_data, recipe.evaluate.limit)
     return loaded

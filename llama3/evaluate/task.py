@@ -11,7 +11,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from string import ascii_uppercase
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
@@ -357,6 +357,8 @@ class Task:
     average: Literal["items", "groups"] = "items"
     """Whether the score is the mean over questions or the mean of the groups' means (MMLU's subjects)."""
     writing: GenerationSettings = field(default_factory=GenerationSettings)
+    clusters: Mapping[str, str] = field(default_factory=dict)
+    """Id of a document or question -> what it errs with, such as its web site or passage; not in the digest."""
 
     @property
     def questions(self) -> int:

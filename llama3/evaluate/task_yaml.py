@@ -63,6 +63,8 @@ class TaskFile(FrozenModel):
     data: list[str] = Field(min_length=1)
     """Files of questions: .jsonl, .json, .parquet, or .txt for `rolling`, all but Parquet also with .gz. Names are
     relative to the recipe's `evaluate.data`, with `./` to the folder of this file; or absolute paths or URIs."""
+    questions: int | None = Field(default=None, ge=1)
+    """Rows of these files as published: what a promotion rule can show is judged by it before they are there."""
     sha256: dict[str, str] = Field(default_factory=dict)
     """File -> SHA-256 (hex) that it must have."""
     preamble: Template = ""
@@ -267,6 +269,11 @@ def _read(uri: str) -> bytes:
     except (OSError, ImportError, ValueError) as error:  # no permission, no such store, no such protocol
         raise ValueError(f"{uri}: cannot be read ({error}); check evaluate.data and the keys of its store") from None
     return data
+
+
+def count_rows(file: TaskFile, data_paths: DataPaths) -> int:
+    """Return the number of questions in the data files of a task. Raises as `read_rows` does."""
+    return sum(len(read_rows(name, data_paths).rows) for name in file.data)
 
 
 def parse_rows(uri: str, data: bytes, split_at: str = "", most: int | None = None) -> list[DataRow]:

@@ -293,6 +293,27 @@ class Benchmark(Section):
     """`drop` documents that alone contain an example to the threshold, or only `report` them."""
 
 
+HELD_OUT_DOCUMENTS, HELD_OUT_BYTES = 10, 20_000
+"""Held-out documents of a domain, and their bytes, below which its score says little about a model."""
+HELD_OUT_CUT = 1024
+"""Bytes of a document that count towards these when it is held out: a model of short sequences scores no more."""
+HELD_OUT_MOST = 3, 10
+"""At most one in this many documents, and bytes, is held out to have so many documents, and then so many bytes."""
+
+
+def few_held_out(
+    of: str, documents: int, size: float, remedy: str = "add text or raise curate.validation_fraction"
+) -> str:
+    """Return a line if `documents` of `size` bytes are too few to judge a model by; "" if they are enough."""
+    if not documents:
+        return f"{of}: no held-out document, so it is not scored; {remedy}"
+    if documents >= HELD_OUT_DOCUMENTS and size >= HELD_OUT_BYTES:
+        return ""
+    amount = f"{documents:,} held-out document{'s' * (documents != 1)} with {size / 1000:,.1f} kB"
+    least = f"{HELD_OUT_DOCUMENTS} with {HELD_OUT_BYTES / 1000:g} kB are the least"
+    return f"{of}: {amount}, too little to judge a model by ({least}); {remedy}"
+
+
 class Curate(Section):
     """How raw documents become training documents. A step runs with its defaults, or not if the default is empty."""
 
@@ -326,7 +347,8 @@ class Curate(Section):
     decontaminate: Annotated[list[Benchmark | Literal["evaluated"]], decides("curated")] = Field(default_factory=list)
     """Evaluation sets to search the documents for; `evaluated`: the data files of the suites that `evaluate` names."""
     validation_fraction: Annotated[Share, decides("curated", "conversations")] = Share.parse("2%")
-    """Share of documents to keep for evaluation and not train on, chosen by a hash of the text."""
+    """Share of documents to keep for evaluation and not train on, chosen by a hash of the text. Of a small
+    domain more are kept: 10 documents, or a third of it, and 20 kB, or a tenth of it."""
 
     @model_validator(mode="after")
     def _overrides(self) -> Self:

@@ -12,6 +12,7 @@ from pydantic import AfterValidator
 
 from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.recipe.units import _Quantity
+from herd.llama3.statistics.significance import Z, normal_pass, usual_margin
 
 _NUMBER = r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)"
 _METRIC = re.compile(r"eval(/[a-z0-9_.*-]+)+")
@@ -69,7 +70,7 @@ class ScoreChange:
     items: str = "questions"
     """What `n` counts: documents or questions."""
     remedy: str = ""
-    """How to get more of them."""
+    """How to get more of them; empty: there are no more."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,10 @@ class GateRule(_Quantity):
                 return rule(float(match[1]) / rule.scale) if match.groups() else rule()
         examples = [repr(rule.example) for rule in GATE_RULES]
         raise ValueError(f"{text!r} is not a rule: write {', '.join(examples[:-1])} or {examples[-1]}")
+
+    def with_bound(self, bound: float) -> GateRule:
+        """Return the rule with another bound, as a recipe writes it: in percent or points."""
+        return type(self)(bound / self.scale)
 
     @property
     def kind(self) -> str:
@@ -131,11 +136,18 @@ class RelativeRule(GateRule):
             return sign * (change.candidate - self.threshold(change.champion, change.lower_is_better)) <= 0, text
         passed = change.upper <= allowance
         if not passed and change.worse < allowance:
+            stderr = (change.upper - change.worse) / Z
+            text += f", which {change.n} {change.items} cannot show"
+            if allowance:
+                text += f" (an equal model passes in {normal_pass(allowance, stderr, 0.0):.0%})"
             # an interval narrows with 1 / sqrt(n): say how many items would show that the difference is allowed
-            half, room, remedy = change.upper - change.worse, allowance - change.worse, change.remedy
-            if half < room * math.sqrt(MAX_ITEMS / change.n):
-                remedy = f"about {math.ceil(change.n * (half / room) ** 2):,} would; {remedy}"
-            text += f", which {change.n} {change.items} cannot show; {remedy}"
+            needed = change.n * (stderr * Z / (allowance - change.worse)) ** 2
+            if change.remedy and needed <= MAX_ITEMS:
+                text += f"; about {math.ceil(needed):,} would"
+            remedy, whole = change.remedy, abs(change.champion) if self.percent else 1.0
+            if not remedy and (margin := usual_margin(stderr / whole)):
+                remedy = f"write {self.with_bound(margin)} for this task, or judge the mean, eval/core"
+            text += f"; {remedy}" if remedy else ""
         return passed, text
 
 
@@ -226,6 +238,11 @@ def assign_rules(patterns: Iterable[str], metrics: Iterable[str]) -> dict[str, l
 
 
 def default_policy() -> dict[str, GateRule]:
-    """Return the default rules: better bits per byte overall, no worse in any domain, no large drop in any task."""
-    policy = {"eval/bpb": "better", "eval/bpb/*": "no worse than 0.5%", "eval/*": "no drop over 5 points"}
+    """Return the default rules: better bits per byte, no worse in any domain, no drop in the mean of the tasks."""
+    policy = {
+        "eval/bpb": "better",
+        "eval/bpb/*": "no worse than 1%",
+        "eval/core": "no drop over 6 points",
+        "eval/*": "no significant drop",
+    }
     return {metric: GateRule.parse(rule) for metric, rule in policy.items()}

@@ -1,4 +1,4 @@
-"""A difference of two models with its interval and p, and Holm's correction.
+"""A difference of two models with its interval and p, Holm's correction, and the power of a margin.
 
 Reading stored decisions loads no numerical library: scipy is imported where a p is computed.
 """
@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from statistics import NormalDist
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, PlainSerializer
 
 LEVEL = 0.05
 """Two-sided level of significance; intervals are 95 %."""
+Z = 1.959963984540054
+"""Two-sided 95 % quantile of the normal distribution."""
 Method = Literal["paired bootstrap over documents", "McNemar", "paired difference"]
 DOCUMENTS: Method = "paired bootstrap over documents"
 QUESTIONS: Method = "McNemar"
@@ -46,6 +49,10 @@ class Difference(BaseModel):
     """Documents or questions that both models answered."""
     method: Method
     better: Literal["lower", "higher"]
+    clusters: int = 0
+    """Of the documents or questions; 0: each is its own, 1: it is not known what errs together."""
+    design: Number = 1.0
+    """Design effect: the variance over that of independent documents or questions."""
 
     @property
     def worse(self) -> tuple[float, float, float]:
@@ -87,3 +94,50 @@ def holm(ps: Mapping[str, float]) -> dict[str, float]:
         largest = max(largest, min(1.0, (len(finite) - rank) * ps[name]))
         adjusted[name] = largest
     return adjusted
+
+
+# Power of a margin: the chance that a difference of a given size passes it, by the size of the sample.
+
+USUAL = 0.8
+"""Least chance to pass that an equal model should have."""
+MARGINS = (0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 10, 12, 15, 20, 25, 30, 40, 50)
+"""Margins to propose, in percent or points."""
+
+
+def questions_pass(margin: float, n: int, drop: float, discordant: float) -> float:
+    """Return the chance that a model which is `drop` worse on `n` questions shows a drop of at most `margin`.
+
+    All are shares; `discordant` is that of questions that only one of the two models answers right. Exact for
+    `estimates.paired_proportions`: k answers differ, binomially, each is a loss with one probability, and for each k
+    the interval allows a largest number of losses.
+    """
+    import numpy as np
+    from scipy import special
+
+    discordant = max(discordant, abs(drop))
+    spread = 6 * math.sqrt(n * discordant * (1 - discordant)) + 6
+    k = np.arange(max(0, int(n * discordant - spread)), min(n, int(n * discordant + spread)) + 1)
+    size, room = n + 2, margin * (n + 2)
+    # losses - gains = x passes if x + Z sqrt(k + 1 - x^2 / size) <= room: below the smaller root of a quadratic
+    curve = Z**2 / size
+    root = np.sqrt(np.maximum(0.0, (1 + curve) * Z**2 * (k + 1) - curve * room**2))
+    losses = np.floor((k + (room - root) / (1 + curve)) / 2 + 1e-9)
+    share = (1 + drop / discordant) / 2 if discordant else 0.5
+    passed = np.where(losses >= k, 1.0, special.bdtr(np.maximum(losses, 0), np.maximum(k, 1), share) * (losses >= 0))
+    chance = special.bdtr(k, n, discordant) - np.where(k > 0, special.bdtr(np.maximum(k - 1, 0), n, discordant), 0.0)
+    return float((chance * passed).sum())
+
+
+def normal_pass(margin: float, stderr: float, worse: float) -> float:
+    """Return the chance that the 95 % bound of a normal difference with mean `worse` is at most `margin`."""
+    return NormalDist().cdf((margin - worse) / stderr - Z)
+
+
+def usual_margin(stderr: float) -> float | None:
+    """Return the smallest of MARGINS, in percent, that an equal model passes `USUAL`ly; None if none is wide enough."""
+    return next((margin for margin in MARGINS if normal_pass(margin / 100, stderr, 0.0) >= USUAL), None)
+
+
+def items_for(margin: float, n: int, stderr: float) -> int:
+    """Return of how many items instead of `n` an equal model passes `margin` `USUAL`ly."""
+    return math.ceil(n * ((Z + NormalDist().inv_cdf(USUAL)) * stderr / margin) ** 2)

@@ -201,7 +201,7 @@ class PairedGains:
     sampling: float
     """Variance of the mean gain due to the choice of documents."""
     n: int
-    """Number of documents or questions; of a mean over domains, the smallest number in any."""
+    """Number of documents or questions, or of their clusters; of a mean over domains, the smallest number in any."""
 
 
 def common_repeats(outcomes: Sequence[RunResult], variant: str, control: str) -> tuple[int, ...]:
@@ -305,9 +305,12 @@ def _paired_gains_of(
     average = differences.mean(axis=0)
     if unit == UNITS["bits per byte"]:
         gains = differences.sum(axis=1) / first.denominators.sum()
-        sampling = ratio(average.tolist(), first.denominators.tolist()).stderr ** 2
+        estimate = ratio(average.tolist(), first.denominators.tolist(), first.clusters)
+        sampling = estimate.stderr**2
     else:
         gains = np.array([mean(row.tolist(), first.groups).value for row in differences / first.denominators])
         # As Agresti and Min add half a question to each side: answers that all agree do not prove that the variants do.
-        sampling = mean((average / first.denominators).tolist(), first.groups).stderr ** 2 + 1 / (len(average) + 2) ** 2
-    return PairedGains(variant, score, unit, numbers, gains, sampling, len(average))
+        estimate = mean((average / first.denominators).tolist(), first.groups, first.clusters)
+        sampling = estimate.stderr**2 + 1 / (len(average) + 2) ** 2
+    units = estimate.clusters if estimate.clusters > 1 else len(average)
+    return PairedGains(variant, score, unit, numbers, gains, sampling, units)

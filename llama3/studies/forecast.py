@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from herd.llama3.statistics.estimates import Z
+from herd.llama3.statistics.significance import Z
 from herd.llama3.studies.results import StudyVerdict
 
 RUNS = 4

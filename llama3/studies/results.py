@@ -39,6 +39,8 @@ class Samples:
     """[n] UTF-8 bytes, or ones."""
     groups: tuple[str, ...] = ()
     """[n] if the score is the mean over groups of their means; else empty."""
+    clusters: tuple[str, ...] = ()
+    """[n] or empty: what errs together, such as the documents of one web site."""
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from herd.llama3.data.mapreduce import hash_threshold
+from herd.llama3.data.mapreduce import held_out_bound
 from herd.llama3.data.readers.files import SourceError
 from herd.llama3.recipe.base import CONVERSATIONS, DOMAINS
 from herd.llama3.recipe.schedule import StageSpan
@@ -45,18 +46,19 @@ conversation inside its sequence; padding is a separate segment without targets.
 def prepare_conversations(recipe: Recipe, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     """Encode the conversations of `recipe`, hold some of them out, and write the packed rest into `folder`.
 
-    `curate.validation_fraction` of them is held out by a hash of roles and contents; repeated ones are dropped. Memory
-    holds the tokens of all conversations. Returns counts: `conversations` and `held_out`, and of the training
-    conversations `turns` (messages of the assistant), `tokens`, `target_tokens`, `dropped` by reason, `sources`,
-    `licenses`, and by sequence length `packing`: sequences, padding, cut and dropped conversations. Raises SourceError
-    for a broken row and sources without a training conversation, ValueError for a tokenizer without the special tokens.
+    `curate.validation_fraction` of them, or the minimum, is held out by a hash of roles and contents; repeated ones are
+    dropped. The sources are read twice, first to choose what is held out. Memory holds the tokens of all conversations.
+    Returns counts: `conversations` and `held_out`, and of the training conversations `turns` (messages of the
+    assistant), `tokens`, `target_tokens`, `dropped` by reason, `sources`, `licenses`, and by sequence length `packing`:
+    sequences, padding, cut and dropped conversations. Raises SourceError for a broken row and sources without a
+    training conversation, ValueError for a tokenizer without the special tokens.
     """
     from herd.llama3.data.readers.conversations import read_conversations  # a trainer reads no source
     from herd.llama3.data.readers.sources import source_names
 
     ids, mask, lengths = array("I"), bytearray(), array("q")
     seen: set[bytes] = set()
-    threshold = hash_threshold(Fraction(recipe.curate.validation_fraction))
+    bound = _held_out_bound(recipe)
     counts = {"conversations": 0, "held_out": 0, "turns": 0, "tokens": 0, "target_tokens": 0, "duplicates": 0}
     sources: dict[str, dict[str, int]] = {}
     licenses: dict[str, int] = {}
@@ -69,7 +71,7 @@ def prepare_conversations(recipe: Recipe, tokenizer: Tokenizer, folder: Path) ->
                     counts["duplicates"] += 1
                     continue
                 seen.add(digest)
-                if int.from_bytes(digest[:8], "little") < threshold:
+                if _draw(digest) < bound:
                     counts["held_out"] += 1
                     held_out.write(
                         json.dumps({"id": digest.hex(), "messages": row.messages}, ensure_ascii=False) + "\n"
@@ -99,6 +101,21 @@ def prepare_conversations(recipe: Recipe, tokenizer: Tokenizer, folder: Path) ->
     write_atomic(folder / NAME, json.dumps({"tokenizer": tokenizer.digest, "packing": packing}, indent=1) + "\n")
     dropped = {"duplicate": counts.pop("duplicates")}
     return {**counts, "dropped": dropped, "sources": sources, "licenses": licenses, "packing": packing}
+
+
+def _held_out_bound(recipe: Recipe) -> int:
+    """Return the draw below which a conversation is held out."""
+    from herd.llama3.data.readers.conversations import read_conversations
+
+    rows = chain.from_iterable(read_conversations(source, recipe.documents_seed) for source in recipe.conversations)
+    draws = sorted({_draw(conversation_digest(row.messages)) for row in rows})
+    share = Fraction(recipe.curate.validation_fraction)
+    # no minimum of bytes: answers are often so short that it would be a large share of them
+    return held_out_bound(share, ((draw, 1, 0, 0) for draw in draws), len(draws), 0, least=0)
+
+
+def _draw(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "little")
 
 
 def conversation_digest(messages: Sequence[Mapping[str, str]]) -> bytes:

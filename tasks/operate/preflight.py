@@ -12,8 +12,8 @@ from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from herd.llama3.evaluate.checks import check_evaluation
 from herd.llama3.evaluate.held_out import nothing_held_out
-from herd.llama3.evaluate.scores import check_evaluation
 from herd.llama3.recipe.data_schema import Curate
 from herd.llama3.recipe.lint import placeholders
 from herd.llama3.recipe.load import RecipeError

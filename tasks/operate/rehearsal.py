@@ -9,7 +9,6 @@ at full size, the run in small, and what that run measured of the data.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -23,12 +22,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from herd.llama3.data.readers.sources import INSTALLED, estimate_text, survey
-from herd.llama3.evaluate.scores import possible_scores
-from herd.llama3.evaluate.suite import ARITHMETIC, CONTINUATION, CORE, stage_suite_name, with_suite
+from herd.llama3.evaluate.checks import expected_sizes, possible_scores, rule_powers
+from herd.llama3.evaluate.suite import CORE, stage_suite_name, with_suite
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.memory import Load
 from herd.llama3.recipe.base import Domain
-from herd.llama3.recipe.gates import AbsoluteRule, AtLeast, AtMost, GateRule, NoDropOver, assign_rules
+from herd.llama3.recipe.gates import AbsoluteRule, AtLeast, AtMost, GateRule, assign_rules
 from herd.llama3.recipe.lint import lint
 from herd.llama3.recipe.load import resolved
 from herd.llama3.recipe.schedule import StageSpan
@@ -282,8 +281,6 @@ def axes_used(placements: Sequence[tuple[Layout, int]]) -> list[str]:
 
 # What a rehearsal finds.
 
-ANSWERED_OTHERWISE = 0.2
-"""Share of questions that two models of one quality answer differently; assumed, as in recipes/quickstart.yaml."""
 LITTLE = 0.2
 """A domain of which less is kept earns a line."""
 
@@ -407,29 +404,15 @@ def gate_findings(recipe: Recipe) -> Iterator[RehearsalFinding]:
     """Yield the rules of `promote.when` that a model as good as the champion fails, or that no model passes."""
     final = with_suite(recipe, stage_suite_name(recipe, "champion"))
     try:
-        scores = possible_scores(final)
+        scores, powers = possible_scores(final), rule_powers(final, expected_sizes(final))
     except ValueError:  # `check_run` reports it
         return
-    built_in, limit = {ARITHMETIC, CONTINUATION}, recipe.evaluate.limit
     for pattern, metrics in assign_rules(recipe.promote.when, scores).items():
         rule = recipe.promote.when[pattern]
         accuracies = [metric for metric in metrics if "bpb" not in metric and metric != CORE]
         if isinstance(rule, AtLeast) and accuracies and rule.bound > 1:
             yield RehearsalFinding(f"promote.when: {pattern}: {rule}: no accuracy is above 1; write at least 0.3")
-        if not isinstance(rule, NoDropOver):
-            continue
-        counts = {metric: recipe.evaluate.questions if metric in built_in else limit for metric in accuracies}
-        for metric, count in counts.items():
-            # The upper end of the paired 95 % interval of models that do not differ must be within the allowance.
-            half = 1.96 * math.sqrt(ANSWERED_OTHERWISE / count) if count else 0.0
-            if count and half > rule.bound:
-                needed = math.ceil(ANSWERED_OTHERWISE * (1.96 / rule.bound) ** 2)
-                name = "questions" if metric in built_in else "limit"
-                yield RehearsalFinding(
-                    f"promote.when: {pattern}: {rule}: {count} questions of {metric} tell two models apart by "
-                    f"{100 * half:.1f} points, so a model as good as the champion is refused; write "
-                    f"evaluate.{name}: {needed}, or a drop over {math.ceil(100 * half)} points"
-                )
+    yield from (RehearsalFinding(warning) for power in powers if (warning := power.warning()))
 
 
 def data_findings(scaled: ScaledRun, store: Store, record: RunRecord) -> Iterator[RehearsalFinding]:

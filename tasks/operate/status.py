@@ -412,6 +412,7 @@ def _scores(evaluation: Artifact) -> list[str]:
         if "/" not in name or name.startswith(("bpb/", "sft/")):
             interval = f" ({bounds})" if (bounds := score.interval(".3f")) else ""
             unjudged = f" [yellow]{score.unjudged} questions not judged[/]" if score.unjudged else ""
-            texts.append(f"{name} {score.value:.3f}{interval}{unjudged}")
+            few = f" [yellow]only {score.n} documents, {score.bytes / 1000:.1f} kB[/]" if score.scarce else ""
+            texts.append(f"{name} {score.value:.3f}{interval}{unjudged}{few}")
     lines = [texts[start : start + SCORES_A_LINE] for start in range(0, len(texts), SCORES_A_LINE)]
     return [f"  {'' if number else 'scores':<10}{'  '.join(line)}" for number, line in enumerate(lines)]

@@ -6,6 +6,7 @@ fetch` downloads what a recipe names elsewhere: see `remote_addresses`.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -30,15 +31,22 @@ from herd.llama3.data.readers.sources import (
     survey,
     text_per_byte,
 )
+from herd.llama3.evaluate.checks import RulePower, check_evaluation, expected_sizes, joint_chance, rule_powers
 from herd.llama3.evaluate.held_out import nothing_held_out
-from herd.llama3.evaluate.scores import check_evaluation
-from herd.llama3.evaluate.suite import all_tasks
+from herd.llama3.evaluate.suite import all_tasks, stage_suite_name, with_suite
 from herd.llama3.evaluate.task_yaml import MissingFile
 from herd.llama3.model.flops import flops_per_token, parameter_count, recipe_vocab_size
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.memory import Load, RankMemory, average_bytes, memory, memory_line
 from herd.llama3.recipe.base import DOMAINS, Domain
-from herd.llama3.recipe.data_schema import Source
+from herd.llama3.recipe.data_schema import (
+    HELD_OUT_BYTES,
+    HELD_OUT_CUT,
+    HELD_OUT_DOCUMENTS,
+    HELD_OUT_MOST,
+    Source,
+    few_held_out,
+)
 from herd.llama3.recipe.lint import PLACEHOLDER, lint, placeholders
 from herd.llama3.recipe.schedule import Schedule, StageSpan
 from herd.llama3.recipe.schema import Recipe
@@ -69,6 +77,8 @@ class RunPlan:
     warnings: list[str]
     sources: list[DomainSurvey]
     conversations: Sequence[ConversationSurvey] = ()
+    gate: Sequence[RulePower] = ()
+    """What the rules of `promote.when` can show."""
 
     def __repr__(self) -> str:  # the last line of a notebook's cell would print the whole recipe
         sizes = f"{tokens(self.parameters)} parameters, {tokens(self.schedule.tokens)} tokens"
@@ -100,8 +110,18 @@ def make_plan(
     vocab_size = tokenizer.vocab_size if tokenizer else recipe_vocab_size(recipe)
     short = [fault for source in sources if (fault := data_shortage(recipe, source, USUAL_TOKENS_PER_BYTE))]
     lacking = [f"evaluate: leaves out {line}" for line in left_out]
-    warnings = [*placeholders(recipe), *lint(recipe), *short, *conversation_shortage(recipe, conversations), *lacking]
-    return RunPlan(recipe, recipe.schedule, vocab_size, [*surroundings, *warnings], sources, conversations)
+    gate = _rule_powers(recipe, sources)
+    weak = [line for power in gate if (line := power.warning())]
+    warnings = [
+        *placeholders(recipe), *lint(recipe), *short, *conversation_shortage(recipe, conversations), *lacking, *weak
+    ]  # fmt: skip
+    return RunPlan(recipe, recipe.schedule, vocab_size, [*surroundings, *warnings], sources, conversations, gate)
+
+
+def _rule_powers(recipe: Recipe, sources: Sequence[DomainSurvey]) -> list[RulePower]:
+    known = {source.domain: held_out(recipe, source)[0] for source in sources if source.complete and not source.name}
+    judged = with_suite(recipe, stage_suite_name(recipe, "champion"))
+    return rule_powers(judged, expected_sizes(judged, is_local(recipe.evaluate.data or ""), known))
 
 
 def survey_and_plan(recipe: Recipe, root: Root) -> RunPlan:
@@ -113,8 +133,27 @@ def survey_and_plan(recipe: Recipe, root: Root) -> RunPlan:
     tokenizer = known_tokenizer(root, recipe)
     chats = survey_chats(recipe, tokenizer, remote=False)
     plan = make_plan(recipe, survey(recipe), survey_evaluation(recipe), chats, tokenizer)
-    unscored = [] if recipe.curate.validation_fraction else [nothing_held_out(recipe)]
-    return replace(plan, warnings=[*_local_faults(recipe), *unscored, *plan.warnings])
+    scarce = scarce_held_out(recipe, plan.sources) if recipe.curate.validation_fraction else [nothing_held_out(recipe)]
+    return replace(plan, warnings=[*_local_faults(recipe), *scarce, *plan.warnings])
+
+
+def held_out(recipe: Recipe, source: DomainSurvey) -> tuple[int, float]:
+    """Return about how many documents and bytes of a source are held out, before curation drops any."""
+    share, documents = recipe.curate.validation_fraction, source.documents
+    if source.name or not share or not source.bytes:
+        return 0, 0.0
+    size = source.bytes / documents
+    enough = math.ceil(HELD_OUT_BYTES / min(size, HELD_OUT_CUT))
+    least = zip((HELD_OUT_DOCUMENTS, enough), HELD_OUT_MOST, strict=True)
+    count = max(round(documents * share), *(min(wanted, documents // most) for wanted, most in least))
+    return count, count * size
+
+
+def scarce_held_out(recipe: Recipe, sources: Sequence[DomainSurvey]) -> list[str]:
+    """Return a line for each domain that is known whole and has too few documents to judge a model by."""
+    known = (source for source in sources if source.complete and not source.name and source.documents)
+    lines = (few_held_out(f"sources.{source.domain}", *held_out(recipe, source)) for source in known)
+    return list(filter(None, lines))
 
 
 def _local_faults(recipe: Recipe) -> list[str]:
@@ -261,6 +300,7 @@ def summary_lines(plan: RunPlan) -> list[str]:
         lines.append(f"start    from {plan.recipe.init_from.path}; {tokens(trained)} tokens are trained here")
     for source in plan.sources:
         lines.append(f"source   {source.title}: {_survey_line(plan.recipe, source)}")
+    lines += _gate_lines(plan.gate)
     lines += copies_lines(plan.recipe)
     for chats in plan.conversations:
         amount = f"{chats.conversations:,} in {chats.messages:,} messages, {format_bytes(chats.bytes)}"
@@ -273,6 +313,18 @@ def summary_lines(plan: RunPlan) -> list[str]:
     return lines
 
 
+def _gate_lines(gate: Sequence[RulePower]) -> list[str]:
+    metrics: dict[str, list[str]] = {}
+    for power in gate:
+        metrics.setdefault(power.describe(), []).append(power.metric)
+    lines = [f"gate     {', '.join(names)}: {text}" for text, names in metrics.items()]
+    if sum(power.is_veto for power in gate) > 1:
+        chances = zip(("better", "equal", "worse"), (-1, 0, 1), strict=True)
+        passes = ", ".join(f"{name} {joint_chance(gate, sign):.0%}" for name, sign in chances)
+        lines.append(f"gate     all of these, `better` aside; passes: {passes}")
+    return lines
+
+
 def _survey_line(recipe: Recipe, source: DomainSurvey) -> str:
     if not source.complete and not source.documents:
         return (
@@ -281,7 +333,9 @@ def _survey_line(recipe: Recipe, source: DomainSurvey) -> str:
     least = "" if source.complete else "at least "
     generated = f", {source.generated / source.bytes:.0%} of it generated problems" if source.generated else ""
     unread = f"; cannot be read: {source.left_out}" if source.left_out else ""
-    return f"{least}{format_bytes(source.bytes)} in {source.documents:,} documents{generated}{unread}"
+    count, size = held_out(recipe, source)
+    kept = f", about {count:,} ({format_bytes(size)}) held out" if count and source.complete else ""
+    return f"{least}{format_bytes(source.bytes)} in {source.documents:,} documents{kept}{generated}{unread}"
 
 
 def plan_document(plan: RunPlan) -> dict[str, Any]:
@@ -318,6 +372,20 @@ def plan_document(plan: RunPlan) -> dict[str, Any]:
                 "tokens_needed": tokens_needed(plan.recipe, source.domain, source.name),
             }
             for source in plan.sources
+        ],
+        "gate": [
+            {
+                "metric": power.metric,
+                "rule": str(power.rule),
+                "n": power.size.n,
+                "shows": power.shows,
+                "passes": {
+                    "better": power.chance(-power.gain),
+                    "equal": power.chance(),
+                    "worse": power.chance(power.gain),
+                },
+            }
+            for power in plan.gate
         ],
         "warnings": plan.warnings,
     }

@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from herd.llama3.data.accounting import FINDINGS, KEPT, unscored_domains
+from herd.llama3.data.accounting import FINDINGS, KEPT, scarce_domains
 from herd.llama3.data.readers.files import NO_LOSS
 from herd.llama3.evaluate.gate import Decision
 from herd.llama3.evaluate.held_out import NGRAM_BPB
 from herd.llama3.evaluate.scores import Score, read_scores
 from herd.llama3.recipe.base import CONVERSATIONS, DOMAINS
+from herd.llama3.recipe.data_schema import few_held_out
 from herd.llama3.recipe.load import to_yaml
 from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
@@ -247,7 +248,7 @@ def _notes(
         stage: artifact.metadata["average"] for stage, artifact in trained.items() if "average" in artifact.metadata
     }
     notes = [f"{stage}: {Choice.model_validate(average)}" for stage, average in averages.items()]
-    notes += unscored_domains(curated) if curated and evaluations else []
+    notes += scarce_domains(curated) if curated and evaluations else []
     for stage, artifact in evaluations.items():
         metadata = artifact.metadata
         notes += [f"{stage}: {task} was left out: {why}" for task, why in metadata.get("skipped", {}).items()]
@@ -255,6 +256,7 @@ def _notes(
         notes += [
             f"{stage}: {count} questions of {key} are {long}" for key, count in metadata.get("too_long", {}).items()
         ]
+        notes += [f"{stage}: {score.scarce}" for score in read_scores(artifact.path).values() if score.scarce]
         vague = "were not judged: they count neither as right nor as wrong, and the gate decides nothing on them"
         notes += [f"{stage}: {count} questions of {key} {vague}" for key, count in metadata.get("unjudged", {}).items()]
     return notes
@@ -380,6 +382,9 @@ def print_sample(folder: Path, recipe: Recipe, console: Console, examples: int, 
         for column in table.columns[:3]:
             column.justify = "right"
         console.print(table)
+        few = few_held_out(domain, documents["held_out"], read["held_out"])
+        if few and recipe.curate.validation_fraction and not rule:
+            console.print(f"  [yellow]{few}[/]")
         lost = sum(row["bytes"] for row in rows if row["step"] == "read" and row["outcome"] not in NO_LOSS)
         if lost > recipe.curate.max_lost * size:
             more = f"more than curate.max_lost {recipe.curate.max_lost}; a run refuses that"

@@ -17,7 +17,7 @@ import pyarrow as pa
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from herd.llama3.data.accounting import unscored_domains
+from herd.llama3.data.accounting import scarce_domains
 from herd.llama3.data.mapreduce import Runner, read_table, run_step, write_table
 from herd.llama3.evaluate.held_out import nothing_held_out
 from herd.llama3.recipe import keys
@@ -120,7 +120,7 @@ def curate_documents(context: Context, collected: Artifact, annotated: Artifact)
     held_out = sum(artifact.metadata["held_out"].values())
     if not held_out and context.reaches("gate", "evaluate"):
         raise ValueError(nothing_held_out(recipe))
-    for line in unscored_domains(artifact.metadata) if recipe.curate.validation_fraction else []:
+    for line in scarce_domains(artifact.metadata) if recipe.curate.validation_fraction else []:
         context.console.log(f"  [yellow]curate: {line}[/]")
     return artifact
 
@@ -235,7 +235,7 @@ def tokenize_documents(context: Context, curated: Artifact, tokenizer: Artifact)
     return artifact
 
 
-CONVERSATIONS_VERSION = 1
+CONVERSATIONS_VERSION = 2
 
 
 @task(name="conversations", cache_policy=NO_CACHE, persist_result=False)

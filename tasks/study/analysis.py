@@ -97,7 +97,9 @@ def outcome(expanded: ExpandedStudy, store: Store, variant: VariantRun, record: 
     checkpoint, evaluation = last_artifacts(store, record, variant.recipe)
     config, vocab_size = read_config(checkpoint.path_of(f"model/{CONFIG}").parent)
     scores = read_scores(evaluation.path_of(SCORES_FILE).parent)
-    table = pq.read_table(evaluation.path_of(SAMPLES_FILE), columns=["key", "id", "numerator", "denominator", "group"])
+    table = pq.read_table(
+        evaluation.path_of(SAMPLES_FILE), columns=["key", "id", "numerator", "denominator", "group", "cluster"]
+    )
     sample_keys = np.array(table["key"].to_pylist())
     samples = {}
     for key in sorted(set(sample_keys.tolist()) & set(scores)):
@@ -108,6 +110,7 @@ def outcome(expanded: ExpandedStudy, store: Store, variant: VariantRun, record: 
             own["numerator"].to_numpy().astype(np.float64),
             own["denominator"].to_numpy().astype(np.float64),
             groups if len(set(groups)) > 1 and not key.startswith("eval/bpb") else (),
+            tuple(name or "" for name in own["cluster"].to_pylist()),
         )
     return RunResult(
         variant=variant.variant.name,

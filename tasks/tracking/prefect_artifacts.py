@@ -252,7 +252,7 @@ def _score_row(score: Score) -> dict[str, Any]:
         "score": score.key.removeprefix(SCORE),
         "value": round(score.value, 4),
         "95 %": score.interval(),
-        "n": f"{score.n}, {score.unjudged} not judged" if score.unjudged else score.n,
+        "n": f"{score.amount}, {score.unjudged} not judged" if score.unjudged else score.amount,
         "chance": "" if score.chance is None else round(score.chance, 4),
         "shots": score.shots,
         "version": score.version,

@@ -90,7 +90,7 @@ def write_documents(folder: Path) -> None:
     """Write held-out documents of one domain as curation does."""
     texts = [f"Page {page}. The tide came at {page % 24}, and the boats with it." for page in range(8)]
     rows = [
-        {"id": f"{place:064x}", "text": text * 9, "domain": "general", "language": "en", "split": "held_out"}
+        {"id": f"{place:064x}", "text": text * 9, "domain": "general", "language": "en", "url": "", "split": "held_out"}
         for place, text in enumerate(texts)
     ]
     folder.mkdir(parents=True)

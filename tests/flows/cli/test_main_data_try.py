@@ -78,6 +78,12 @@ def test_an_outcome_of_several_sources_has_one_line(workspace: Path) -> None:
     assert sum(map(int, counts.values())) == int(general.split()[1])
 
 
+def test_what_holds_out_too_little_to_judge_by_is_named(workspace: Path) -> None:
+    few = "held-out documents with 0.9 kB, too little to judge a model by"
+    assert few in " ".join(ask("sampled.yaml", "--examples", 0).output.split())
+    assert "to judge" not in ask("sampled.yaml", "--set", "curate.validation_fraction=0%", "--examples", 0).output
+
+
 def test_one_rule_is_shown_at_length_and_an_idle_one_is_refused(workspace: Path) -> None:
     found = ask("sampled.yaml", "--rule", "exact_duplicate", "--examples", 1)
     assert found.exit_code == 0, found.output

@@ -15,12 +15,20 @@ from herd.llama3.evaluate.compare import (
 )
 from herd.llama3.evaluate.gate import Evidence, MeasuredScore
 from herd.llama3.recipe.base import DOMAINS
-from herd.llama3.recipe.gates import default_policy
+from herd.llama3.recipe.gates import GateRule
 from herd.llama3.statistics.estimates import combine
 
 MIX = {"general": 0.5, "math": 0.25, "code": 0.17, "multilingual": 0.08}
 LEVEL = {"general": 2.9, "math": 2.4, "code": 3.06, "multilingual": 3.8}
 """Bits per byte of the champion."""
+RULES = {
+    metric: GateRule.parse(rule)
+    for metric, rule in {
+        "eval/bpb": "better",
+        "eval/bpb/*": "no worse than 0.5%",
+        "eval/*": "no drop over 5 points",
+    }.items()
+}
 TASKS = ("arithmetic", "continuation", "copa", "piqa", "mmlu")
 
 
@@ -63,7 +71,7 @@ def evidence(
     for table in tables:
         mean = sum(MIX[domain] * table[f"eval/bpb/{domain}"].value for domain in DOMAINS)
         table["eval/bpb"] = MeasuredScore(value=mean, better="lower", requests="b")
-    return Evidence.from_scores(default_policy(), tables[0], tables[1], holm_corrected(differences))
+    return Evidence.from_scores(RULES, tables[0], tables[1], holm_corrected(differences))
 
 
 def _ratio(pairs: PairedSamples, side: str) -> float:

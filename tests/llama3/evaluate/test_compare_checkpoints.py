@@ -40,6 +40,7 @@ class Workspace:
                 "text": text,
                 "domain": "math",
                 "language": "en",
+                "url": "",
                 "split": "held_out" if place % 3 == 0 else "train",
             }
             for place, text in enumerate(texts)

@@ -27,7 +27,8 @@ from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.gates import GateRule
 from herd.llama3.recipe.load import load_recipe
 from herd.llama3.recipe.schema import Recipe
-from herd.llama3.statistics.estimates import Z, proportion
+from herd.llama3.statistics.estimates import proportion
+from herd.llama3.statistics.significance import Z
 from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer
 
 DOCUMENTS, QUESTIONS = 5, 60

@@ -55,7 +55,8 @@ def paired(metric: str, value: float, half: float, p: float = 0.5) -> dict[str, 
             0.5,
             False,
             "eval/bpb 3.050 is 0.327% better than champion 3.060 (95% -0.65% to 1.3%, 64 documents); allowed 0.5%, "
-            "which 64 documents cannot show; about 90 would; raise evaluate.documents or curate.validation_fraction",
+            "which 64 documents cannot show (an equal model passes in 17%); about 90 would; raise evaluate.documents "
+            "or curate.validation_fraction",
         ),
         (
             "better",

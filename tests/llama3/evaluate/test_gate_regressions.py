@@ -78,7 +78,11 @@ def test_a_drop_within_noise_does_not_pass_where_questions_are_few() -> None:
         assert sum(row.passed for row in rows) < len(rows)
         short = [row.reason for row in rows if not row.passed and row.difference is not None and row.difference > -0.05]
         for reason in short:
-            assert re.search(r"allowed 5 points, which 100 questions cannot show; about [\d,]+ would; raise", reason)
+            assert re.search(
+                r"allowed 5 points, which 100 questions cannot show \(an equal model passes in \d+%\); "
+                r"(about [\d,]+ would; raise evaluate|write no drop over \d+ points for this task, or judge the mean)",
+                reason,
+            )
 
 
 def test_as_many_questions_as_it_says_would_show_it() -> None:
@@ -172,7 +176,10 @@ def test_what_the_documents_cannot_show_is_told_from_what_they_deny() -> None:
         evidence(2, {"code": 0.0}, count=8), rules={"eval/bpb/code": GateRule.parse("no worse than 0.5%")}
     )
     (reason,) = decision.refusals
-    assert "which 8 documents cannot show; about 14 would; raise evaluate.documents" in reason
+    assert (
+        "which 8 documents cannot show (an equal model passes in 18%); about 14 would; raise evaluate.documents"
+        in reason
+    )
 
 
 def test_the_champion_itself_is_accepted_again() -> None:

@@ -32,6 +32,7 @@ def write(folder: Path, domain: str, languages: list[str]) -> None:
             "text": text,
             "language": text.split()[0],
             "split": "held_out",
+            "url": "",
         }
         for text in texts
     ]

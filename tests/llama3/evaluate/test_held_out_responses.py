@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from herd.llama3.evaluate.checks import check_rules
 from herd.llama3.evaluate.distributed import EvalRanks
 from herd.llama3.evaluate.evaluate import score_responses
-from herd.llama3.evaluate.scores import check_rules
 from herd.llama3.evaluate.suite import RESPONSES
 from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.sections import Model

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from herd.llama3.evaluate.scores import check_evaluation, check_rules, possible_scores
+from herd.llama3.evaluate.checks import check_evaluation, check_rules, possible_scores
 from herd.llama3.evaluate.suite import stage_suite_name
 from herd.llama3.recipe.load import load_recipe
 

@@ -9,9 +9,9 @@ import pytest
 from herd.llama3.recipe.load import RecipeError, base_changes, digest, load_recipe, resolved
 
 PUBLISHED = {
-    "llama3-8b": "488316bdf24621e34830edd1aa7bd1d4cdd925f38536ae49a4f98ab19036f7e0",
-    "llama3-70b": "daf922d748d510244f95ca482db2fa4b3c5f408ff481265eff998395de40d4e2",
-    "llama3-405b": "6802136dd36ccc62f968540983bcda2ec8e96ad805959db9607f2cc5ba4e30c3",
+    "llama3-8b": "5048c23e2ede3c3f98d16765952be8cffa386122e79d7951c370672cb47a3b27",
+    "llama3-70b": "22f6faf49e410fbcb6876b1cefe9ad8639dfdd174bb8ca2a5bd2326ea134ed86",
+    "llama3-405b": "8dcb67ef1d56fb35b7015a9691011a0391e93cd1272723767763399ae6b792c5",
 }
 """Digests of the three recipes when each was written out in full."""
 QUICKSTART = Path("recipes/quickstart.yaml")

@@ -195,8 +195,8 @@ WORDS = {
 """Recipe -> the sources that it had when its digests were written down."""
 KNOWN = {
     TINY: "bff290 fd0443 c82fcc aa860c ed8fef a5d9fe 61f13c",
-    Path("recipes/domain-adaptation.yaml"): "75abe0 b0155e 4f3052 d541ef 777c31 326e53 e9aa7a",
-    Path("recipes/quickstart.yaml"): "8e44c6 a30380 d23a07 3d277f ed8fef 83d88c c6fbe1",
+    Path("recipes/domain-adaptation.yaml"): "75abe0 b0155e 4f3052 d541ef 777c31 49843d e9aa7a",
+    Path("recipes/quickstart.yaml"): "8e44c6 a30380 d23a07 3d277f ed8fef 5b6301 c6fbe1",
     Path("recipes/llama3-405b.yaml"): "b5818f b0155e 4f3052 cf5d19 ed8fef 5c3cd8 7cd715",
 }
 """Recipe -> collected, annotated, curated, tokenizer, tokens, evaluation, first stage.

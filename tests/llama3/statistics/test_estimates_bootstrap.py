@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from herd.llama3.statistics.estimates import RESAMPLES, Array, Resampled, Z, combine, interval, ratio, resample
+from herd.llama3.statistics.estimates import RESAMPLES, Array, Resampled, combine, interval, ratio, resample
+from herd.llama3.statistics.significance import Z
 
 
 def pairs(random: np.random.Generator, count: int, change: float = 0.0, spread: float = 0.05) -> tuple[Array, Array]:

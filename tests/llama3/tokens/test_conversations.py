@@ -182,6 +182,13 @@ def test_held_out_and_repeated_conversations_are_not_trained_on(tmp_path: Path) 
     assert again["held_out"] == metadata["held_out"], "a conversation's text decides, not its place"
 
 
+@pytest.mark.parametrize(("count", "held_out"), [(30, 10), (12, 4), (2, 0)])
+def test_a_small_set_of_conversations_is_judged_by_ten_or_a_third(tmp_path: Path, count: int, held_out: int) -> None:
+    curate = {"validation_fraction": "0.001%"}
+    _, metadata = prepared(tmp_path, sft(tmp_path, CHATS[:count], curate=curate, stage={"replay": "0%"}))
+    assert (metadata["held_out"], metadata["conversations"]) == (held_out, count - held_out)
+
+
 def test_what_is_longer_than_a_sequence_is_cut_and_counted(tmp_path: Path) -> None:
     rows = [chat("q", "a" * 200), chat("q" * 200, "a"), chat("q", "a")]
     stream, metadata = prepared(

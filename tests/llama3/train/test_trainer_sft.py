@@ -64,6 +64,7 @@ def tuned(folder: Path, **more: Any) -> Recipe:
     fields: dict[str, Any] = {"stages": [*documents(2), chat], "model": model}
     fields["evaluate"] = {"val_interval": f"{3 * BATCH} tokens"}
     fields["conversations"] = [{"uri": str(folder / "chats.jsonl")}]
+    fields["curate"] = {"validation_fraction": "0%"}
     return recipe(**{**fields, **more})
 
 

@@ -23,6 +23,7 @@ from herd.tasks.plan.recipe import (
     data_shortage,
     make_plan,
     plan_markdown,
+    scarce_held_out,
     stage_rows,
     stage_table,
     summary_lines,
@@ -99,7 +100,7 @@ def test_markdown_and_summary_hold_the_same_facts() -> None:
     plan = make_plan(load_recipe(QUICKSTART), [DomainSurvey("math", 10, 4_000_000, 1_000_000, True)])
     text = plan_markdown(plan)
     assert all(line in text for line in summary_lines(plan))
-    assert "math: 4.0 MB in 10 documents, 25% of it generated problems" in text
+    assert "math: 4.0 MB in 10 documents, about 3 (1.2 MB) held out, 25% of it generated problems" in text
 
 
 def test_tokens_needed_add_up_to_the_run() -> None:
@@ -265,6 +266,9 @@ def test_a_plan_warns_of_local_sources_without_text_and_looks_at_no_others(tmp_p
     unseen = "[{uri: '<folder>/page.txt'}, {uri: 's3://nowhere/none.jsonl'}]"
     plan = survey_and_plan(load_recipe(QUICKSTART, [f"sources.{first}={unseen}", *pages]), root)
     assert "source   math: 7 B in 1 documents" in summary_lines(plan)
+    assert "sources.math: no held-out document, so it is not scored; add text or raise curate.validation_fraction" in (
+        plan.warnings
+    )
     nothing = load_recipe(QUICKSTART, ["curate.validation_fraction=0%"])
     expected = (
         "curate.validation_fraction: 0% holds out no document, and an evaluation scores held-out text; write e.g. 2%"
@@ -273,6 +277,25 @@ def test_a_plan_warns_of_local_sources_without_text_and_looks_at_no_others(tmp_p
     with pytest.raises(RecipeError, match=expected):
         preflight(nothing, Cluster(), root)
     preflight(nothing, Cluster(), root, "tokenize")
+
+
+@pytest.mark.parametrize(
+    ("documents", "size", "complete", "name", "line"),
+    [
+        (38, 3_000_000, True, "", ""),
+        (29, 3_000_000, True, "", "sources.math: 9 held-out documents with 931.0 kB, too little to judge a model by"),
+        (4000, 150_000, True, "", "sources.math: 400 held-out documents with 15.0 kB, too little"),
+        (4000, 250_000, True, "", ""),
+        (3, 100, False, "", ""),
+        (3, 100, True, "gsm", ""),
+    ],
+)
+def test_a_plan_warns_of_a_domain_that_is_too_small_to_judge_by(
+    documents: int, size: int, complete: bool, name: str, line: str
+) -> None:
+    recipe = load_recipe(QUICKSTART, ["curate.validation_fraction=2%"])
+    found = scarce_held_out(recipe, [DomainSurvey("math", documents, size, 0, complete, name)])
+    assert [each[: len(line)] for each in found] == [line] * bool(line)
 
 
 def test_conversations_are_looked_at_before_any_work(tmp_path: Path) -> None:

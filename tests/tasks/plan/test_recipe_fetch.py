@@ -112,7 +112,7 @@ def test_a_recipe_reads_the_copies_and_makes_the_same_artifacts_without_the_hub(
     (damage,) = verify(root).damaged
     assert damage.file.endswith("hosts.txt")
     assert damage.problem == "has another SHA-256; delete it and run herd fetch again"
-    assert "source   general: 41.9 kB in 120 documents" in printed
+    assert "source   general: 41.9 kB in 120 documents, about 12 (4.2 kB) held out" in printed
     commit = hub.commit()[:12]
     assert f"copies   7 of 7 remote addresses in {root.uri}/fetched at {commit}" in printed
     other = load_recipe(Path(TINY), [SOURCES.replace("math/*", "math/0*"), *OTHERS])

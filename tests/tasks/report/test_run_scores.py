@@ -164,7 +164,7 @@ def test_prefect_s_page_of_a_run_shows_intervals() -> None:
         "score": "mmlu",
         "value": 0.3,
         "95 %": "0.219 to 0.396",
-        "n": 100,
+        "n": "100",
         "chance": 0.25,
         "shots": 0,
         "version": 1,
@@ -192,11 +192,26 @@ def test_questions_that_were_not_judged_are_shown(tmp_path: Path) -> None:
     ]
 
 
-def test_a_domain_that_is_not_scored_is_noted(tmp_path: Path) -> None:
-    curated = {"documents": {"general": 9, "math": 12, "code": 0}, "held_out": {"general": 1, "math": 0, "code": 0}}
+def test_a_domain_that_is_scored_on_little_or_not_at_all_is_noted(tmp_path: Path) -> None:
+    held_out = {"general": 10, "math": 1, "code": 0, "multilingual": 0}
+    curated = {
+        "documents": {"general": 90, "math": 12, "code": 3, "multilingual": 0},
+        "held_out": held_out,
+        "held_out_bytes": {domain: 2000 * count for domain, count in held_out.items()},
+    }
     assert _notes({}, {}, curated) == []
-    (note,) = _notes({}, {"anneal": evaluation(tmp_path)}, curated)
-    assert note.startswith("math: no held-out document of 12; it is not scored: ")
+    scores = {
+        key: replace(SCORES["eval/bpb"], key=key, n=n, bytes=size)
+        for key, n, size in (("eval/bpb", 3, 1), ("eval/bpb/code", 9, 50_000), ("eval/bpb/math", 64, 19_999))
+    }
+    few, remedy = "too little to judge a model by (10 with 20 kB are the least)", "raise curate.validation_fraction"
+    both = "raise evaluate.documents or curate.validation_fraction, or add text"
+    assert _notes({}, {"anneal": evaluation(tmp_path, scores)}, curated) == [
+        f"math: 1 held-out document with 2.0 kB, {few}; add text or {remedy}",
+        f"code: no held-out document, so it is not scored; add text or {remedy}",
+        f"anneal: eval/bpb/code: 9 held-out documents with 50.0 kB, {few}; {both}",
+        f"anneal: eval/bpb/math: 64 held-out documents with 20.0 kB, {few}; {both}",
+    ]
 
 
 def evaluation(root: Path, scores: Scores = SCORES, facts: dict[str, object] | None = None) -> Artifact:

@@ -27,18 +27,19 @@ def a_context(until: str, *overrides: str) -> tuple[Any, list[str]]:
 
 def test_nothing_to_score_ends_a_run_that_evaluates_after_curation(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"bytes": {"general": 9, "math": 9}, "documents": {"general": 7, "math": 12}}
-    made: Any = SimpleNamespace(key="a", metadata={**facts, "held_out": {"general": 0, "math": 0}})
+    none = {"general": 0, "math": 0}
+    made: Any = SimpleNamespace(key="a", metadata={**facts, "held_out": none, "held_out_bytes": dict(none)})
     monkeypatch.setattr(data, "ensure_in_scratch", lambda *_: made)
     for until in ("", "promote", "evaluate-anneal", "anneal"):  # main is evaluated too
         with pytest.raises(ValueError, match=r"^curate\.validation_fraction: 5% holds out no document, .*; raise"):
             data.curate_documents.fn(a_context(until)[0], made, made)
-    none, lines = a_context("main", "curate.validation_fraction=0%")
-    data.curate_documents.fn(none, made, made)
+    unscored, lines = a_context("main", "curate.validation_fraction=0%")
+    data.curate_documents.fn(unscored, made, made)
     assert len(lines) == 1, "nothing was to be held out"
-    made.metadata["held_out"]["general"] = 1
+    made.metadata["held_out"]["general"], made.metadata["held_out_bytes"]["general"] = 10, 20_000
     context, lines = a_context("")
     data.curate_documents.fn(context, made, made)
-    told = "math: no held-out document of 12; it is not scored: raise curate.validation_fraction or add text"
+    told = "math: no held-out document, so it is not scored; add text or raise curate.validation_fraction"
     assert "kept general 9 B in 7 documents; math 9 B in 12 documents" in lines[0]
     assert lines[1:] == [f"  [yellow]curate: {told}[/]"]
 

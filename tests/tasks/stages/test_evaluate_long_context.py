@@ -80,7 +80,7 @@ class Workspace:
 
 
 def write_documents(folder: Path) -> None:
-    columns = {"domain": "general", "language": "en", "split": "held_out"}
+    columns = {"domain": "general", "language": "en", "url": "", "split": "held_out"}
     rows = [{"id": hashlib.sha256(text.encode()).hexdigest(), "text": text * 20, **columns} for text in TEXTS]
     folder.mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(sorted(rows, key=lambda row: row["id"])), folder / "general-00000.parquet")
