@@ -68,7 +68,7 @@ def holder(herd: Herd, alias: str) -> str:
 def execute(herd: Herd, client: SyncPrefectClient, flow_run: UUID) -> State:
     """Do what a worker does with a flow run, and return the state in which it leaves it."""
     environment = {**herd.environment, "PREFECT_API_URL": herd.api}
-    printed, _ = Forked("prefect", "flow-run", "execute", str(flow_run), environment=environment).communicate(280)
+    printed, _ = Forked("prefect", "flow-run", "execute", str(flow_run), environment=environment).communicate(560)
     state = client.read_flow_run(flow_run).state
     assert state is not None, printed
     return state
