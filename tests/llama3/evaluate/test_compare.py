@@ -177,3 +177,31 @@ def test_another_table_of_baselines_gives_no_core(recipe: Recipe, tmp_path: Path
 def test_a_folder_without_an_evaluation_is_refused(recipe: Recipe, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no scores"):
         compare(recipe, tmp_path, tmp_path)
+
+
+def test_documents_of_one_site_and_questions_on_one_passage_are_one(recipe: Recipe, tmp_path: Path) -> None:
+    """Ten sites of eight documents each; the candidate is better or worse on whole sites."""
+    random = np.random.default_rng(3)
+    sizes = random.integers(200, 900, 80).astype(float)
+    site = np.repeat(np.arange(10), 8)
+    champion = 3 * sizes
+    candidate = champion * (1 + 0.02 * random.standard_normal(10)[site])
+    right = np.where(site == 6, 1.0, np.where(np.isin(site, [1, 4]), 0.0, random.random(80) < 0.5))
+    flipped = np.where(np.isin(site, [1, 4, 6]), 1 - right, right)
+    folders = {}
+    for name, bits, answers in (("candidate", candidate, flipped), ("champion", champion, right)):
+        folder = Folder().bits("eval/bpb/math", bits, sizes).answers("eval/copa", answers)
+        folders[name] = folder.write(tmp_path / f"{name}-alone")
+        named = [f"site-{site[int(sample.id)]}" for sample in folder.samples]
+        pairs = zip(folder.samples, named, strict=True)
+        folder.samples = [dataclasses.replace(sample, cluster=cluster) for sample, cluster in pairs]
+        folders[f"{name}-sites"] = folder.write(tmp_path / name)
+    alone = compare(recipe, folders["candidate"], folders["champion"])
+    sites = compare(recipe, folders["candidate-sites"], folders["champion-sites"])
+    for key in ("eval/bpb", "eval/bpb/math", "eval/copa"):
+        assert (alone[key].clusters, alone[key].design) == (0, 1.0)
+        assert sites[key].clusters == 10
+        assert sites[key].design > 3
+        assert sites[key].value == alone[key].value
+        assert sites[key].high - sites[key].low > 1.7 * (alone[key].high - alone[key].low)
+        assert sites[key].p > alone[key].p
