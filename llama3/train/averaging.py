@@ -91,13 +91,13 @@ def select_weights(state: TrainState, span: StageSpan, validator: Validator | No
         return None
     if validator is None:
         return Choice(rule=str(rule), kept="average")
-    last, last_bits = validator.scores()[metrics.HELD_OUT], validator.document_bits()
+    last_bits = validator.document_bits()
     with torch.no_grad():
         for name, parameter in state.parameters.items():
             parameter.copy_(state.sum[name] / state.averaged)
-    average = validator.scores()[metrics.HELD_OUT]
-    shares = validator.recipe.first_mix
-    low, high = validator.sequences.compare(validator.document_bits(), last_bits, shares)
+    average_bits = validator.document_bits()
+    average, last = (validator.scores(bits)[metrics.HELD_OUT] for bits in (average_bits, last_bits))
+    low, high = validator.sequences.compare(average_bits, last_bits, validator.recipe.first_mix)
     known = math.isfinite(low) and math.isfinite(high)
     kept: KeptWeights = "last" if span.stage.select == "best" and known and low > 0 else "average"
     ends = {"low": low, "high": high} if known else {}

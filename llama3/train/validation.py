@@ -35,8 +35,8 @@ if TYPE_CHECKING:  # the supervising process works without torch
     Nll = Callable[[LocalBatch], Tensor | None]
 
 FILE = "held-out.safetensors"
-BYTES, DOCUMENT_BYTES = "bytes", "document_bytes"
-COLUMNS = ("tokens_BS", "targets_BS", "documents_BS", "domains_BS")
+DOCUMENT_BYTES = "document_bytes"
+COLUMNS = ("tokens_BS", "targets_BS", "documents_BS", "numbers_BS")
 NO_TARGET = -100
 """herd.llama3.model.loss.NO_TARGET, torch's own choice."""
 FORWARD = 1 / 3
@@ -60,15 +60,13 @@ class ValidationSequences:
     """Held-out documents, packed into the sequences of a batch."""
 
     columns: dict[str, np.ndarray]
-    """The fields of a TokenBatch, int64[N, S] each."""
-    bytes: dict[Domain, int]
-    """UTF-8 bytes of the scored tokens of each domain."""
+    """The fields of a TokenBatch, int64[N, S] each, but the number of the document for the domain; for what fills a
+    sequence, how many documents there are."""
     document_bytes: list[tuple[int, int]]
-    """Index in DOMAINS and bytes of each document, in the order of the sequences."""
+    """Index in DOMAINS and UTF-8 bytes of the scored tokens of each document, in the order of the sequences."""
 
     def write(self, folder: Path) -> None:
-        counts = {BYTES: json.dumps(self.bytes), DOCUMENT_BYTES: json.dumps(self.document_bytes)}
-        write_atomic(folder / FILE, save(self.columns, counts))
+        write_atomic(folder / FILE, save(self.columns, {DOCUMENT_BYTES: json.dumps(self.document_bytes)}))
 
     @classmethod
     def read(cls, folder: Path) -> ValidationSequences | None:
@@ -76,16 +74,18 @@ class ValidationSequences:
         if not (folder / FILE).is_file():
             return None
         with safe_open(folder / FILE, framework="np") as file:
-            counts, documents = (json.loads(file.metadata()[name]) for name in (BYTES, DOCUMENT_BYTES))
-            columns = {name: file.get_tensor(name) for name in COLUMNS}
-            return cls(columns, counts, [(domain, size) for domain, size in documents])
+            documents = json.loads(file.metadata()[DOCUMENT_BYTES])
+            return cls(
+                {name: file.get_tensor(name) for name in COLUMNS}, [(domain, size) for domain, size in documents]
+            )
 
-    def numbers(self) -> np.ndarray:
-        """Return the number of the document of each token, int64[N, S]; of what fills a sequence, one more."""
-        targets, documents = self.columns["targets_BS"], self.columns["documents_BS"]
-        last = np.where(targets != NO_TARGET, documents, -1).max(axis=1, keepdims=True)
-        first = np.cumsum(last + 1, axis=0) - (last + 1)
-        return np.where(targets != NO_TARGET, first + documents, len(self.document_bytes))
+    @property
+    def bytes(self) -> dict[Domain, int]:
+        """UTF-8 bytes of the scored tokens of each domain."""
+        counts: dict[Domain, int] = {}
+        for index, size in self.document_bytes:
+            counts[DOMAINS[index]] = counts.get(DOMAINS[index], 0) + size
+        return counts
 
     def compare(self, bits: np.ndarray, other: np.ndarray, shares: Mapping[Domain, Share]) -> tuple[float, float]:
         """Return the 95 % interval of how many bits per byte `bits` are above `other`, paired by document.
@@ -113,34 +113,30 @@ def pack_sequences(
     """Pack `documents` into sequences of `seq_len` tokens; a longer document is truncated, none is split."""
     sequences: list[list[tuple[list[int], int]]] = []
     room = 0
-    counts: dict[Domain, int] = {}
     sizes: list[tuple[int, int]] = []
     for document in documents:
         ids = [tokenizer.begin, *tokenizer.encode(document.text)][: seq_len + 1]
         domain = next(name for name in DOMAINS if name == document.domain)
-        size = sum(len(tokenizer.base[token]) for token in ids[1:])
-        counts[domain] = counts.get(domain, 0) + size
-        sizes.append((DOMAINS.index(domain), size))
+        sizes.append((DOMAINS.index(domain), sum(len(tokenizer.base[token]) for token in ids[1:])))
         if len(ids) - 1 > room:
             sequences.append([])
             room = seq_len
-        sequences[-1].append((ids, DOMAINS.index(domain)))
+        sequences[-1].append((ids, len(sizes) - 1))
         room -= len(ids) - 1
     packed_N4S = []
     for sequence in sequences:
         columns: list[list[int]] = [[], [], [], []]
-        for number, (ids, domain_index) in enumerate(sequence):
+        for place, (ids, number) in enumerate(sequence):
             size = len(ids) - 1
-            for column, values in zip(
-                columns, (ids[:-1], ids[1:], [number] * size, [domain_index] * size), strict=True
-            ):
+            for column, values in zip(columns, (ids[:-1], ids[1:], [place] * size, [number] * size), strict=True):
                 column += values
-        for column, filler in zip(columns, (0, NO_TARGET, len(sequence), 0), strict=True):  # a document without targets
+        fillers = (0, NO_TARGET, len(sequence), len(sizes))  # a document without targets
+        for column, filler in zip(columns, fillers, strict=True):
             column += [filler] * (seq_len - len(column))
         packed_N4S.append(columns)
     packed = np.array(packed_N4S, np.int64)
     columns_NS = {name: np.ascontiguousarray(packed[:, n]) for n, name in enumerate(COLUMNS)}
-    return ValidationSequences(columns_NS, counts, sizes)
+    return ValidationSequences(columns_NS, sizes)
 
 
 def validation_interval(recipe: Recipe, tokens: int) -> int:
@@ -178,13 +174,9 @@ class Validator(Callback):
         count = math.ceil(total / dp.size / unit) * unit
         padding = 0, -seq_len % world.layout.pieces, 0, count * dp.size - total
         share = slice(dp.rank * count, (dp.rank + 1) * count)
-        fillers = zip(COLUMNS, (0, NO_TARGET, seq_len, 0), strict=True)
-        columns = {
-            name: F.pad(torch.from_numpy(sequences.columns[name]), padding, value=n)[share] for name, n in fillers
-        }
-        self.batch = local_batch(TokenBatch(**columns), world)
-        numbers = F.pad(torch.from_numpy(sequences.numbers()), padding, value=len(sequences.document_bytes))[share]
-        self.by_document = local_batch(TokenBatch(**{**columns, "domains_BS": numbers}), world)
+        fillers = zip(COLUMNS, (0, NO_TARGET, seq_len, len(sequences.document_bytes)), strict=True)
+        columns = [F.pad(torch.from_numpy(sequences.columns[name]), padding, value=n)[share] for name, n in fillers]
+        self.batch = local_batch(TokenBatch(*columns), world)
 
     def due(self, step: Step) -> bool:
         """Return whether the documents are scored after `step`: past multiples of the interval, and at `always`."""
@@ -196,13 +188,15 @@ class Validator(Callback):
             result.metrics.update(self.scores())
             result.metrics[metrics.HELD_OUT_S] = time.perf_counter() - began
 
-    def scores(self) -> dict[str, float]:
-        """Return the metrics of the present weights. Every process calls it."""
-        from herd.llama3.train.train_step import tally
-
-        nll_D = self.world.sum(tally(self.nll(self.batch), self.batch, self.world))[:, 0].tolist()
-        bits = {domain: nll_D[DOMAINS.index(domain)] / math.log(2) for domain in self.sequences.bytes}
-        bpb = {domain: bits[domain] / count for domain, count in self.sequences.bytes.items() if count}
+    def scores(self, bits: np.ndarray | None = None) -> dict[str, float]:
+        """Return the metrics of the present weights, or those of the `document_bits`. Every process calls it."""
+        bits = self.document_bits() if bits is None else bits
+        of_domain = np.array([index for index, _ in self.sequences.document_bytes])
+        bpb = {
+            domain: float(bits[of_domain == DOMAINS.index(domain)].sum()) / count
+            for domain, count in self.sequences.bytes.items()
+            if count
+        }
         mix = self.recipe.first_mix
         weights = {domain: float(mix.get(domain, 0)) for domain in bpb}
         total = math.fsum(weights.values())
@@ -216,5 +210,5 @@ class Validator(Callback):
         from herd.llama3.train.train_step import tally
 
         count = len(self.sequences.document_bytes)
-        nll_D = self.world.sum(tally(self.nll(self.by_document), self.by_document, self.world, count + 1))[:count, 0]
+        nll_D = self.world.sum(tally(self.nll(self.batch), self.batch, self.world, count + 1))[:count, 0]
         return nll_D.cpu().numpy() / math.log(2)

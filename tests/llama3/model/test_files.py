@@ -182,7 +182,7 @@ def test_a_limit_of_the_disk_is_an_error_of_the_system_with_the_file(tmp_path: P
         with pytest.raises(OSError, match=r"File too large.*part") as raised:
             write_weights(tmp_path, [("a", torch.zeros(1 << 12))])
         assert raised.value.errno == errno.EFBIG
-        rows = ValidationSequences({"tokens": np.zeros((8, 1 << 10), np.int64)}, {}, [])
+        rows = ValidationSequences({"tokens": np.zeros((8, 1 << 10), np.int64)}, [])
         with pytest.raises(OSError, match="File too large"):
             rows.write(tmp_path)
     finally:

@@ -146,7 +146,7 @@ def test_two_scores_are_compared_document_by_document() -> None:
     """Documents differ by far more than the two sets of weights do."""
     random = np.random.default_rng(1)
     sizes = [(number % 4, int(random.integers(50, 90))) for number in range(40)]
-    held = ValidationSequences({}, {}, sizes)
+    held = ValidationSequences({}, sizes)
     shares = {domain: Share.parse("25%") for domain in DOMAINS}
     bits = np.array([size * random.uniform(2, 6) for _, size in sizes])
     noise = np.array([size * random.normal(0, 0.05) for _, size in sizes])
@@ -158,9 +158,9 @@ def test_two_scores_are_compared_document_by_document() -> None:
     changed = np.where(np.arange(40) % 4 == 0, bits + noise + better, 9e9)
     only_first = held.compare(changed, bits, {DOMAINS[0]: shares["math"]})
     assert 0 < only_first[0] < 0.1 < only_first[1], "other domains do not count"
-    few = ValidationSequences({}, {}, sizes[:8]).compare(bits[:8], bits[:8] - noise[:8], shares)
+    few = ValidationSequences({}, sizes[:8]).compare(bits[:8], bits[:8] - noise[:8], shares)
     assert not all(map(math.isfinite, few))
-    assert not all(map(math.isfinite, ValidationSequences({}, {}, sizes).compare(bits, bits, {})))
+    assert not all(map(math.isfinite, ValidationSequences({}, sizes).compare(bits, bits, {})))
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     again = ValidationSequences.read(tmp_path)
     assert again is not None
     assert (again.bytes, again.document_bytes) == (held.bytes, held.document_bytes)
-    numbers, count = again.numbers(), len(held.document_bytes)
+    numbers, count = again.columns["numbers_BS"], len(held.document_bytes)
     targets = again.columns["targets_BS"] != NO_TARGET
     assert numbers[~targets].tolist() == [count] * int((~targets).sum())
     sizes = np.bincount(numbers[targets], minlength=count)
