@@ -25,7 +25,8 @@ from benchmarks.rows import GATE_TARGETS, Row, measured, rows_of
 from herd.llama3.evaluate.checks import BITS_GAIN, DISCORDANT, GAIN, SPREAD, SampleSize, core_baselines, expected_sizes
 from herd.llama3.evaluate.compare import (
     PairedSamples,
-    difference_from_estimate,
+    core_difference,
+    difference_of_answers,
     difference_of_documents,
     documents_difference,
 )
@@ -35,8 +36,8 @@ from herd.llama3.recipe.gates import GateRule, default_policy
 from herd.llama3.recipe.load import load_recipe
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.sections import Evaluate
-from herd.llama3.statistics.estimates import combine, interval, normal, paired_proportions, resample, weighted_mean
-from herd.llama3.statistics.significance import QUESTIONS, Difference, mcnemar
+from herd.llama3.statistics.estimates import combine, interval, paired_proportions, resample
+from herd.llama3.statistics.significance import Difference
 
 RESAMPLES = 400
 LEVEL = 3.0
@@ -113,13 +114,11 @@ class MadeUpPairs:
                 shares = [(DISCORDANT + points) / 2, (DISCORDANT - points) / 2, 1 - DISCORDANT]
                 gained, lost, _ = map(int, random.multinomial(size.n, shares))
                 answers[key] = paired_proportions(gained, lost, size.n)
-                update = {"p": mcnemar(gained, lost), "method": QUESTIONS}
-                differences[key] = difference_from_estimate(answers[key]).model_copy(update=update)
+                differences[key] = difference_of_answers(gained, lost, size.n)
         weights = [float(self.recipe.first_mix.get(key.removeprefix(f"{BPB}/"), 0)) for key in drawn]  # type: ignore[call-overload]
         differences[BPB] = documents_difference(combine(list(drawn.values()), weights))
-        scales = {key: 1 / (1 - base) for key, base in core_baselines(recipe_suite(self.recipe), answers).items()}
-        scaled = [normal(answers[key].value * s, answers[key].stderr * s, answers[key].n) for key, s in scales.items()]
-        differences[CORE] = difference_from_estimate(weighted_mean(scaled, [1.0] * len(scaled)))
+        baselines = core_baselines(recipe_suite(self.recipe), answers)
+        differences[CORE] = core_difference([(answers[key], base) for key, base in baselines.items()])
         ours, theirs = {}, {}
         for key, difference in differences.items():
             level = LEVEL if difference.better == "lower" else 0.5

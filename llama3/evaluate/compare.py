@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +21,12 @@ from herd.llama3.evaluate.scores import BITS, MACRO, SAMPLES_FILE, Scores, read_
 from herd.llama3.evaluate.suite import BPB, CORE
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.statistics.estimates import (
+    INDEPENDENT,
     RESAMPLES,
+    ClusterEffect,
     Estimate,
     Resampled,
+    cluster_effect,
     combine,
     interval,
     mean,
@@ -32,7 +35,6 @@ from herd.llama3.statistics.estimates import (
     ratio,
     resample,
     weighted_mean,
-    widening,
 )
 from herd.llama3.statistics.significance import DOCUMENTS, PAIRED, QUESTIONS, Difference, Z, holm, mcnemar, normal_p
 
@@ -85,12 +87,10 @@ def compare(recipe: Recipe, candidate: Path, champion: Path) -> dict[str, Differ
         change = (paired.candidate - paired.champion).tolist()
         estimate = ratio(change, paired.denominators.tolist(), paired.clusters)
         differences[key] = difference_from_estimate(estimate).model_copy(update={"better": "lower"})
-    # eval/core averages (accuracy - baseline) / (1 - baseline); of its difference only the scale 1 - baseline remains
     counted = [(key, tasks[key]["baseline"]) for key in sorted(questions.keys() & tasks.keys())]
     estimates = [(estimate_of_questions(questions[key]), base) for key, base in counted if base is not None]
     if estimates and record["baselines"] == read_task_record(champion)["baselines"]:
-        scaled = [normal(item.value / (1 - base), item.stderr / (1 - base), item.n) for item, base in estimates]
-        differences[CORE] = difference_from_estimate(weighted_mean(scaled, [1.0] * len(scaled)))
+        differences[CORE] = core_difference(estimates)
     return holm_corrected(differences)
 
 
@@ -152,12 +152,25 @@ def difference_of_questions(pairs: PairedSamples) -> Difference:
     if pairs.groups or not binary:
         return difference_from_estimate(estimate_of_questions(pairs))
     gained, lost = int((pairs.candidate > pairs.champion).sum()), int((pairs.candidate < pairs.champion).sum())
-    wide = widening((pairs.candidate - pairs.champion).tolist(), pairs.clusters)
-    estimate = paired_proportions(gained, lost, len(pairs.candidate), wide)
-    p = mcnemar(gained, lost)
-    if wide.high > 1:
-        p = max(p, normal_p(estimate.value, estimate.stderr / math.sqrt(wide.design) * wide.high))
+    effect = cluster_effect((pairs.candidate - pairs.champion).tolist(), pairs.clusters)
+    return difference_of_answers(gained, lost, len(pairs.candidate), effect)
+
+
+def difference_of_answers(gained: int, lost: int, n: int, effect: ClusterEffect = INDEPENDENT) -> Difference:
+    """Return the difference of right answers to `n` questions, of which only one model answered `gained` and `lost`."""
+    estimate, p = paired_proportions(gained, lost, n, effect), mcnemar(gained, lost)
+    if effect.width > 1:
+        p = max(p, normal_p(estimate.value, estimate.stderr / math.sqrt(effect.design) * effect.width))
     return difference_from_estimate(estimate).model_copy(update={"p": p, "method": QUESTIONS})
+
+
+def core_difference(estimates: Sequence[tuple[Estimate, float]]) -> Difference:
+    """Return the difference of `eval/core` from those of its tasks, each with its baseline.
+
+    It averages (accuracy - baseline) / (1 - baseline); of a difference only the scale 1 - baseline remains.
+    """
+    scaled = [normal(item.value / (1 - base), item.stderr / (1 - base), item.n) for item, base in estimates]
+    return difference_from_estimate(weighted_mean(scaled, [1.0] * len(scaled)))
 
 
 def estimate_of_questions(pairs: PairedSamples) -> Estimate:

@@ -30,7 +30,7 @@ from herd.llama3.evaluate.suite import (
 from herd.llama3.evaluate.task import TASK_KINDS, Likelihood, Request, ScoredKind, Task, requests_digest
 from herd.llama3.recipe.data_schema import few_held_out
 from herd.llama3.recipe.schema import Recipe
-from herd.llama3.statistics.estimates import Estimate, mean, proportion, ratio, widening
+from herd.llama3.statistics.estimates import Estimate, cluster_effect, mean, proportion, ratio
 from herd.llama3.statistics.significance import Z
 
 SCORES_FILE = "scores.parquet"
@@ -277,7 +277,7 @@ def score_samples(task: Task, items: Sequence[Sample]) -> Score:
         estimate = _within(ratio(numerators, denominators, clusters))
     else:
         successes = sum(numerator == 1 for numerator in numerators)
-        estimate = proportion(successes, len(items), widening(numerators, clusters))
+        estimate = proportion(successes, len(items), cluster_effect(numerators, clusters))
     size = sum(denominators) if unit == BITS else 0
     total = Score.from_estimate(task.key, estimate, unit, better, task.digest, task.chance, size)
     return dataclasses.replace(total, shots=task.shots, version=task.version, unjudged=task.questions - len(items))

@@ -61,19 +61,25 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float], clusters: 
             f"a ratio of {len(y)} numerators and {len(x)} denominators that sum to {x.sum():g}: "
             "give at least one item, one denominator each, and a sum above 0"
         )
-    value = float(y.sum() / x.sum())
-    n = len(y)
+    value, size = float(y.sum() / x.sum()), float(x.sum())
     residuals = y - value * x
-    spread = _spread(residuals, float(x.sum()))
-    index = cluster_index(clusters)
+    return _sampled(value, _spread(residuals, size), residuals, size, clusters)
+
+
+def _sampled(value: float, stderr: float, residuals: Array, size: float, clusters: Sequence[str]) -> Estimate:
+    """Return the estimate with the standard error of independent items, or that of clusters if it is the wider.
+
+    The `residuals` over `size` are what each item adds to the error of `value`.
+    """
+    index, n = cluster_index(clusters), len(residuals)
     if index is None:
-        return normal(value, spread, n)
+        return normal(value, stderr, n)
     sums = np.bincount(index, residuals).astype(np.float64)
     if len(sums) == 1:
-        return dataclasses.replace(normal(value, spread, n), clusters=1)
-    wider = max(spread, _spread(sums, float(x.sum())))
+        return dataclasses.replace(normal(value, stderr, n), clusters=1)
+    wider = max(stderr, _spread(sums, size))
     half = student_quantile(len(sums) - 1) * wider
-    design = (wider / spread) ** 2 if spread else 1.0
+    design = (wider / stderr) ** 2 if stderr else 1.0
     return Estimate(value, wider, value - half, value + half, n, len(sums), design)
 
 
@@ -96,35 +102,46 @@ def student_quantile(dof: float) -> float:
     return -float(special.stdtrit(dof, LEVEL / 2))
 
 
-def widening(values: Sequence[float], clusters: Sequence[str]) -> Estimate:
-    """Return 1 with the number of clusters, the design effect of the mean of `values`, and as `high` the width of its
-    interval over that of independent items."""
+@dataclass(frozen=True)
+class ClusterEffect:
+    """What clusters do to the mean of items, as in Estimate."""
+
+    clusters: int = 0
+    design: float = 1.0
+    width: float = 1.0
+    """Of the interval, over that of independent items."""
+
+    def apply(self, estimate: Estimate) -> Estimate:
+        """Return an estimate of independent items, whose interval has this width already, with the clusters' spread."""
+        stderr = estimate.stderr * math.sqrt(self.design)
+        return dataclasses.replace(estimate, stderr=stderr, clusters=self.clusters, design=self.design)
+
+
+INDEPENDENT = ClusterEffect()
+
+
+def cluster_effect(values: Sequence[float], clusters: Sequence[str]) -> ClusterEffect:
+    """Return what `clusters` do to the mean of `values`."""
     estimate = ratio(values, [1.0] * len(values), clusters)
     half = Z * estimate.stderr / math.sqrt(estimate.design)
-    factor = max(1.0, (estimate.high - estimate.low) / 2 / half) if estimate.clusters and half > 0 else 1.0
-    return dataclasses.replace(estimate, value=1.0, low=1.0, high=factor)
+    width = max(1.0, (estimate.high - estimate.low) / 2 / half) if estimate.clusters and half > 0 else 1.0
+    return ClusterEffect(estimate.clusters, estimate.design, width)
 
 
-def proportion(successes: int, n: int, wide: Estimate | None = None) -> Estimate:
-    """Return successes / n with sqrt(p (1 - p) / n) and Wilson's 95 % interval, for clusters as `widening` says.
+def proportion(successes: int, n: int, effect: ClusterEffect = INDEPENDENT) -> Estimate:
+    """Return successes / n with sqrt(p (1 - p) / n) and Wilson's 95 % interval, with the `effect` of clusters.
 
     Wilson (1927), JASA 22:209-212: unlike p +- 1.96 stderr it keeps its coverage and a width near 0 and 1.
     Raises ValueError unless 0 <= successes <= n and n >= 1.
     """
     if not (n >= 1 and 0 <= successes <= n):
         raise ValueError(f"{successes} successes of {n}: a proportion needs 0 <= successes <= n and n >= 1")
-    share, size = successes / n, n / (wide.high**2 if wide else 1.0)
+    share, size = successes / n, n / effect.width**2
     scale = 2 * (size + Z**2)  # not by scipy.stats, which every rank of an evaluation would import for 0.9 s
     center = (2 * size * share + Z**2) / scale
     half = Z / scale * math.sqrt(4 * size * share * (1 - share) + Z**2)
     low, high = center - half if successes else 0.0, center + half if successes < n else 1.0
-    plain = Estimate(share, math.sqrt(share * (1 - share) / n), low, high, n)
-    return _clustered(plain, wide) if wide else plain
-
-
-def _clustered(plain: Estimate, wide: Estimate) -> Estimate:
-    stderr = plain.stderr * math.sqrt(wide.design)
-    return dataclasses.replace(plain, stderr=stderr, clusters=wide.clusters, design=wide.design)
+    return effect.apply(Estimate(share, math.sqrt(share * (1 - share) / n), low, high, n))
 
 
 def weighted_mean(parts: Sequence[Estimate], weights: Sequence[float]) -> Estimate:
@@ -163,34 +180,24 @@ def mean(values: Sequence[float], groups: Sequence[str] = (), clusters: Sequence
     squares = np.bincount(group, (y - means[group]) ** 2)
     spreads = np.where(sizes > 1, squares / np.maximum(1, sizes - 1), squares.sum() / (len(y) - len(sizes)))
     value, stderr = float(means.mean()), math.sqrt(float((spreads / sizes).sum())) / len(sizes)
-    index = cluster_index(clusters)
-    if index is None or len(set(index.tolist())) == 1:
-        return normal(value, stderr, len(y))
-    sums = np.bincount(index, (y - means[group]) / sizes[group] / len(sizes)).astype(np.float64)
-    wider = max(stderr, _spread(sums, 1.0))
-    half = student_quantile(len(sums) - 1) * wider
-    return Estimate(
-        value, wider, value - half, value + half, len(y), len(sums), (wider / stderr) ** 2 if stderr else 1.0
-    )
+    return _sampled(value, stderr, (y - means[group]) / sizes[group], float(len(sizes)), clusters)
 
 
-def paired_proportions(gained: int, lost: int, n: int, wide: Estimate | None = None) -> Estimate:
+def paired_proportions(gained: int, lost: int, n: int, effect: ClusterEffect = INDEPENDENT) -> Estimate:
     """Return the difference of two shares of right answers to the same n questions with Agresti and Min's interval.
 
-    For clusters of questions it is wider, as `widening` of the differences says.
-
     `gained` are right only in the first, `lost` only in the second. Half a question is added to each cell of the table
-    (Agresti and Min 2005, Statistics in Medicine 24:729-740), so the interval has a width if all answers agree.
+    (Agresti and Min 2005, Statistics in Medicine 24:729-740), so the interval has a width if all answers agree;
+    `effect` is that of clusters of questions on the differences.
     Raises ValueError unless gained + lost <= n and n >= 1.
     """
     if not (n >= 1 and min(gained, lost) >= 0 and gained + lost <= n):
         raise ValueError(f"{gained} gained and {lost} lost of {n} questions: they must be counts within them")
     more, fewer, size = gained + 0.5, lost + 0.5, n + 2
     center = (more - fewer) / size
-    half = (wide.high if wide else 1.0) * Z * math.sqrt(more + fewer - (more - fewer) ** 2 / size) / size
+    half = effect.width * Z * math.sqrt(more + fewer - (more - fewer) ** 2 / size) / size
     stderr = math.sqrt(gained + lost - (gained - lost) ** 2 / n) / n
-    plain = Estimate((gained - lost) / n, stderr, max(-1.0, center - half), min(1.0, center + half), n)
-    return _clustered(plain, wide) if wide else plain
+    return effect.apply(Estimate((gained - lost) / n, stderr, max(-1.0, center - half), min(1.0, center + half), n))
 
 
 # The studentized bootstrap of a ratio over documents (Efron and Tibshirani, An Introduction to the Bootstrap, 1993,

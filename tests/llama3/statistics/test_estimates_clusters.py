@@ -13,6 +13,7 @@ from scipy import stats
 from herd.llama3.statistics.estimates import (
     Array,
     Z,
+    cluster_effect,
     combine,
     interval,
     mean,
@@ -21,7 +22,6 @@ from herd.llama3.statistics.estimates import (
     ratio,
     resample,
     weighted_mean,
-    widening,
 )
 
 SHARES = [0.5, 0.25, 0.17, 0.08]
@@ -60,8 +60,8 @@ def test_what_shares_nothing_is_independent(clusters: list[str]) -> None:
     assert ratio(y.tolist(), x.tolist(), clusters) == ratio(y.tolist(), x.tolist())
     assert mean((y > 5).tolist(), (), clusters) == mean((y > 5).tolist())
     right = (y > 5).astype(float).tolist()
-    assert proportion(12, 30, widening(right, clusters)) == proportion(12, 30)
-    assert paired_proportions(4, 9, 30, widening(right, clusters)) == paired_proportions(4, 9, 30)
+    assert proportion(12, 30, cluster_effect(right, clusters)) == proportion(12, 30)
+    assert paired_proportions(4, 9, 30, cluster_effect(right, clusters)) == paired_proportions(4, 9, 30)
     ours, theirs = resample(y, x, 7, 100, clusters), resample(y, x, 7, 100)
     assert np.array_equal(ours.shifts, theirs.shifts)
     assert (ours.stderr, ours.clusters, ours.design) == (theirs.stderr, 0, 1.0)
@@ -83,7 +83,7 @@ def test_copies_of_a_document_add_nothing() -> None:
     right = (y > 5).astype(float)
     many = np.repeat(right, 10).tolist()
     successes = int(sum(many))
-    wide = proportion(successes, 200, widening(many, names(np.repeat(np.arange(20), 10))))
+    wide = proportion(successes, 200, cluster_effect(many, names(np.repeat(np.arange(20), 10))))
     few = proportion(successes // 10, 20)
     assert wide.high - wide.low == pytest.approx(few.high - few.low, rel=0.12)
     assert (wide.low, wide.high) != (proportion(successes, 200).low, proportion(successes, 200).high)
