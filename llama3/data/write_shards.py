@@ -146,7 +146,7 @@ def write_documents(runner: Runner, job: CurationJob) -> list[str]:
         held_out = pa.array([bounds[domain] for domain in sizes], pa.uint64())
         counts = {"domain": list(sizes), "files": list(map(files_for, sizes.values())), "held_out": held_out}
         write_table(pa.table(counts), job.file(COUNTS, 0))
-    files = _counts(job, "files")
+    files = _counts(job).files
     documents = _documents(job, files)
     run_step(runner, job, documents.step(), map_documents, range(len(job.shards)))
     documents.merge(runner, job)
@@ -198,10 +198,18 @@ def _may_be_held_out(job: CurationJob, domain: Domain, documents: pa.Table) -> N
     return ~np.isin(documents["source_index"].to_numpy(), job.recipe.places_apart(domain))
 
 
-def _counts(job: CurationJob, column: str) -> dict[Domain, int]:
-    """Return how many `files` the job writes of each domain, in their order, or its bound of `held_out`."""
-    counts = read_table(job.file(COUNTS, 0))
-    return dict(zip(counts["domain"].to_pylist(), counts[column].to_pylist(), strict=True))
+class OutputCounts(NamedTuple):
+    """What is decided of each domain before any is written, in the order of the files."""
+
+    files: dict[Domain, int]
+    held_out: dict[Domain, int]
+    """Draw below which a document is held out."""
+
+
+def _counts(job: CurationJob) -> OutputCounts:
+    table = read_table(job.file(COUNTS, 0)).to_pydict()
+    columns = (table[name] for name in OutputCounts._fields)
+    return OutputCounts(*(dict(zip(table["domain"], column, strict=True)) for column in columns))
 
 
 def _output_file(files: dict[Domain, int], item: int) -> OutputFile:
@@ -220,7 +228,7 @@ def map_documents(job: CurationJob, index: int) -> None:
     """Finish the documents of a shard that no stage dropped, send them to their files, and write WRITTEN for them."""
     from herd.llama3.data.dedup.lines import bad_lines  # imports numba
 
-    domain, files, bounds = job.shards[index].domain, _counts(job, "files"), _counts(job, "held_out")
+    domain, (files, bounds) = job.shards[index].domain, _counts(job)
     survivors = job.survivors(index, "end", ("row", "topic", "rank"))
     bad = bad_lines(job, index)
     rows, done = survivors["row"].to_numpy(), 0
@@ -244,7 +252,7 @@ def map_documents(job: CurationJob, index: int) -> None:
 
 def write_file(job: CurationJob, item: int) -> None:
     """Write one curated file."""
-    files = _counts(job, "files")
+    files = _counts(job).files
     table = _documents(job, files).read(job, item)
     table = table.take(pc.sort_indices(table, sort_keys=[("id", "ascending"), ("url", "ascending")]))
     heads = pc.utf8_slice_codeunits(table["id"], 0, 8).to_numpy(zero_copy_only=False).astype(str)

@@ -53,10 +53,8 @@ def check_evaluation(recipe: Recipe, look: bool = True, rows: int | None = CHECK
     if look:
         suites = dict.fromkeys(filter(None, (recipe.evaluate.suite, recipe.evaluate.deferred_suite, champion)))
         left_out = [line for suite in suites for line in check_suite(with_suite(recipe, suite), rows)]
-    judged = with_suite(recipe, champion)
-    check_rules(judged)
-    powers = rule_powers(judged, expected_sizes(judged, look))
-    if faults := [power.warning() for power in powers if power.refuses_all]:
+    check_rules(with_suite(recipe, champion))
+    if faults := [power.warning() for power in gate_powers(recipe, look) if power.refuses_all]:
         raise ValueError("\n".join(faults))
     return list(dict.fromkeys(left_out))
 
@@ -186,6 +184,12 @@ def rule_powers(recipe: Recipe, sizes: Mapping[str, SampleSize]) -> list[RulePow
                 fits = (Better, NoWorseThan) if size.items == "documents" else (NoDropOver,)
                 powers += [RulePower(metric, rule, size)] if isinstance(rule, fits) else []
     return powers
+
+
+def gate_powers(recipe: Recipe, look: bool = True, held_out: Mapping[Domain, int] | None = None) -> list[RulePower]:
+    """Return the power of the rules of `promote.when` on the suite that the gate judges; see `expected_sizes`."""
+    judged = with_suite(recipe, stage_suite_name(recipe, "champion"))
+    return rule_powers(judged, expected_sizes(judged, look, held_out))
 
 
 def joint_chance(powers: Sequence[RulePower], sign: int) -> float:

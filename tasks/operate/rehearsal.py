@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from herd.llama3.data.readers.sources import INSTALLED, estimate_text, survey
-from herd.llama3.evaluate.checks import expected_sizes, possible_scores, rule_powers
+from herd.llama3.evaluate.checks import gate_powers, possible_scores
 from herd.llama3.evaluate.suite import CORE, stage_suite_name, with_suite
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.parallel.memory import Load
@@ -404,7 +404,7 @@ def gate_findings(recipe: Recipe) -> Iterator[RehearsalFinding]:
     """Yield the rules of `promote.when` that a model as good as the champion fails, or that no model passes."""
     final = with_suite(recipe, stage_suite_name(recipe, "champion"))
     try:
-        scores, powers = possible_scores(final), rule_powers(final, expected_sizes(final))
+        scores, powers = possible_scores(final), gate_powers(recipe)
     except ValueError:  # `check_run` reports it
         return
     for pattern, metrics in assign_rules(recipe.promote.when, scores).items():

@@ -31,9 +31,9 @@ from herd.llama3.data.readers.sources import (
     survey,
     text_per_byte,
 )
-from herd.llama3.evaluate.checks import RulePower, check_evaluation, expected_sizes, joint_chance, rule_powers
+from herd.llama3.evaluate.checks import RulePower, check_evaluation, gate_powers, joint_chance
 from herd.llama3.evaluate.held_out import nothing_held_out
-from herd.llama3.evaluate.suite import all_tasks, stage_suite_name, with_suite
+from herd.llama3.evaluate.suite import all_tasks
 from herd.llama3.evaluate.task_yaml import MissingFile
 from herd.llama3.model.flops import flops_per_token, parameter_count, recipe_vocab_size
 from herd.llama3.parallel.layout import Layout
@@ -120,8 +120,7 @@ def make_plan(
 
 def _rule_powers(recipe: Recipe, sources: Sequence[DomainSurvey]) -> list[RulePower]:
     known = {source.domain: held_out(recipe, source)[0] for source in sources if source.complete and not source.name}
-    judged = with_suite(recipe, stage_suite_name(recipe, "champion"))
-    return rule_powers(judged, expected_sizes(judged, is_local(recipe.evaluate.data or ""), known))
+    return gate_powers(recipe, is_local(recipe.evaluate.data or ""), known)
 
 
 def survey_and_plan(recipe: Recipe, root: Root) -> RunPlan:

@@ -14,10 +14,10 @@ from herd.llama3.evaluate.checks import (
     RulePower,
     check_evaluation,
     expected_sizes,
+    gate_powers,
     joint_chance,
     rule_powers,
 )
-from herd.llama3.evaluate.suite import stage_suite_name, with_suite
 from herd.llama3.recipe.load import load_recipe
 from herd.llama3.statistics.estimates import paired_proportions
 from herd.llama3.statistics.significance import USUAL, questions_pass
@@ -27,9 +27,7 @@ SHIPPED = sorted(path for path in Path("recipes").glob("*.yaml"))
 
 
 def powers(path: Path, *overrides: str, look: bool = False) -> dict[str, RulePower]:
-    recipe = load_recipe(path, list(overrides))
-    judged = with_suite(recipe, stage_suite_name(recipe, "champion"))
-    return {power.metric: power for power in rule_powers(judged, expected_sizes(judged, look))}
+    return {power.metric: power for power in gate_powers(load_recipe(path, list(overrides)), look)}
 
 
 @pytest.mark.parametrize("n", [1, 7, 32, 38, 100])

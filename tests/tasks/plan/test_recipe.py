@@ -4,13 +4,17 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
+from herd.llama3.data.mapreduce import held_out_bound
 from herd.llama3.data.readers.conversations import ConversationSurvey
 from herd.llama3.data.readers.sources import DomainSurvey
 from herd.llama3.evaluate import suite
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.recipe.base import DOMAINS
+from herd.llama3.recipe.data_schema import HELD_OUT_BYTES, HELD_OUT_CUT
 from herd.llama3.recipe.load import RecipeError, load_recipe
 from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
@@ -21,6 +25,7 @@ from herd.tasks.operate.preflight import check_run, layout_faults, preflight
 from herd.tasks.plan.recipe import (
     conversation_shortage,
     data_shortage,
+    held_out,
     make_plan,
     plan_markdown,
     scarce_held_out,
@@ -296,6 +301,17 @@ def test_a_plan_warns_of_a_domain_that_is_too_small_to_judge_by(
     recipe = load_recipe(QUICKSTART, ["curate.validation_fraction=2%"])
     found = scarce_held_out(recipe, [DomainSurvey("math", documents, size, 0, complete, name)])
     assert [each[: len(line)] for each in found] == [line] * bool(line)
+
+
+@given(st.integers(1, 3000), st.integers(1, 5000), st.sampled_from(["0.5%", "2%", "20%"]))
+def test_a_plan_holds_out_as_many_as_curation_does(documents: int, size: int, share: str) -> None:
+    """With documents of one size and evenly spread draws."""
+    recipe = load_recipe(QUICKSTART, [f"curate.validation_fraction={share}"])
+    draws = [2**64 * place // documents for place in range(documents)]
+    rows = [(draw, 1, size, min(size, HELD_OUT_CUT)) for draw in draws]
+    bound = held_out_bound(recipe.curate.validation_fraction, rows, documents, documents * size, HELD_OUT_BYTES)
+    survey = DomainSurvey("math", documents, documents * size, 0, complete=True)
+    assert held_out(recipe, survey)[0] == pytest.approx(sum(draw < bound for draw in draws), abs=1)
 
 
 def test_conversations_are_looked_at_before_any_work(tmp_path: Path) -> None:
