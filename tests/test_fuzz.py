@@ -40,7 +40,7 @@ from herd.storage.artifact import ArtifactSpec, Manifest
 from herd.storage.digests import digest_bytes
 from herd.storage.lease import LeaseRecord
 from herd.tasks.cluster import load_cluster
-from herd.tasks.models.serve import ChatRequest, CompletionRequest
+from herd.tasks.models.openai_api import ChatRequest, CompletionRequest
 
 CASES, MANY_CASES = 100, int(os.environ.get("HERD_FUZZ_CASES", "10000"))
 SECONDS_A_MB, LEAST_S, PARQUET_S = 1.0, 1.0, 6.0

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from herd.llama3.evaluate.generate import Dice, ModelRunner, Sampler
+from herd.llama3.evaluate.generate import Dice, ModelRunner, Sampler, TokenLikelihood
 from herd.llama3.model.attention import AttentionMask
 from herd.llama3.model.files import load_model, open_model
 from herd.llama3.model.param_table import param_row
@@ -230,6 +230,11 @@ class SplitRunner:
     def read(self, tokens: Sequence[int], known: int, capacity: int) -> None:
         self._send("read", tokens, known, capacity)
 
+    def score(self, tokens: Sequence[int], known: int, capacity: int, top: int) -> list[TokenLikelihood]:
+        self._send("score", tokens, known, capacity, top)
+        scores: list[TokenLikelihood] = self._receive()
+        return scores
+
     def join(self, capacity: int, rows: int) -> None:
         self._send("join", capacity, rows)
 
@@ -247,6 +252,11 @@ class SplitRunner:
         self._send("pick", sampler, rows, drawn, read, ranks=1)
         picked: list[int] = self._receive()
         return picked
+
+    def likelihoods(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLikelihood]:
+        self._send("likelihoods", rows, tokens, top, ranks=1)
+        scores: list[TokenLikelihood] = self._receive()
+        return scores
 
     def clear(self) -> None:
         if self._failure is None:
@@ -292,7 +302,7 @@ def run_rank(caller: Connection) -> NoReturn:
             while True:
                 name, *arguments = caller.recv()
                 answer = getattr(runner, name)(*arguments)
-                if name == "pick":
+                if answer is not None and world.is_rank0:
                     caller.send(answer)
         except (EOFError, ConnectionError):  # the caller has ended
             pass

@@ -4,7 +4,7 @@ Prompts are read one after another, sharing their common beginning in the KV cac
 together, and finished ones leave the batch. Each text has its own random generator, so no text depends on the others
 beyond rounding. `engine` decodes texts that come and go while it runs.
 
-Shapes: B texts, S tokens, D model, V vocabulary.
+Shapes: B texts, S tokens, C of a chunk, K likeliest tokens, D model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import codecs
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from herd.llama3.model.transformer import Transformer
 from herd.llama3.parallel.memory import CACHED, DECODED
 from herd.llama3.recipe.sections import Model
 from herd.llama3.tokens.tokenizer import Tokenizer
+
+LOGITS = 2**26
+"""Most logits of positions that are not the last, computed at a time: 256 MiB of fp32."""
 
 
 class Dice(Protocol):
@@ -353,6 +356,29 @@ class IncrementalDecoder:
         self.tokens: list[int] = []
         """The sequence that was read last."""
 
+    def score(self, tokens: Sequence[int], known: int, top: int) -> list[TokenLikelihood]:
+        """Return the likelihoods of `tokens` after the first `known` + 1, and read all but the last.
+
+        The first `known` tokens are those of the sequence that was read last.
+        """
+        self.cache.cut(known)
+        self.tokens = list(tokens[:-1])
+        new_S, next_S = (torch.tensor(part, device=self.device) for part in (tokens[known:-1], tokens[known + 1 :]))
+        comms, top = self._model.comms, min(top, self._model.vocab_size)
+
+        def every_position(hidden_BSD: Tensor, weight_VD: Tensor) -> Tensor:
+            size = max(1, LOGITS // self._model.vocab_size)
+            chunks = zip(torch.split(hidden_BSD[0], size), torch.split(next_S, size), strict=True)
+            return torch.cat(
+                [_ranked(comms.all_gather_logits(F.linear(h_CD, weight_VD)), n_C, top) for h_CD, n_C in chunks]
+            )
+
+        mask = self.cache.visible(len(new_S), self.device)
+        output: Tensor = self._model(new_S.unsqueeze(0), mask, head=every_position)
+        return _likelihoods(
+            comms.from_last_stage(output, (len(new_S), 1 + 2 * top), torch.float64), tokens[known + 1 :]
+        )
+
     def read(self, tokens: Sequence[int]) -> Tensor:
         """Return the logits [1, V] of the token after `tokens`, which are one or more."""
         pairs = enumerate(zip(self.tokens, tokens, strict=False))
@@ -361,6 +387,34 @@ class IncrementalDecoder:
         self.cache.cut(known)
         self.tokens = list(tokens)
         return next_logits(self._model, self.cache, torch.tensor([self.tokens[known:]], device=self.device))
+
+
+class TokenLikelihood(NamedTuple):
+    """How likely a token was after those before it, among all tokens and at temperature 1."""
+
+    token: int
+    logprob: float
+    """Nats, 0 or less."""
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens and theirs, the likeliest first."""
+
+
+def _ranked(logits_SV: Tensor, tokens_S: Tensor, top: int) -> Tensor:
+    """Return [S, 1 + 2K] in fp64: the log-probability of each token, those of the K likeliest, and their ids."""
+    wide = torch.promote_types(logits_SV.dtype, torch.float32)  # as the loss
+    logprobs_SV = logits_SV.to(wide).log_softmax(-1)
+    own_S1 = logprobs_SV.gather(1, tokens_S.unsqueeze(1))
+    top_SK, ids_SK = logprobs_SV.topk(top)
+    return torch.cat([own_S1.double(), top_SK.double(), ids_SK.double()], 1)
+
+
+def _likelihoods(ranked: Tensor, tokens: Sequence[int]) -> list[TokenLikelihood]:
+    """Return the rows of `_ranked`."""
+    top = ranked.shape[1] // 2
+    return [
+        TokenLikelihood(token, own, tuple(zip(map(int, rest[top:]), rest[:top], strict=True)))
+        for token, (own, *rest) in zip(tokens, ranked.tolist(), strict=True)
+    ]
 
 
 def next_logits(model: Transformer, cache: Cache, tokens_BS: Tensor) -> Tensor:
@@ -398,6 +452,13 @@ class Runner(Protocol):
         """
         ...
 
+    def score(self, tokens: Sequence[int], known: int, capacity: int, top: int) -> list[TokenLikelihood]:
+        """Read all of `tokens` but the last, as `read` does; return the likelihoods of all but the first.
+
+        Each with the `top` likeliest tokens in its place.
+        """
+        ...
+
     def join(self, capacity: int, rows: int) -> None:
         """Add what was read to the batch, whose cache grows as `BatchCache.join` says."""
         ...
@@ -414,6 +475,10 @@ class Runner(Protocol):
         self, sampler: Sampler, rows: Sequence[int], dice: Sequence[Dice], tokens: Sequence[Sequence[int]]
     ) -> list[int]:
         """Return the next token of each of `rows`, as `Sampler.pick` does, after the last `read` or `decode`."""
+        ...
+
+    def likelihoods(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLikelihood]:
+        """Return those of the tokens that `pick` has returned for `rows`."""
         ...
 
     def clear(self) -> None:
@@ -438,10 +503,12 @@ class ModelRunner:
         self._empty_batch()
 
     def read(self, tokens: Sequence[int], known: int, capacity: int) -> None:
-        if capacity:
-            self._decoder = IncrementalDecoder(self.model, capacity)
-        assert self._decoder is not None
-        self._logits_BV = self._decoder.read([*self._decoder.tokens[:known], *tokens])
+        decoder = self._decoder_for(capacity)
+        self._logits_BV = decoder.read([*decoder.tokens[:known], *tokens])
+
+    def score(self, tokens: Sequence[int], known: int, capacity: int, top: int) -> list[TokenLikelihood]:
+        decoder = self._decoder_for(capacity)
+        return decoder.score([*decoder.tokens[:known], *tokens], known, top)
 
     def join(self, capacity: int, rows: int) -> None:
         assert self._decoder is not None
@@ -460,8 +527,12 @@ class ModelRunner:
     def pick(
         self, sampler: Sampler, rows: Sequence[int], dice: Sequence[Dice], tokens: Sequence[Sequence[int]]
     ) -> list[int]:
-        whole = len(rows) == len(self._logits_BV)
-        return sampler.pick(self._logits_BV if whole else self._logits_BV[rows], dice, tokens)
+        return sampler.pick(self._logits_of(rows), dice, tokens)
+
+    def likelihoods(self, rows: Sequence[int], tokens: Sequence[int], top: int) -> list[TokenLikelihood]:
+        logits_BV = self._logits_of(rows)
+        picked_B = torch.tensor(tokens, device=logits_BV.device)
+        return _likelihoods(_ranked(logits_BV, picked_B, min(top, self.vocab_size)), tokens)
 
     def clear(self) -> None:
         self._decoder = None
@@ -469,6 +540,15 @@ class ModelRunner:
 
     def failure(self) -> Exception | None:
         return None
+
+    def _decoder_for(self, capacity: int) -> IncrementalDecoder:
+        if capacity:
+            self._decoder = IncrementalDecoder(self.model, capacity)
+        assert self._decoder is not None
+        return self._decoder
+
+    def _logits_of(self, rows: Sequence[int]) -> Tensor:
+        return self._logits_BV if len(rows) == len(self._logits_BV) else self._logits_BV[list(rows)]
 
     def _empty_batch(self) -> None:
         self.batch = BatchCache()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from herd.llama3.evaluate.distributed import EvalRanks
+from herd.llama3.evaluate.generate import LOGITS
 from herd.llama3.evaluate.task import Likelihood, Request
 from herd.llama3.model.attention import AttentionMask
 from herd.llama3.model.comms import Comms
@@ -247,8 +248,6 @@ BUDGETS = {"cpu": BatchLimits(POSITIONS["cpu"], 16384)}
 BUDGET_ELSEWHERE = BatchLimits(POSITIONS["cuda"], 131072)
 TOGETHER = 256
 """Batches of all replicas between two exchanges of results; a killed evaluation repeats as many."""
-LOGITS = 2**26
-"""Logits computed at a time to find the largest: 256 MiB of fp32."""
 
 
 class ScoringTokenizer(Protocol):

@@ -61,8 +61,8 @@ class Comms(Protocol):
         """
         ...
 
-    def from_last_stage(self, output: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Return the `output` of the last pipeline stage, of the given shape, on every stage."""
+    def from_last_stage(self, output: Tensor, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
+        """Return the `output` of the last pipeline stage on every stage; `dtype` if it is not that of hidden states."""
         ...
 
 
@@ -100,5 +100,5 @@ class NoComms:
     def sequence(self, tokens: int, whole: bool) -> int:
         return tokens
 
-    def from_last_stage(self, output: Tensor, shape: tuple[int, int]) -> Tensor:
+    def from_last_stage(self, output: Tensor, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
         return output

@@ -90,11 +90,11 @@ class MeshComms:
     def sequence(self, tokens: int, whole: bool) -> int:
         return tokens * self.context.size * (1 if whole else self.tensor.size)
 
-    def from_last_stage(self, output: Tensor, shape: tuple[int, int]) -> Tensor:
+    def from_last_stage(self, output: Tensor, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
         if self.pipeline.size == 1:
             return output
         last = self.pipeline.size - 1
-        result = output if self.pipeline.rank == last else output.new_empty(shape)
+        result = output if self.pipeline.rank == last else output.new_empty(shape, dtype=dtype)
         torch.distributed.broadcast(result, group=self.pipeline.group, group_src=last)
         return result
 

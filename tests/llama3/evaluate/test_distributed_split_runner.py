@@ -24,7 +24,7 @@ from herd.llama3.serve.engine import BatchEngine, QueueFull
 from herd.storage.processes import free_port
 from tests.dist import forkserver
 from tests.llama3.evaluate.test_generate_batch import TOKENIZER, made
-from tests.llama3.serve.test_engine import WAIT_S, Text, await_idle
+from tests.llama3.serve.test_engine import WAIT_S, Text, await_idle, check_likelihoods
 
 SPEC = Model(layers=2, dim=32, ffn=48, heads=4, kv_heads=2, max_seq_len=96, tied_embeddings=False)
 
@@ -86,7 +86,8 @@ def test_texts_that_come_and_go_are_those_of_one_process(layout: Layout, tmp_pat
         for number in range(14):
             prompt = "abc 123"[: number % 3] + "".join(dice.choice("abc 123") for _ in range(dice.randint(0, 30)))
             stop = tuple("abcdefghijklmnop") if number % 4 == 0 else ()
-            text = Text(prompt, dice.randint(1, 30), dice.choice([0.0, 1.0, 1.5]), number, stop)
+            scored = {"top": number % 4, "echo": number % 2 == 1} if number % 3 else {}
+            text = Text(prompt, dice.randint(1, 30), dice.choice([0.0, 1.0, 1.5]), number, stop, **scored)
             if number % 5 == 0:
                 text.options = (*text.options, 20, 1.3)
                 sampler = text.generation.sampler
@@ -104,6 +105,8 @@ def test_texts_that_come_and_go_are_those_of_one_process(layout: Layout, tmp_pat
                 whole, reason = text.wait()
                 assert whole == generate(model, TOKENIZER, *text.options)
                 reasons.add(reason)
+                if text.generation.top is not None:
+                    check_likelihoods(model, text.generation)
         assert reasons == {"stop", "length"}
         await_idle(engine)
         engine.stop()

@@ -14,6 +14,7 @@ import torch
 
 from herd.llama3.evaluate import generate as writing
 from herd.llama3.evaluate.generate import GeneratedText, IncrementalDecoder, ModelRunner, Sampler, TextStream, generate
+from herd.llama3.evaluate.scoring import score_sequences
 from herd.llama3.model.transformer import Transformer
 from herd.llama3.recipe.sections import Model
 from herd.llama3.serve import engine as engines
@@ -29,14 +30,14 @@ class Text:
     """A text that is decoded, and what was delivered of it."""
 
     def __init__(
-        self, prompt: str, tokens: int, temperature: float = 0.0, seed: int = 0, stop: tuple[str, ...] = ()
+        self, prompt: str, tokens: int, temperature: float = 0.0, seed: int = 0, stop: tuple[str, ...] = (), **more: Any
     ) -> None:
         self.delivered: Queue[tuple[str, str]] = Queue()
         self.options = (prompt, tokens, temperature, 0.95, seed, stop)
         sampler = Sampler.for_tokenizer(TOKENIZER, temperature, 0.95)
         ids = [TOKENIZER.begin, *TOKENIZER.encode(prompt)]
         text = GeneratedText(TOKENIZER, ids, tokens, Random(str(seed)), TextStream(stop))
-        self.generation = Generation(text, sampler, lambda *piece: self.delivered.put(piece))
+        self.generation = Generation(text, sampler, lambda *piece: self.delivered.put(piece), **more)
 
     def wait(self) -> tuple[str, str]:
         """Return the whole text and its finish reason."""
@@ -149,6 +150,101 @@ def test_a_prompt_is_read_once_and_whole_if_another_begins_differently(
     assert read == [28, 1, 1, 10]
 
 
+@torch.inference_mode()
+def check_likelihoods(model: Transformer, generation: Generation) -> None:
+    """Compare with one forward pass over the whole text, and the sum with the evaluator's."""
+    tokens, top = generation.text.tokens, generation.top
+    begin = 1 if generation.echo else len(tokens) - len(generation.text.written)
+    assert [each.token for each in generation.likelihoods] == tokens[begin:]
+    logprobs_SV = model(torch.tensor([tokens])).double().log_softmax(-1)[0]
+    for place, each in enumerate(generation.likelihoods, begin):
+        logprobs_V = logprobs_SV[place - 1]
+        assert each.logprob == pytest.approx(float(logprobs_V[each.token]), abs=1e-5)
+        best = logprobs_V.topk(min(top or 0, model.vocab_size))
+        assert [value for _, value in each.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+        assert [float(logprobs_V[token]) for token, _ in each.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+        assert dict(each.top).get(each.token, each.logprob) == each.logprob, "one number for one token"
+    (scored,) = score_sequences(model, [(tokens, begin)], model.config.max_seq_len)
+    assert -sum(each.logprob for each in generation.likelihoods) == pytest.approx(scored.nll, abs=1e-5)
+
+
+def test_likelihoods_do_not_depend_on_other_texts(start: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompts that begin alike or not, in chunks or whole, with and without a text after them."""
+    monkeypatch.setattr(engines, "PREFILL_TOKENS", 7)
+    monkeypatch.setattr(writing, "LOGITS", 3 * 512)
+    model, dice, texts = made(SPECS["scaled"]), Random(2), []
+    engine = start(model, max_batch=4, queue=1000)
+    beginnings = ["".join(dice.choice("abc 123") for _ in range(30)) for _ in range(2)]
+    for number in range(40):
+        prompt = dice.choice(beginnings)[: dice.randint(0, 30)] + "".join(dice.choice("ab") for _ in range(number % 4))
+        more: dict[str, Any] = {"top": dice.choice([0, 1, 1, 5, 9999]), "echo": number % 5 != 0}
+        if number % 7 == 0:
+            more = {}
+        texts.append(Text(prompt, dice.choice([0, 0, 1, 12]), dice.choice([0.0, 1.5]), number, **more))
+        engine.submit([texts[-1].generation])
+        time.sleep(dice.random() * 0.004)
+    for text in texts:
+        whole, reason = text.wait()
+        assert whole == generate(model, TOKENIZER, *text.options)
+        assert reason in ("stop", "length")
+        if text.generation.top is None:
+            assert text.generation.likelihoods == []
+        else:
+            check_likelihoods(model, text.generation)
+    await_idle(engine)
+
+
+def test_the_choices_of_a_question_read_it_once(start: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, embed = list[int](), Transformer._embed
+
+    def counted(self: Transformer, tokens_BS: torch.Tensor) -> torch.Tensor:
+        read.append(tokens_BS.shape[1])
+        return embed(self, tokens_BS)
+
+    monkeypatch.setattr(Transformer, "_embed", counted)
+    model = made(SPECS["grouped"])
+    engine = start(model)
+    texts = [Text("abc" * 9 + choice, new, top=1, echo=True) for choice, new in (("xy", 0), ("xz", 1), ("xz", 0))]
+    for text in texts:
+        engine.submit([text.generation])
+        text.wait()
+    assert read == [29, 1, 1]  # the last token of a prompt is not read to score it
+    monkeypatch.undo()
+    for text in texts:
+        check_likelihoods(model, text.generation)
+
+
+def test_a_crowd_of_prompts_is_taken_while_nothing_waits(start: NewEngine) -> None:
+    model = made(SPECS["grouped"])
+    engine = start(model, max_batch=2, queue=3)
+    crowd = [Text(f"{number}", 0, top=1, echo=True) for number in range(200)]
+    engine.submit([text.generation for text in crowd])
+    if engine.waiting:
+        with pytest.raises(QueueFull):
+            engine.submit([Text("a", 1).generation for _ in range(9)])
+    for text in crowd:
+        assert text.wait() == ("", "length")
+        check_likelihoods(model, text.generation)
+
+
+def test_others_pass_the_remainder_of_a_crowd(start: NewEngine) -> None:
+    engine, ended = start(made(SPECS["grouped"]), max_batch=1, queue=2), list[str]()
+    crowd = [Text("ab", 40) for _ in range(60)]
+    for number, text in enumerate(crowd):
+        text.generation.deliver = lambda _, reason, number=number: ended.append(f"crowd {number}") if reason else None
+    engine.submit([text.generation for text in crowd])
+    with pytest.raises(QueueFull, match="texts are decoded and"):
+        engine.submit([Text("c", 1).generation for _ in range(4)])
+    single = Text("xy", 1)
+    single.generation.deliver = lambda _, reason: ended.append("single") if reason else None
+    engine.submit([single.generation])
+    engine.cancel(crowd[-1].generation)
+    await_idle(engine, 60)
+    assert len(ended) == 60
+    assert ended.index("single") < 30
+    assert "crowd 59" not in ended
+
+
 def test_memory_bounds_the_batch(start: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows for 100 positions: three texts of 30 go together, one of 200 alone."""
     monkeypatch.setattr(writing, "cached_positions", lambda model: 100)
@@ -226,7 +322,7 @@ def test_wrong_numbers_are_refused(start: NewEngine) -> None:
     with pytest.raises(ValueError, match="the tokenizer 513"):
         BatchEngine(model, Tokenizer([*TOKENIZER.base, b"ab"]))
     engine = start(model)
-    for text in (Text("a", 0), Text("a" * 90, 6)):
+    for text in (Text("a", -1), Text("a" * 90, 6)):
         with pytest.raises(ValueError, match="at most the model's 96 positions"):
             engine.submit([Text("a", 1).generation, text.generation])
     assert engine.running + engine.waiting == 0

@@ -31,7 +31,8 @@ from herd.llama3.serve.engine import BatchEngine, Generation
 from herd.llama3.tokens.chat import encode_chat
 from herd.storage.processes import free_port
 from herd.storage.root import Root
-from herd.tasks.models.serve import BODY_BYTES, Served, bind, create_app, render_page, serve
+from herd.tasks.models.openai_api import BODY_BYTES
+from herd.tasks.models.serve import Served, bind, create_app, render_page, serve
 from tests.llama3.evaluate.test_generate import favour
 from tests.llama3.evaluate.test_generate_batch import TOKENIZER, made
 from tests.llama3.serve.test_engine import await_idle
@@ -227,11 +228,17 @@ PLAIN = {"model": NAME, "prompt": "a"}
         ("completions", {"prompt": "a"}, 400, "model", "model: is missing"),
         ("completions", {"model": NAME}, 400, "prompt", "prompt: is missing"),
         ("completions", {**PLAIN, "model": "gpt-4"}, 404, "model", "model 'gpt-4': is not served here; use 'tiny@ch"),
-        ("completions", {**PLAIN, "prompt": [1, 2]}, 400, "prompt.0", "prompt.0 1: Input should be a valid string"),
+        ("completions", {**PLAIN, "prompt": [1, "a"]}, 400, "prompt", "prompt [1, 'a']: write a text, a list of"),
+        ("completions", {**PLAIN, "prompt": [[]]}, 400, "prompt", "prompt [[]]: write a text, a list of token ids"),
+        ("completions", {**PLAIN, "prompt": [[True]]}, 400, "prompt", "prompt [[True]]: write a text"),
+        ("completions", {**PLAIN, "prompt": [1, 512]}, 400, "prompt", "has no token 512; its ids are below 512"),
+        ("completions", {**PLAIN, "prompt": [[1], [-1]]}, 400, "prompt", "has no token -1; its ids are below 512"),
+        ("completions", {**PLAIN, "prompt": [9] * (WINDOW + 1)}, 400, "prompt", "positions; shorten prompt"),
+        ("completions", {**PLAIN, "prompt": ["a"] * 2049}, 400, "prompt", "2049 texts exceed the 2048 of a request"),
         ("completions", {**PLAIN, "prompt": []}, 400, "prompt", "at least 1 item"),
         ("completions", {**PLAIN, "prompt": "a" * WINDOW}, 400, "prompt", "the model's 20000 positions; shorten"),
         ("completions", {**PLAIN, "max_tokens": WINDOW - 1}, 400, "max_tokens", "write max_tokens 19998 or less"),
-        ("completions", {**PLAIN, "max_tokens": 0}, 400, "max_tokens", "max_tokens 0: Input should be greater"),
+        ("completions", {**PLAIN, "max_tokens": -1}, 400, "max_tokens", "max_tokens -1: Input should be greater"),
         ("completions", {**PLAIN, "max_tokens": "9"}, 400, "max_tokens", "max_tokens '9': Input should be a valid int"),
         ("completions", {**PLAIN, "temperature": -1}, 400, "temperature", "temperature -1: Input should be greater"),
         ("completions", {**PLAIN, "top_p": 0}, 400, "top_p", "top_p 0: Input should be greater than 0"),
@@ -241,9 +248,22 @@ PLAIN = {"model": NAME, "prompt": "a"}
         ("completions", {**PLAIN, "stop": ["a"] * 17}, 400, "stop", "at most 16 items"),
         ("completions", {**PLAIN, "seed": "x"}, 400, "seed", "seed 'x': Input should be a valid integer"),
         ("completions", {**PLAIN, "stream": "yes"}, 400, "stream", "valid boolean"),
-        ("completions", {**PLAIN, "n": 13}, 400, "n", "13 texts exceed the 12 of batch and queue"),
-        ("completions", {**PLAIN, "echo": True}, 400, "echo", "echo: is not supported here; leave it out"),
-        ("completions", {**PLAIN, "logprobs": 5}, 400, "logprobs", "logprobs: is not supported here"),
+        ("completions", {**PLAIN, "n": 2049}, 400, "n", "n: 2049 texts exceed the 2048 of a request"),
+        ("completions", {**PLAIN, "echo": 1}, 400, "echo", "echo 1: Input should be a valid boolean"),
+        ("completions", {**PLAIN, "logprobs": 21}, 400, "logprobs", "logprobs 21: Input should be less than or"),
+        ("completions", {**PLAIN, "logprobs": True}, 400, "logprobs", "logprobs True: Input should be a valid integer"),
+        (
+            "completions", {**PLAIN, "prompt": [9] * 1000, "n": 2000, "echo": True, "logprobs": 20, "max_tokens": 0},
+            400, "logprobs", "2,000,000 tokens x 21 likelihoods exceed the 4,194,304 of an answer; send fewer prompts",
+        ),
+        ("completions", {**PLAIN, "min_p": 0.1}, 400, "min_p", "min_p: is not supported here; leave it out"),
+        ("completions", {**PLAIN, "prompt_logprobs": 1}, 400, "prompt_logprobs", "is not supported here"),
+        ("chat/completions", {"model": NAME, "messages": CHAT, "echo": True}, 400, "echo", "is not supported here"),
+        ("chat/completions", {"model": NAME, "messages": CHAT, "top_logprobs": 2}, 400, "top_logprobs", "needs log"),
+        (
+            "chat/completions", {"model": NAME, "messages": CHAT, "logprobs": True, "top_logprobs": 21}, 400,
+            "top_logprobs", "less than or equal to 20",
+        ),
         ("chat/completions", {"model": NAME, "messages": []}, 400, "messages", "at least 1 item"),
         ("chat/completions", {"model": NAME, "messages": "hi"}, 400, "messages", "valid array"),
         (
@@ -272,11 +292,6 @@ def test_wrong_requests_are_named_in_openai_s_shape(
     assert (answer.status_code, error["param"], error["type"]) == (status, param, "invalid_request_error")
     assert message in error["message"]
     assert sorted(error) == ["code", "message", "param", "type"]
-
-
-def test_fields_that_ask_for_nothing_are_taken(http: httpx.Client) -> None:
-    neutral = {"frequency_penalty": 0.0, "presence_penalty": 0, "best_of": 1, "echo": False, "logit_bias": {}}
-    assert complete(http, user="me", suffix=None, stop=None, n=None, **neutral)["choices"]
 
 
 def test_a_form_of_another_site_is_refused(http: httpx.Client) -> None:
