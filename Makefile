@@ -37,7 +37,7 @@ suite: .venv/dev
 
 # For releases and at night (.ci/nightly): every test, more examples of each property, and the coverage of branches.
 # SHARD=2/5 runs the second of five shards; without it all run in turn. What was stopped or failed runs again, not the rest.
-test-all: .venv/dev .venv/pyright/bin/basedpyright-langserver .venv/mutate/bin/mutmut check
+test-all: .venv/dev .venv/pyright/bin/basedpyright-langserver .venv/mutate/bin/mutmut .venv/llamacpp/bin/python check
 	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m tests.shards $(SHARD) $(TESTS)
 	@if [ -n "$(SHARD)$(TESTS)" ]; then :; elif [ -d $(NULLCUDA_SOURCE) ]; then $(MAKE) test-cuda; \
 	    else echo "test-cuda skipped: no $(NULLCUDA_SOURCE)"; fi
@@ -84,6 +84,11 @@ mutate: .venv/dev
 # files and folders to mutate. mutmut, which makes the mutants, stays out of .venv.
 mutate-sample: .venv/dev .venv/mutate/bin/mutmut
 	@$(BIN)/python -m tests.mutation_sample $(if $(N),--count $(N)) $(if $(SEED),--seed $(SEED)) $(if $(SHARD),--shard $(SHARD)) $(PATHS)
+
+# llama.cpp's server, for tests/llama3/export/test_gguf_llama_cpp.py.
+.venv/llamacpp/bin/python: .venv/dev
+	@$(PYTHON) -m venv .venv/llamacpp
+	@$@ -m pip install --quiet --disable-pip-version-check xllamacpp==2026.10.11549
 
 .venv/mutate/bin/mutmut: .venv/dev
 	@$(PYTHON) -m venv .venv/mutate

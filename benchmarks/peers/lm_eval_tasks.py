@@ -1,4 +1,4 @@
-"""lm-eval's evaluator with its own `hf` model, on tasks as YAML files and a model in Hugging Face form.
+"""lm-eval's evaluator on tasks as YAML files: with its own `hf` model, or as a client of a server.
 
 Offline, and with caches of its own: the library locks what it keeps in the user's folder, so that two evaluations at a
 time wait for each other. Rolling likelihoods are taken without the begin token that Llama's tokenizer adds by itself:
@@ -25,16 +25,26 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 IMPORT_S = time.perf_counter() - _began
 
 
-def work(source: Path, folder: Path, model: str, batch: int, **_: Any) -> dict[str, Any]:
-    """Return what the model in folder `model` answers to the tasks in `source`, `batch` sequences at a time."""
+def work(
+    source: Path, folder: Path, model: str, batch: int, server: str = "", chat: bool = False, **_: Any
+) -> dict[str, Any]:
+    """Return what the model answers to the tasks in `source`, `batch` sequences at a time.
+
+    The folder `model` has it in Hugging Face form; with the address `server` only its tokenizer is used, and with
+    `chat` not even that.
+    """
     rolling = {path: "loglikelihood_rolling" in path.read_text() for path in sorted(source.glob("*.yaml"))}
     manager = TaskManager(include_path=str(source), include_defaults=False)
     answered: dict[str, list[dict[str, Any]]] = {}
     for alone in (False, True):
         tasks = [path.stem for path in rolling if rolling[path] == alone]
         if tasks:
-            lm = _loaded(model, batch, False if alone else None)
-            answered |= simple_evaluate(model=lm, tasks=tasks, task_manager=manager, bootstrap_iters=0)["samples"]
+            if server:
+                lm = _client(server, model, batch, not alone, chat)
+            else:
+                lm = _loaded(model, batch, False if alone else None)
+            options = {"task_manager": manager, "bootstrap_iters": 0, "apply_chat_template": chat}
+            answered |= simple_evaluate(model=lm, tasks=tasks, **options)["samples"]
     samples = {
         task: {str(one["doc_id"]): _sample(one) for one in sorted(some, key=lambda one: int(one["doc_id"]))}
         for task, some in answered.items()
@@ -56,3 +66,13 @@ def _sample(one: dict[str, Any]) -> dict[str, Any]:
 def _loaded(model: str, batch: int, begin: bool | None) -> Any:
     """Return the model; `begin` None puts a begin token before every text because the tokenizer says so."""
     return HFLM(pretrained=model, device="cpu", dtype="float32", batch_size=batch, add_bos_token=begin)
+
+
+def _client(server: str, model: str, batch: int, begin: bool, chat: bool) -> Any:
+    """Return a client, which by itself puts no begin token before a text."""
+    from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
+
+    if chat:
+        return LocalChatCompletion(model="m", base_url=f"{server}/v1/chat/completions", max_length=4096)
+    options = {"tokenizer": model, "tokenizer_backend": "huggingface", "add_bos_token": begin, "max_length": 4096}
+    return LocalCompletionsAPI(model="m", base_url=f"{server}/v1/completions", batch_size=batch, **options)

@@ -18,10 +18,13 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from benchmarks.evaluate_tasks import TaskPair, pairs, write_job
 from benchmarks.ours.evaluate import work
-from herd.llama3.evaluate.render import render
+from herd.flows.cli.main import app as cli
+from herd.llama3.evaluate.render import Rendered, render
+from herd.llama3.evaluate.requests import write_requests
 from herd.llama3.evaluate.task_yaml import DataPaths, parse_task
 from herd.llama3.export.convert import convert
 from herd.llama3.model.files import save_model
@@ -38,7 +41,7 @@ RUN = """
 import json, sys
 from pathlib import Path
 from benchmarks.peers.lm_eval_tasks import work
-found = work(Path(sys.argv[1]), Path(sys.argv[2]), model=sys.argv[3], batch=16)
+found = work(Path(sys.argv[1]), Path(sys.argv[2]), model=sys.argv[3], batch=16, **json.loads(sys.argv[5]))
 Path(sys.argv[4]).write_text(json.dumps(found["samples"]))
 """
 needs_lm_eval = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs the extra crosscheck")
@@ -69,19 +72,22 @@ def model(folder: Path, made: list[TaskPair], vocab: int) -> Path:
 
 def both(folder: Path, made: list[TaskPair], vocab: int = 400) -> tuple[Samples, Samples]:
     """Return herd's samples and lm-eval's."""
-    ours, theirs, job, found = (
-        model(folder / "model", made, vocab),
-        folder / "hf",
-        folder / "job",
-        folder / "found.json",
-    )
-    convert(ours, "herd", theirs, "hf")
+    ours = model(folder / "model", made, vocab)
+    convert(ours, "herd", folder / "hf", "hf")
+    theirs = lm_eval_samples(folder, made)
+    return work(folder / "job", folder, str(ours))["samples"], theirs
+
+
+def lm_eval_samples(folder: Path, made: list[TaskPair], **options: Any) -> Samples:
+    """Return what lm-eval finds with the export in `folder`/hf."""
+    job, found = folder / "job", folder / "found.json"
     write_job(made, job)
-    paths = map(str, (job, folder, theirs, found))
+    words = [*map(str, (job, folder, folder / "hf", found)), json.dumps(options)]
     environment = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    ended = subprocess.run([sys.executable, "-c", RUN, *paths], env=environment, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", RUN, *words], env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    return work(job, folder, str(ours))["samples"], json.loads(found.read_text())
+    samples: Samples = json.loads(found.read_text())
+    return samples
 
 
 BLANKS = ("", "", " ", "  ", " \n", "\t")
@@ -228,6 +234,58 @@ def test_made_up_questions(tmp_path: Path) -> None:
         assert decided(ours, rule) == {0, 1}
     assert decided({"": ours["lambada_openai"]}, "acc") == {0, 1}
     assert any(len(sample["text"]) < 10 for sample in ours["gsm8k"].values()), "some end at a stop text"
+
+
+def lm_eval_command(folder: Path, tasks: list[str], name: str, *words: str) -> dict[str, dict[str, float]]:
+    """Return the results that lm-eval's command writes of tasks in `folder`/job."""
+    out = folder / name
+    command = [
+        sys.executable,
+        "-m",
+        "lm_eval",
+        "run",
+        "--include_path",
+        str(folder / "job"),
+        "--tasks",
+        ",".join(tasks),
+    ]
+    offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
+    environment = {**os.environ, **offline, "HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    command += ["--batch_size", "8", "--output_path", str(out), *words]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    (results,) = out.rglob("results*.json")
+    found: dict[str, dict[str, float]] = json.loads(results.read_text())["results"]
+    return found
+
+
+@needs_lm_eval
+@pytest.mark.slow
+def test_the_two_commands_print_the_same_scores(tmp_path: Path) -> None:
+    """With the flags of docs/tutorials/same-number.md; without them lm-eval reads two begin tokens before a text."""
+    made = pairs(write_data(tmp_path / "data"), QUESTIONS)
+    folder, job = model(tmp_path / "model", made, 400), tmp_path / "job"
+    convert(folder, "herd", tmp_path / "hf", "hf")
+    write_job(made, job)
+    for pair in made:
+        write_requests(Rendered(pair.task, {}), tmp_path / f"rendered/{pair.task.key}")
+    words = [str(folder), *(str(tmp_path / f"rendered/{pair.task.key}") for pair in made), "--json", "--device", "cpu"]
+    printed = CliRunner().invoke(cli, ["eval", *words])
+    assert printed.exit_code == 0, printed.output
+    ours = {key.removeprefix("eval/"): score for key, score in json.loads(printed.stdout)["scores"].items()}
+    rolling = [pair.task.key for pair in made if pair.task.kind == "rolling"]
+    others = [pair.task.key for pair in made if pair.task.kind != "rolling"]
+    pretrained = f"pretrained={tmp_path / 'hf'},dtype=float32"
+    hugging_face = ["--model", "hf", "--device", "cpu", "--model_args"]
+    theirs = lm_eval_command(tmp_path, others, "others", *hugging_face, pretrained)
+    theirs |= lm_eval_command(tmp_path, rolling, "rolling", *hugging_face, f"{pretrained},add_bos_token=False")
+    for pair in made:
+        rule = {"choice": "acc_norm" if pair.task.normalize == "characters" else "acc", "rolling": "bits_per_byte"}
+        name = {"generate": "exact_match,last"}.get(pair.task.kind, f"{rule.get(pair.task.kind, 'acc')},none")
+        score = ours[pair.task.key]["value"]
+        assert theirs[pair.task.key][name] == pytest.approx(score, rel=1e-5), pair.task.key
+    two = lm_eval_command(tmp_path, rolling, "two", *hugging_face, pretrained)[rolling[0]]["bits_per_byte,none"]
+    assert two > 1.001 * ours[rolling[0]]["value"]
 
 
 @needs_lm_eval
