@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,11 @@ def test_an_element_is_added_at_the_end(place: str, value: Any) -> None:
 def test_every_shipped_recipe_can_be_changed_in_one_place(path: Path) -> None:
     text = path.read_text()
     fields = field_values(yaml.safe_load(text))
-    for keys, value in fields[:: max(9, len(fields) // 6)]:
+    repeated = [next(keys for keys, _ in fields if keys[-1] == name) for name in re.findall(r"(\w+): &\w", text)]
+    for keys in repeated:
+        with pytest.raises(RecipeError, match="without other fields"):
+            with_field(text, keys, "other")
+    for keys, value in [pair for pair in fields[:: max(9, len(fields) // 6)] if pair[0] not in repeated]:
         plain = yaml.safe_load(text)
         changed = with_field(text, keys, "other")
         apply_override(plain, f"{'.'.join(keys)}=other")
