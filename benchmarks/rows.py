@@ -193,6 +193,7 @@ PLAN_TARGETS: Mapping[str, Target] = {
 }
 """Every row of `python -m benchmarks plan`, in order."""
 
+MIX_LAWS = ("log", "exponential", "power")
 STUDY_TARGETS: Mapping[str, Target] = {
     "alpha/laptop": Target(93, "of 100 ladders"),
     "alpha/published": Target(93, "of 100 ladders"),
@@ -202,6 +203,7 @@ STUDY_TARGETS: Mapping[str, Target] = {
     "same/annealing": Target(5, "of 100 studies", "at most"),
     "same/sources": Target(5, "of 100 studies", "at most"),
     "same/mix": Target(5, "of 100 searches", "at most"),
+    **{f"gain/{law}-{count}": Target(93, "of 100 searches") for law in MIX_LAWS for count in (12, 24)},
     "scatter/3-repeats": Target(93.5, "% of intervals"),
     "scatter/2-repeats": Target(93.5, "% of intervals"),
 }

@@ -9,16 +9,24 @@ their scatter.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
+from numpy.typing import NDArray
 
 from herd.llama3.evaluate.scores import Score
+from herd.llama3.recipe.base import Domain
 from herd.llama3.statistics.estimates import mean, ratio
+from herd.llama3.studies.expand import design_mixes
 from herd.llama3.studies.isoflop import Trial, fit_ladder
+from herd.llama3.studies.mixture import MixTrial
 from herd.llama3.studies.results import NOTHING, RunResult, Samples
+from herd.llama3.studies.study import MixDesign
 from herd.llama3.studies.verdicts import annealing_verdict
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -203,3 +211,49 @@ def _recovered(truth: PlantedLaw, trials: Sequence[Trial], budgets: Sequence[flo
     except ValueError:
         return False
     return alpha.low <= truth.alpha <= alpha.high
+
+
+# Searches over mixes whose bits per byte follow a known law of the shares
+
+
+def planted_mixes(
+    law: str, base: Mapping[Domain, Fraction], count: int, seed: int
+) -> tuple[Callable[[Array], Array], list[MixTrial]]:
+    """Return the law, shares [domains] to bits per byte [domains], and `count` draws beside the base, two repeats each.
+
+    `log` and `power` laws of a domain's own share, or the `exponential` of all shares (arXiv 2403.16952). Noise differs
+    by domain, and is three times as large in every third mix.
+    """
+    dice = np.random.default_rng(seed)
+    size = len(base)
+    match law:
+        case "log":
+            slopes = dice.uniform(0.02, 0.12, size)
+
+            def bits(shares: Array) -> Array:
+                return np.asarray(1 - slopes * np.log(shares))
+
+        case "exponential":
+            rates = -np.diag(dice.uniform(1, 6, size))
+            scales = dice.uniform(0.1, 0.5, size)
+            rates += dice.uniform(-0.3, 0.3, (size, size)) * (1 - np.eye(size))
+
+            def bits(shares: Array) -> Array:
+                return np.asarray(0.8 + scales * np.exp(rates @ shares))
+
+        case _:
+            powers, factors = dice.uniform(0.2, 1.0, size), dice.uniform(0.02, 0.1, size)
+
+            def bits(shares: Array) -> Array:
+                return np.asarray(0.8 + factors * shares**-powers)
+
+    mixes = {"base": base, **design_mixes(MixDesign(kind="draws", count=count, seed=seed), base)}
+    noise, trials = 0.002 * dice.uniform(0.5, 2, size), []
+    for number, (name, mix) in enumerate(mixes.items()):
+        shares = np.array([float(mix[domain]) for domain in base])
+        for repeat in range(2):
+            losses = bits(shares) + noise * dice.standard_normal(size) * (3 if number % 3 == 2 else 1)
+            trials.append(
+                MixTrial(name, repeat, dict(zip(base, shares, strict=True)), dict(zip(base, losses, strict=True)))
+            )
+    return bits, trials

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.rows import STUDY_TARGETS, Row, measured, rows_of
-from benchmarks.simulated_studies import PlantedLaw, false_findings, recovery
+from benchmarks.simulated_studies import PlantedLaw, false_findings, planted_mixes, recovery
 from herd.llama3.recipe.base import Domain
 from herd.llama3.statistics.repeats import coverage
 from herd.llama3.studies.expand import (
@@ -30,6 +30,7 @@ from herd.llama3.studies.expand import (
 from herd.llama3.studies.isoflop import NoLawError, Trial, fit_ladder
 from herd.llama3.studies.mixture import MixTrial, fit_mixture, propose
 from herd.llama3.studies.study import MixDesign
+from herd.llama3.studies.verdicts import round_proposal
 
 TRIES = 100
 SOURCES = 3
@@ -126,6 +127,21 @@ def _same_mix(_: StudySession, name: str) -> Row:
     return measured(name, found, f"{len(mixes)} mixes around the base, 3 repeats, bits per byte off by {NOISE}")
 
 
+def _gain(_: StudySession, name: str) -> Row:
+    """Count the searches whose interval of the gain of the proposed mix, as it is written, holds the true one."""
+    law, count = name.removeprefix("gain/").split("-")
+    weights, held, predicted, true = np.array([float(share) for share in MIX.values()]), 0, 0.0, 0.0
+    for seed in range(TRIES):
+        bits, trials = planted_mixes(law, MIX, int(count), seed)
+        made = fit_mixture(trials, _plain(MIX))
+        shares = round_proposal(propose(made, weights, {}))
+        mix = np.array([float(shares[domain]) for domain in MIX])
+        gain, truth = made.gain(mix, weights), float(weights @ (bits(weights) - bits(mix)))
+        held += gain.low <= truth <= gain.high
+        predicted, true = predicted + gain.value / TRIES, true + truth / TRIES
+    return measured(name, held, f"{count} draws, 2 repeats; predicted {predicted:.4f}, true {true:.4f} bits per byte")
+
+
 def _scatter(_: StudySession, name: str) -> Row:
     """Return how often the interval of a variant holds the truth that scatters 5 x as widely as the others."""
     repeats = int(name[len("scatter/")])
@@ -159,6 +175,7 @@ MEASURES: Mapping[str, Callable[[StudySession, str], Row]] = {
     "same/annealing": _same,
     "same/sources": _same,
     "same/mix": _same_mix,
+    **{name: _gain for name in STUDY_TARGETS if name.startswith("gain/")},
     "scatter/3-repeats": _scatter,
     "scatter/2-repeats": _scatter,
 }

@@ -1,8 +1,10 @@
-"""Regression of weighted bits per byte on the shares of the domains, and the mix that it proposes.
+"""Regressions of weighted bits per byte on the shares of the domains, and the mix that they propose.
 
-W(r) = c + sum_i b_i log r_i, with W the weighted bits per byte and r the shares of the tokens: to first order the
-mixing laws of arXiv 2403.16952, without interactions of domains. It has one coefficient per domain, so nine variants
-leave four degrees of freedom. Where all b are below 0 the best mix is proportional to them.
+W(r) = c + sum_i b_i (r_i^p - 1) / p, with W the weighted bits per byte and r the shares of the tokens; p = 0 is ln r_i,
+to first order the mixing laws of arXiv 2403.16952, and p = 1 the linear law of RegMix (arXiv 2407.01492). Which p is
+true is unknown: the one with the smallest error on left-out variants predicts, and the interval of a prediction covers
+those that the variants do not rule out. Without interactions of domains there is one coefficient per domain, so nine
+variants leave four degrees of freedom. At p = 0 with all b below 0 the best mix is proportional to them.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from herd.llama3.evaluate.suite import BPB
-from herd.llama3.studies.expand import check_mixes, log_shares, mixed_domains, share_table
+from herd.llama3.studies.expand import LEAST_SHARE, check_mixes, log_shares, mixed_domains, share_table
 from herd.llama3.studies.forecast import Interval
 from herd.llama3.studies.results import RunResult
 
 DRAWS = 400
 """Draws of the coefficients for the interval of the proposed shares."""
 BLENDS = 4000
+POWERS = (-1.0, -0.5, 0.0, 0.5, 1.0)
 Array = NDArray[np.float64]
 
 
@@ -39,8 +42,47 @@ class MixTrial:
 
 
 @dataclass(frozen=True)
+class MixFit:
+    """The regression with one power of the shares."""
+
+    power: float
+    coefficients: Array
+    """[domains] b of W."""
+    covariance: Array
+    """[domains, domains]"""
+    dof: int
+    """Degrees of freedom of the noise."""
+    by_seeds: bool
+    """Whether the noise is estimated from seeds; else from the residuals of the fit."""
+    predicted: Array
+    """[variants] weighted bits per byte of each variant, predicted by the fit through all others."""
+    residual: float
+    """Mean square of the residuals, per degree of freedom."""
+    tolerance: float
+    """How many times that of another fit it may be."""
+    size: int
+    """Coefficients that the shares determine: linear ones are one fewer, as shares sum to 1."""
+
+    def transformed(self, shares: Array) -> Array:
+        """Return (r^p - 1) / p of shares, at least that of `LEAST_SHARE`."""
+        logs = log_shares(shares)
+        return np.asarray(np.expm1(self.power * logs) / self.power) if self.power else logs
+
+    def gain(self, shares: Array, base: Array) -> Interval:
+        """Return how many bits per byte fewer `shares` needs than `base`, both [domains], with Scheffe's interval.
+
+        It holds for all mixes at once (Biometrika 40:87-104, 1953), so also for a mix chosen by its predicted loss.
+        """
+        row = self.transformed(base) - self.transformed(shares)
+        value = float(row @ self.coefficients)
+        variance = max(0.0, float(row @ self.covariance @ row))
+        half = math.sqrt(self.size * stats.f.ppf(0.95, self.size, self.dof) * variance)
+        return Interval(value, value - half, value + half)
+
+
+@dataclass(frozen=True)
 class Mixture:
-    """The regression through the variants of a search."""
+    """The regressions through the variants of a search."""
 
     domains: tuple[str, ...]
     variants: tuple[str, ...]
@@ -50,16 +92,18 @@ class Mixture:
     """[variants, domains] bits per byte, means over repeats."""
     weights: Array
     """[domains] weight of each domain's bits; they sum to 1."""
-    coefficients: Array
-    """[domains] b of W, per natural logarithm of a share."""
-    covariance: Array
-    """[domains, domains]"""
-    dof: int
-    """Degrees of freedom of the noise."""
-    by_seeds: bool
-    """Whether the noise is estimated from seeds; else from the residuals of the fit."""
-    predicted: Array
-    """[variants] weighted bits per byte of each variant, predicted by the fit through all others."""
+    fits: tuple[MixFit, ...]
+    """One for each of POWERS, the smallest error on left-out variants first."""
+
+    @property
+    def best(self) -> MixFit:
+        return self.fits[0]
+
+    @property
+    def plausible(self) -> list[MixFit]:
+        """The best fit and those whose residuals are not significantly larger than the smallest (F test, 95 %)."""
+        least = min(fit.residual for fit in self.fits)
+        return [fit for fit in self.fits if fit is self.best or fit.residual <= least * fit.tolerance]
 
     @property
     def totals(self) -> Array:
@@ -69,18 +113,21 @@ class Mixture:
     @property
     def rank_correlation(self) -> float:
         """Spearman's, between the predictions from all other variants and the measurements."""
-        return float(stats.spearmanr(self.predicted, self.totals).statistic)
+        return float(stats.spearmanr(self.best.predicted, self.totals).statistic)
 
     def gain(self, shares: Array, base: Array) -> Interval:
-        """Return how many bits per byte fewer `shares` needs than `base`, both [domains], with Scheffe's interval.
+        """Return how many bits per byte fewer `shares` needs than `base`, both [domains], as the best fit predicts.
 
-        It holds for all mixes at once (Biometrika 40:87-104, 1953), so also for a mix chosen by its predicted loss.
+        The interval is the hull of those of the plausible fits.
         """
-        row = log_shares(base) - log_shares(shares)
-        value = float(row @ self.coefficients)
-        size = len(self.domains)
-        half = math.sqrt(size * stats.f.ppf(0.95, size, self.dof) * float(row @ self.covariance @ row))
-        return Interval(value, value - half, value + half)
+        gains = [fit.gain(shares, base) for fit in self.plausible]
+        return Interval(
+            self.best.gain(shares, base).value, min(gain.low for gain in gains), max(gain.high for gain in gains)
+        )
+
+    def slopes(self, shares: Array) -> Array:
+        """Return the change of W for an e-fold of each domain's share, at `shares` [domains]."""
+        return np.asarray(self.best.coefficients * np.maximum(shares, LEAST_SHARE) ** self.best.power)
 
 
 @dataclass(frozen=True)
@@ -90,7 +137,7 @@ class Proposal:
     shares: dict[str, Interval]
     """With the interval due to noise."""
     gain: Interval
-    """Weighted bits per byte fewer than the base mix."""
+    """Weighted bits per byte fewer than the base mix, as predicted."""
 
     @property
     def significant(self) -> bool:
@@ -125,28 +172,36 @@ def fit_mixture(trials: Sequence[MixTrial], weights: Mapping[str, float]) -> Mix
         raise ValueError(f"mix.weights: {dict(weights)} weigh no domain of the mixes; they have {', '.join(domains)}")
     weighted = weighted / weighted.sum()
     losses = np.array([[np.mean([t.losses[d] for t in by_variant[variant]]) for d in domains] for variant in variants])
-    design_matrix = np.column_stack([np.ones(len(variants)), log_shares(shares)])
-    inverse = np.linalg.pinv(design_matrix)
     totals = losses @ weighted
-    solution = inverse @ totals
-    residuals = totals - design_matrix @ solution
-    # The noise is that between seeds or that of the residuals, whichever is larger.
-    dof, by_seeds = len(design_matrix) - design_matrix.shape[1], False
-    variance = float((residuals**2).sum()) / dof
     repeats = sorted({trial.repeat for trial in trials})
     by_run = {(t.name, t.repeat): sum(w * t.losses[d] for w, d in zip(weighted, domains, strict=True)) for t in trials}
+    seeds: tuple[float, int] = 0.0, 0
     if len(repeats) >= 2 and len(by_run) >= len(variants) * len(repeats):
         # Runs of one seed share part of their noise, so the means of seeds are removed as well as those of variants.
         table = np.array([[by_run[variant, repeat] for repeat in repeats] for variant in variants])
         rest = table - table.mean(axis=0) - table.mean(axis=1, keepdims=True) + table.mean()
         freedom = (len(variants) - 1) * (len(repeats) - 1)
-        between_seeds = float((rest**2).sum()) / freedom / len(repeats)
-        if between_seeds >= variance:
-            variance, dof, by_seeds = between_seeds, freedom, True
-    covariance = variance * (inverse @ inverse.T)[1:, 1:]
+        seeds = float((rest**2).sum()) / freedom / len(repeats), freedom
+    fits = [_fit(power, shares, totals, *seeds) for power in POWERS]
+    fits.sort(key=lambda fit: float(((fit.predicted - totals) ** 2).sum()))
+    return Mixture(domains, variants, shares, losses, weighted, tuple(fits))
+
+
+def _fit(power: float, shares: Array, totals: Array, between_seeds: float, freedom: int) -> MixFit:
+    """Return the least-squares fit; its noise is that between seeds or that of the residuals, whichever is larger."""
+    logs = log_shares(shares)
+    design_matrix = np.column_stack([np.ones(len(shares)), np.expm1(power * logs) / power if power else logs])
+    inverse, rank = np.linalg.pinv(design_matrix), int(np.linalg.matrix_rank(design_matrix))
+    solution = inverse @ totals
+    residuals = totals - design_matrix @ solution
+    dof = len(shares) - rank
+    residual = float((residuals**2).sum()) / dof
+    by_seeds = freedom > 0 and between_seeds >= residual
+    covariance = (between_seeds if by_seeds else residual) * (inverse @ inverse.T)[1:, 1:]
     leverage = np.einsum("ij,ji->i", design_matrix, inverse)
     left_out = totals - residuals / np.maximum(1 - leverage, 1e-9)
-    return Mixture(domains, variants, shares, losses, weighted, solution[1:], covariance, dof, by_seeds, left_out)
+    noise_dof, tolerance = freedom if by_seeds else dof, float(stats.f.ppf(0.95, dof, dof))
+    return MixFit(power, solution[1:], covariance, noise_dof, by_seeds, left_out, residual, tolerance, rank - 1)
 
 
 def propose(mixture: Mixture, base: Array, bounds: Mapping[str, tuple[float, float]]) -> Proposal:
@@ -160,12 +215,13 @@ def propose(mixture: Mixture, base: Array, bounds: Mapping[str, tuple[float, flo
     limits = np.array([bounds.get(domain, (0.0, 1.0)) for domain in mixture.domains])
     inside = ((blends >= limits[:, 0] - 1e-9) & (blends <= limits[:, 1] + 1e-9)).all(axis=1)
     blends = np.asarray(blends[inside]) if inside.any() else base[None]
-    log_blends = log_shares(blends)
-    best = blends[int((log_blends @ mixture.coefficients).argmin())]
+    fit = mixture.best
+    rows = fit.transformed(blends)
+    best = blends[int((rows @ fit.coefficients).argmin())]
     rng = np.random.default_rng(0)
-    scale = np.sqrt(mixture.dof / rng.chisquare(mixture.dof, DRAWS))
-    normal = rng.multivariate_normal(np.zeros(len(best)), mixture.covariance, DRAWS, method="svd")
-    chosen = blends[(log_blends @ (mixture.coefficients + normal * scale[:, None]).T).argmin(axis=0)]
+    scale = np.sqrt(fit.dof / rng.chisquare(fit.dof, DRAWS))
+    normal = rng.multivariate_normal(np.zeros(len(best)), fit.covariance, DRAWS, method="svd")
+    chosen = blends[(rows @ (fit.coefficients + normal * scale[:, None]).T).argmin(axis=0)]
     low, high = np.quantile(chosen, (0.025, 0.975), axis=0)
     spread = zip(mixture.domains, best, np.minimum(low, best), np.maximum(high, best), strict=True)
     shares = {domain: Interval(float(value), float(a), float(b)) for domain, value, a, b in spread}

@@ -122,14 +122,14 @@ def mix_verdict(
     headline.append(f"not beaten on every domain by any other variant: {', '.join(front)}")
     headline.append(
         f"rank correlation of predicted and measured left-out variants: {mixture.rank_correlation:.2f}; "
-        f"noise estimated from {'seeds' if mixture.by_seeds else 'the residuals of the fit'}"
+        f"noise estimated from {'seeds' if mixture.best.by_seeds else 'the residuals of the fit'}"
     )
     if not mixture.rank_correlation >= LEAST_RANK:
         flags.append(
             f"the rank correlation of predicted and measured left-out variants is {mixture.rank_correlation:.2f}; add "
             "variants or seeds, or train longer"
         )
-    if not mixture.by_seeds:
+    if not mixture.best.by_seeds:
         flags.append(
             "noise is estimated from the residuals of the fit, not from seeds; add seeds to separate noise from misfit"
         )

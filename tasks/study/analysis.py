@@ -195,7 +195,7 @@ def _mix_tables(mixture: Mixture, best: Proposal) -> list[ResultTable]:
     for i in np.argsort(mixture.totals):
         shares = [f"{share:.1%}" for share in mixture.shares[i]]
         losses = [f"{loss:.4f}" for loss in mixture.losses[i]]
-        totals = [f"{mixture.totals[i]:.4f}", f"{mixture.predicted[i]:.4f}"]
+        totals = [f"{mixture.totals[i]:.4f}", f"{mixture.best.predicted[i]:.4f}"]
         mixes.append([mixture.variants[i], *shares, *losses, *totals, "yes" if mixture.variants[i] in front else ""])
     domains = mixture.domains
     columns = ["variant", *domains, *(f"bpb {domain}" for domain in domains), "weighted", "predicted", "Pareto"]
@@ -206,12 +206,15 @@ def _mix_tables(mixture: Mixture, best: Proposal) -> list[ResultTable]:
     blend = [
         [domain, f"{weight:.1%}", f"{share.value:.1%}", f"{share.low:.1%} to {share.high:.1%}", f"{slope:+.4f}"]
         for (domain, share), weight, slope in zip(
-            best.shares.items(), mixture.weights, mixture.coefficients, strict=True
+            best.shares.items(),
+            mixture.weights,
+            mixture.slopes(mixture.shares[mixture.variants.index(BASE)]),
+            strict=True,
         )
     ]
     blend_note = (
-        "The best blend of the variants, with the interval due to noise. Slope: weighted bits per byte for each e-fold "
-        "of the domain's share; below 0 more of it helps."
+        "The best blend of the variants, with the interval due to noise. Slope: weighted bits per byte for an e-fold "
+        "of the domain's share from the base mix; below 0 more of it helps."
     )
     return [
         ResultTable("Mixes", note, columns, mixes),

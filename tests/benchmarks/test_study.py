@@ -32,9 +32,9 @@ def test_every_row_has_a_target_and_a_measure() -> None:
 
 @pytest.mark.slow
 def test_intervals_hold_and_nothing_is_found_where_nothing_is() -> None:
-    rows = [*study_rows(session("alpha", "same", "scatter"))]
+    rows = [*study_rows(session("alpha", "same", "gain", "scatter"))]
     assert [row.name for row in rows] == [
-        name for name in STUDY_TARGETS if name.split("/")[0] in ("alpha", "same", "scatter")
+        name for name in STUDY_TARGETS if name.split("/")[0] in ("alpha", "same", "gain", "scatter")
     ]
     for row in rows:
         assert row.ok, f"{row.name}: {row.value} {row.unit}, {row.target}"
