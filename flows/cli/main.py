@@ -46,7 +46,10 @@ PANELS = {
     "Start here": ("run", "plan", "status", "rerun", "up"),
     "Runs and studies": ("watch", "logs", "stop", "report", "compare", "inspect", "study", "rehearse"),
     "Recipes and data": ("fetch", "data", "schema"),
-    "Models": ("generate", "serve", "eval", "export", "promote", "approve", "reject", "rollback", "promotion-log"),
+    "Models": (
+        *("generate", "serve", "eval", "export", "merge"),
+        *("promote", "approve", "reject", "rollback", "promotion-log"),
+    ),
     "Operation": ("doctor", "hosts", "setup", "verify", "gc", "mlflow"),
 }
 """Title -> commands, in the order of `herd --help`."""
@@ -343,7 +346,18 @@ def try_data(
 
 
 for command in (
-    *(models.generate, models.serve, models.export, ops.up, ops.setup, ops.status, ops.logs, ops.stop, ops.compare),
+    *(
+        models.generate,
+        models.serve,
+        models.export,
+        models.merge,
+        ops.up,
+        ops.setup,
+        ops.status,
+        ops.logs,
+        ops.stop,
+        ops.compare,
+    ),
     *(ops.watch, ops.doctor, ops.hosts, ops.gc, ops.verify),
     *(ops.promote, ops.approve, ops.reject, ops.rollback, ops.promotion_log),
 ):

@@ -1,4 +1,4 @@
-"""Commands that use a model: `herd generate | serve | export | eval`."""
+"""Commands that use a model: `herd generate | serve | export | merge | eval`."""
 
 from __future__ import annotations
 
@@ -159,6 +159,33 @@ def export(
         with at_work("export"):
             export_model(Root.parse(root), model, target, format_, dtype, parts, license)
         out.print(f"wrote {target}, peak memory {peak_rss() / 2**30:.2f} GiB")
+
+
+def merge(
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL MODEL...", help="Runs, checkpoints' labels, or FAMILY@ALIAS.")
+    ],
+    weights: Annotated[
+        str, typer.Option(help="A weight for each model, with commas: 2,1.", show_default="all alike")
+    ] = "",
+    root: RootOption = DEFAULT_ROOT,
+) -> None:
+    """Make a checkpoint of the mean of the weights of others; `herd promote` judges it."""
+    from herd.flows.run_lifecycle import existing_run, find_checkpoint
+    from herd.tasks.cluster import Cluster
+    from herd.tasks.console import TerminalConsole, console_as
+    from herd.tasks.models.merge import merge_checkpoints
+
+    with mistakes():
+        try:
+            shares = [float(weight) for weight in weights.split(",")] if weights else [1.0] * len(models)
+        except ValueError:
+            raise ValueError(f"--weights {weights}: write numbers with commas, such as 2,1") from None
+        found = [find_checkpoint(Root.parse(root), model) for model in models]
+        name = found[0].record.name
+        with console_as(TerminalConsole(out)), existing_run(Root.parse(root), name, Cluster()) as context:
+            merged = merge_checkpoints(context, [each.checkpoint for each in found], shares)
+        out.print(f"herd promote {merged.label}    judges it")
 
 
 @evaluation.command("model")

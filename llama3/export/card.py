@@ -79,6 +79,8 @@ class Training:
     """File name of the plot of the training loss; empty: none."""
     recipe: str
     """The resolved recipe as YAML."""
+    merged: Mapping[str, float] = field(default_factory=dict)
+    """Checkpoint -> its share of the weights, if they are the mean of several."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from herd.tasks.figures import styled, subplots
 from herd.tasks.html import DIM, INK
 from herd.tasks.promotion.log import gate_decisions, read_log
 from herd.tasks.promotion.registry import Registry
-from herd.tasks.runs.records import RunRecord, Runs, evaluation_of
+from herd.tasks.runs.records import MERGED, RunRecord, Runs, evaluation_of
 from herd.tasks.tracking.mlflow import MLflowTracker
 from herd.tasks.tracking.mlflow_store import report_page
 
@@ -132,6 +132,7 @@ def _training(trained: TrainedCheckpoint, folder: Path) -> Training:
         scores=read_scores(evaluation.path) if evaluation else {},
         curve=CURVE if lines else "",
         recipe=to_yaml(trained.recipe),
+        merged=trained.checkpoint.metadata.get(MERGED, {}),
     )
 
 

@@ -33,12 +33,14 @@ if TYPE_CHECKING:
 
 
 def model_folder(root: Root, name: str) -> Path:
-    """Return the folder of a model: a run's last checkpoint, `FAMILY@ALIAS`, or a folder of weights.
+    """Return the folder of a model: of a run's last checkpoint, a checkpoint's label, `FAMILY@ALIAS`, or a folder.
 
     Raises ValueError naming what exists.
     """
     if any((Path(name) / file).is_file() for file in ("config.json", "params.json")):
         return Path(name)
+    if name.startswith("checkpoint/"):
+        return open_store(root).load(name).path_of("model")
     family, separator, alias = name.partition("@")
     if separator:
         label = label_of_alias(root, family, alias)

@@ -71,7 +71,7 @@ from herd.tasks.plan.tables import (
     time_table,
     time_unit,
 )
-from herd.tasks.runs.records import Runs
+from herd.tasks.runs.records import Runs, is_merge
 from herd.tasks.tracking.mlflow import MetricPoint, MLflowTracker
 
 KEYS = (metrics.CHECKPOINT_S, metrics.CHECKPOINT_WRITE_S, metrics.FIRST_STEP_S)
@@ -89,9 +89,9 @@ def measured_costs(root: Root, family: str) -> tuple[CheckpointCosts, Recovery] 
             continue
         values = {key: list[float]() for key in KEYS}
         for step in record.steps.values():
-            if step.artifact.startswith("checkpoint/"):
-                path = store.load(step.artifact).path_of("metrics.parquet")
-                for row in parquet.read_table(path, filters=[("key", "in", KEYS)]).to_pylist():
+            if step.artifact.startswith("checkpoint/") and not is_merge(stage := store.load(step.artifact)):
+                table = parquet.read_table(stage.path_of("metrics.parquet"), filters=[("key", "in", KEYS)])
+                for row in table.to_pylist():
                     values[row["key"]].append(row["value"])
         blocked, written, first = (values[key] for key in KEYS)
         if blocked and written and first:

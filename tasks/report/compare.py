@@ -30,7 +30,7 @@ from herd.storage.artifact import Store, flatten
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.runs.provenance import differences_line, provenance_facts
-from herd.tasks.runs.records import RunRecord, Runs
+from herd.tasks.runs.records import RunRecord, Runs, is_merge
 from herd.tasks.tracking.mlflow_store import call_server, server_uri
 from herd.tasks.tracking.steps import scores_of
 
@@ -66,6 +66,8 @@ class ComparedRun:
         """Read the run `name`. Raises ValueError if it does not exist or one of its artifacts was deleted."""
         record = runs.find(name)
         artifacts = [store.load(step.artifact) for name, step in record.steps.items() if name != "evaluate-champion"]
+        merges = {artifact.key for artifact in artifacts if is_merge(artifact)}  # other models than that of the run
+        artifacts = [a for a in artifacts if not merges & {a.key, a.manifest.inputs.get("checkpoint")}]
         stages = [artifact for artifact in artifacts if artifact.manifest.kind == "checkpoint"]
         results: dict[str, float] = {"tokens": 0}
         if stages:

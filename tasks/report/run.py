@@ -29,7 +29,7 @@ from herd.tasks.format import command, format_duration
 from herd.tasks.html import COLORS, DIM, GROUPS, INK, Curve, Figure, chart, render
 from herd.tasks.promotion.log import CHAMPION, compared_run
 from herd.tasks.report.data import DataPage, ReportData, collect_report_data
-from herd.tasks.runs.records import PENDING_APPROVAL, RunRecord, Runs, example_change, trained_stages
+from herd.tasks.runs.records import PENDING_APPROVAL, RunRecord, Runs, example_change, is_merge, trained_stages
 from herd.tasks.step import REUSED, Context
 from herd.tasks.tracking import prefect_artifacts
 from herd.tasks.tracking.mlflow_store import report_page, server_uri
@@ -151,6 +151,8 @@ def evaluated_checkpoints(root: Root) -> list[EvaluatedCheckpoint]:
                 continue
             with suppress(ValueError):  # deleted by retention
                 checkpoint, evaluation = store.load(stage.artifact), store.load(entry.artifact)
+                if is_merge(checkpoint):  # its scores cost more than the operations of one model
+                    continue
                 config, vocab_size = read_config(checkpoint.path_of(f"model/{CONFIG}").parent)
                 flops = trained_flops(recipe, config, vocab_size, checkpoint.metadata["end"])
                 scores = read_scores(evaluation.path_of(SCORES_FILE).parent)

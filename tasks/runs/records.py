@@ -288,6 +288,11 @@ def trained_stages(recipe: Recipe, record: RunRecord) -> list[StageSpan]:
     return [span for span in recipe.schedule.trained if span.name in record.steps]
 
 
+def is_merge(artifact: Artifact) -> bool:
+    """Return whether the artifact is a checkpoint that `herd merge` made: no stage, without curves and without cost."""
+    return MERGED in artifact.metadata
+
+
 def evaluation_of(store: Store, record: RunRecord, checkpoint: Artifact) -> Artifact | None:
     """Return the run's first evaluation of a checkpoint, by its own suite, that still exists."""
     for step in record.steps.values():
@@ -310,6 +315,8 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
+MERGED = "merged"
+"""Field of the metadata of a checkpoint that `herd merge` made: its parents and their shares."""
 PENDING_APPROVAL: Literal["pending_approval"] = "pending_approval"
 """Verdict of a run whose model waits for a person."""
 OPEN = "open"

@@ -16,7 +16,7 @@ from herd.llama3.train import metrics
 from herd.llama3.train.journal import Record
 from herd.storage.artifact import Artifact, Store
 from herd.storage.root import Root
-from herd.tasks.runs.records import RunRecord
+from herd.tasks.runs.records import RunRecord, is_merge
 from herd.tasks.tracking.mlflow import MetricPoint, MLflowTracker, metric_key
 from herd.tasks.tracking.tensorboard import TensorBoard
 
@@ -230,7 +230,7 @@ def _log_data_sets(shown: LoggedStep) -> None:
 def _log_stage(shown: LoggedStep) -> int:
     """Log a trained stage: its curves, unless they were sent during training, and its checkpoint as a model."""
     sent, metadata = 0, shown.artifact.metadata
-    if shown.child not in shown.tracker.complete:
+    if shown.child not in shown.tracker.complete and not is_merge(shown.artifact):
         records = read_series(shown.artifact.path_of("metrics.parquet"))
         sent = shown.log(Thinning(metadata["steps"], metadata["end"]).points(records), of_run=True)
     costs = {metrics.cost(name): amount for name, amount in metadata.get("cost_so_far", {}).items()}
@@ -256,7 +256,8 @@ def _log_scores(shown: LoggedStep) -> int:
     except ValueError:  # deleted: without it the position of the scores is unknown
         return 0
     gate = manifest.kind == "gate"
-    own = checkpoint.label in {step.artifact for step in shown.record.steps.values()}
+    recorded = checkpoint.label in {step.artifact for step in shown.record.steps.values()}
+    own = recorded and not is_merge(checkpoint)  # at its position the curves have another model
     position = checkpoint.metadata["end"]
     points = [MetricPoint(key, value, shown.artifact.created, position) for key, value in scores.items()]
     model_id = "" if gate else checkpoint_model(shown.tracker, [shown.child], checkpoint)
