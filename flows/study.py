@@ -38,6 +38,7 @@ from herd.flows.watchdog import watched
 from herd.llama3.recipe.load import resolved, to_yaml
 from herd.llama3.studies.checks import check_study
 from herd.llama3.studies.expand import ExpandedStudy, VariantRun, load_study
+from herd.llama3.studies.study import BASE, PROPOSED
 from herd.storage.artifact import flatten
 from herd.storage.filesystem import write_atomic
 from herd.storage.lease import LeaseLost
@@ -53,7 +54,7 @@ from herd.tasks.runs.provenance import code_version
 from herd.tasks.runs.records import Runs, State, StudyPart, now
 from herd.tasks.study.plan import check_hours, plan_lines, plan_study, plan_table
 from herd.tasks.study.records import FOLDER, Studies, StudyRecord, runs_of
-from herd.tasks.study.report import conclude, plan_markdown
+from herd.tasks.study.report import conclude, plan_markdown, with_proposed
 from herd.tasks.tracking import prefect_artifacts
 from herd.tasks.tracking.mlflow import MLflowTracker
 
@@ -196,7 +197,7 @@ def _recorded(config: StudyParameters, expanded: ExpandedStudy, studies: Studies
     )
     if known and known.digest == record.digest:
         record.started, record.seconds, record.variant_seconds = known.started, known.seconds, known.variant_seconds
-        record.verdict = known.verdict
+        record.verdict, record.recipes = known.verdict, sorted({*record.recipes, *known.recipes})
     studies.ask(expanded)
     studies.save(record)
     if known and known.prefect_run not in ("", record.prefect_run):
@@ -231,13 +232,7 @@ def run_study(config: StudyParameters) -> FlowResult:
     check_attempts(config.root_at, lambda _: progress_of_study(config.root_at, expanded.study.name))
     with open_study(config, expanded) as context:
         _run_missing(context)
-        answers = runs_of(Runs(context.root), context.expanded, context.expanded.runs)
-        if missing := [run.name for run in context.runs if run.name not in answers]:
-            raise StudyIncomplete(
-                f"study {context.record.name}: {len(missing)} of {len(context.runs)} runs did not finish: "
-                f"{', '.join(missing)}; their logs are in {context.studies.folder(context.record.name) / 'logs'}; the "
-                "same command continues them"
-            )
+        _run_proposed(context)
         context.ends("finished")  # so that the page says so
         verdict = conclude(context.studies, context.expanded, context.record, context.tracker)
         for line in verdict.headline:
@@ -247,8 +242,27 @@ def run_study(config: StudyParameters) -> FlowResult:
     return FlowResult(context.record.name, "; ".join(verdict.headline))
 
 
+def _run_proposed(context: StudyContext) -> None:
+    """Train the mix that a finished mix search proposes, beside the control's seeds. Raises StudyIncomplete."""
+    found = with_proposed(context.root, context.expanded)
+    if found is context.expanded or found.proposal is None:
+        return
+    runs = [run for run in found.runs if run.variant.name == PROPOSED]
+    shares = "/".join(f"{float(share) * 100:g}" for share in found.proposal.values())
+    context.console.log(f"  the fit proposes {shares} ({'/'.join(found.proposal)}); it is trained beside {BASE}")
+    for run in runs:
+        check_run(run.recipe, context.config.cluster, context.root)
+    context.expanded, context.runs = found, [*context.runs, *runs]
+    context.record.recipes = sorted({*context.record.recipes, *(run.digest for run in runs)})
+    context.studies.save(context.record)
+    _run_missing(context)
+
+
 def _run_missing(context: StudyContext) -> None:
-    """Run every variant that has no finished run, `at_once` at a time, and print the result of each."""
+    """Run every variant that has no finished run, `at_once` at a time, and print the result of each.
+
+    Raises StudyIncomplete if one did not finish.
+    """
     answers = runs_of(Runs(context.root), context.expanded, context.runs)
     missing = [run for run in context.runs if run.name not in answers]
     execute = _in_turn if context.config.at_once == 1 else _side_by_side
@@ -263,6 +277,13 @@ def _run_missing(context: StudyContext) -> None:
                 context.console.log(f"{prefix}[red]failed[/] after {format_duration(seconds)}: {reason}")
             else:
                 context.console.log(f"{prefix}{record.name} in {format_duration(seconds)}")
+    answers = runs_of(Runs(context.root), context.expanded, context.runs)
+    if unfinished := [run.name for run in context.runs if run.name not in answers]:
+        raise StudyIncomplete(
+            f"study {context.record.name}: {len(unfinished)} of {len(context.runs)} runs did not finish: "
+            f"{', '.join(unfinished)}; their logs are in {context.studies.folder(context.record.name) / 'logs'}; the "
+            "same command continues them"
+        )
 
 
 Result = tuple[VariantRun, str, float]

@@ -40,6 +40,7 @@ from herd.llama3.studies.study import (
     ANNEAL,
     BASE,
     DEFAULT,
+    PROPOSED,
     TOKENIZER,
     Annealing,
     Ladder,
@@ -169,6 +170,8 @@ class ExpandedStudy:
     def __init__(self, study: Study, data: dict[str, Any], path: str) -> None:
         self.study, self.data, self.path = study, data, path
         self.base = self.recipe([])
+        self.proposal: Mapping[Domain, Fraction] | None = None
+        """The mix that the variants of a mix search propose, once it is known."""
 
     def recipe(self, overrides: Iterable[str]) -> Recipe:
         """Return the base recipe with the study's changes and `overrides`, under its own name. Raises RecipeError."""
@@ -186,6 +189,13 @@ class ExpandedStudy:
         if self.study.compare:
             return self.study.compare.control
         return {"mix": BASE, "annealing": DEFAULT}.get(self.study.kind, "")
+
+    def with_proposal(self, shares: Mapping[Domain, Fraction]) -> ExpandedStudy:
+        """Return the study with the mix that its other variants propose as one more variant."""
+        study = copy.copy(self)
+        study.__dict__.pop("runs", None)  # they are cached
+        study.proposal = shares
+        return study
 
     def own_fields(self, seed: int) -> dict[str, object]:
         """Return the fields that the study itself sets in the runs with `seed`."""
@@ -239,7 +249,7 @@ def variant_runs(expanded: ExpandedStudy) -> Iterator[VariantRun]:
     # stage before, whose last chunks would then differ between control and variants, so the shared checkpoint would be
     # trained twice.
     draws = range(1, study.annealing.draws + 1) if study.annealing else range(1)
-    for variant in study_variants(study, base):
+    for variant in study_variants(study, base, expanded.proposal):
         for index, (seed, draw) in enumerate(product(seeds, draws)):
             offset = [f"stages.{ANNEAL}.data_offset={draw}"] if study.annealing else []
             own = [f"{field}={value}" for field, value in expanded.own_fields(seed).items()]
@@ -258,12 +268,15 @@ def changed_fields(recipe: Recipe, other: Recipe) -> list[str]:
 # The variants of each kind of study. What must not differ between them (documents, seeds) is set in `variant_runs`.
 
 
-def study_variants(study: Study, base: Recipe) -> list[Variant]:
-    """Return the variants of a study of `base`, the control first. Raises ValueError if they are invalid."""
+def study_variants(study: Study, base: Recipe, proposal: Mapping[Domain, Fraction] | None = None) -> list[Variant]:
+    """Return the variants of a study of `base`, the control first. Raises ValueError if they are invalid.
+
+    `proposal` is one more mix of a mix search.
+    """
     if study.ladder:
         return ladder_variants(study.ladder, base)
     if study.mix:
-        return _mix_variants(study.mix, base)
+        return _mix_variants(study.mix, base, proposal)
     if study.annealing:
         return _annealing_variants(study.annealing, base)
     assert study.compare is not None
@@ -328,20 +341,24 @@ def budget_batch(ladder: Ladder, budget: float) -> Tokens:
     return Tokens(sequences * ladder.seq_len)
 
 
-def _mix_variants(search: MixSearch, base: Recipe) -> list[Variant]:
+def _mix_variants(search: MixSearch, base: Recipe, proposal: Mapping[Domain, Fraction] | None) -> list[Variant]:
     """Return a variant for each mix."""
     if search.of not in base.mix:
         raise RecipeError(f"mix.of: {search.of!r} is not a mix of the recipe; it has {', '.join(base.mix)}")
     control = {domain: Fraction(base.mix[search.of].get(domain, 0)) for domain in DOMAINS}
     mixes: dict[str, Shares] = {BASE: control, **(design_mixes(search.design, control) if search.design else {})}
+    for field, names in (("variants", search.variants), ("others", search.others)):
+        for name in names.keys() & {BASE, PROPOSED}:
+            which = "the recipe's own mix, always" if name == BASE else "the mix that the search proposes,"
+            raise RecipeError(f"mix.{field}: {name!r} is {which} a variant; choose another name")
     for name, mix in search.variants.items():
-        if name == BASE:
-            raise RecipeError(f"mix.variants: {BASE!r} is the recipe's own mix, always a variant; choose another name")
         if (total := sum(mix.values())) != 1:
             raise RecipeError(
                 f"mix.variants.{name}: the shares sum to {Share(total)}; change them until they sum to 100%"
             )
         mixes[name] = {domain: Fraction(share) for domain, share in mix.items()}
+    if proposal is not None:
+        mixes[PROPOSED] = dict(proposal)
 
     def text(shares: Mapping[Domain, Fraction]) -> dict[str, str]:
         return {domain: str(Share(share)) for domain, share in shares.items()}

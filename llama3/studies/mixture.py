@@ -64,9 +64,8 @@ class MixFit:
     """Coefficients that the shares determine: linear ones are one fewer, as shares sum to 1."""
 
     def transformed(self, shares: Array) -> Array:
-        """Return (r^p - 1) / p of shares, at least that of `LEAST_SHARE`."""
-        logs = log_shares(shares)
-        return np.asarray(np.expm1(self.power * logs) / self.power) if self.power else logs
+        """Return the terms of W that the coefficients multiply."""
+        return transformed(shares, self.power)
 
     def gain(self, shares: Array, base: Array) -> Interval:
         """Return how many bits per byte fewer `shares` needs than `base`, both [domains], with Scheffe's interval.
@@ -126,8 +125,13 @@ class Mixture:
         )
 
     def slopes(self, shares: Array) -> Array:
-        """Return the change of W for an e-fold of each domain's share, at `shares` [domains]."""
-        return np.asarray(self.best.coefficients * np.maximum(shares, LEAST_SHARE) ** self.best.power)
+        """Return the change of W for an e-fold of each domain's share, at `shares` [domains].
+
+        The other domains shrink in proportion; without that a linear law has no slope of its own.
+        """
+        own = np.maximum(shares, LEAST_SHARE)
+        gradient = self.best.coefficients * own ** (self.best.power - 1)
+        return np.asarray(own * (gradient - float(own @ gradient)) / np.maximum(1 - own, LEAST_SHARE))
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,14 @@ class Proposal:
     @property
     def significant(self) -> bool:
         return self.gain.low > 0
+
+
+def transformed(shares: Array, power: float) -> Array:
+    """Return (r^p - 1) / p; at p of 0 or below, at least that of `LEAST_SHARE`."""
+    if power > 0:
+        return np.asarray((shares**power - 1) / power)
+    logs = log_shares(shares)
+    return np.asarray(np.expm1(power * logs) / power) if power else logs
 
 
 def mix_trials(outcomes: Sequence[RunResult], shares: Mapping[str, Mapping[str, float]]) -> list[MixTrial]:
@@ -189,8 +201,7 @@ def fit_mixture(trials: Sequence[MixTrial], weights: Mapping[str, float]) -> Mix
 
 def _fit(power: float, shares: Array, totals: Array, between_seeds: float, freedom: int) -> MixFit:
     """Return the least-squares fit; its noise is that between seeds or that of the residuals, whichever is larger."""
-    logs = log_shares(shares)
-    design_matrix = np.column_stack([np.ones(len(shares)), np.expm1(power * logs) / power if power else logs])
+    design_matrix = np.column_stack([np.ones(len(shares)), transformed(shares, power)])
     inverse, rank = np.linalg.pinv(design_matrix), int(np.linalg.matrix_rank(design_matrix))
     solution = inverse @ totals
     residuals = totals - design_matrix @ solution

@@ -5,20 +5,23 @@ Every number comes with its interval, and with its distance from the data where 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Literal
 
 import numpy as np
+from scipy import stats
 
 from herd.llama3.evaluate.suite import BPB
 from herd.llama3.recipe.units import Share
 from herd.llama3.studies.chinchilla import Chinchilla
-from herd.llama3.studies.effects import comparison_flags, default_scores, findings
+from herd.llama3.studies.effects import comparison_flags, default_scores, findings, uncorrected_contrasts
 from herd.llama3.studies.forecast import Interval
 from herd.llama3.studies.isoflop import IsoflopFit, NoLawError, Optimum, TokenLaw
 from herd.llama3.studies.mixture import Mixture, Proposal, pareto
 from herd.llama3.studies.results import HELPS, HURTS, NOTHING, Finding, RunResult, StudyVerdict
+from herd.llama3.studies.study import PROPOSED
 from herd.llama3.tokens.mix import apportion
 
 WIDE = 10.0
@@ -102,23 +105,41 @@ def format_count(number: float) -> str:
 
 
 def mix_verdict(
-    mixture: Mixture, proposal: Proposal, outcomes: Sequence[RunResult], control: str, variants: Sequence[str], mix: str
+    mixture: Mixture,
+    proposal: Proposal,
+    outcomes: Sequence[RunResult],
+    control: str,
+    variants: Sequence[str],
+    mix: str,
 ) -> StudyVerdict:
-    """Return the verdict of a mix search: the proposal if it is significantly better than the control, else none.
+    """Return the verdict of a mix search: the proposal if, trained beside the control, it is significantly better.
 
-    `variants` are all variants but the control, `mix` is the name of the mix in the recipe. A mix that helps one domain
-    at the expense of another appears in the findings only.
+    As long as it is not trained, the prediction decides. `variants` are all variants but the control, `mix` is the name
+    of the mix in the recipe. A mix that helps one domain at the expense of another appears in the findings only.
     """
     flags, front = comparison_flags(outcomes, control, variants), pareto(mixture)
     gain = proposal.gain
-    interval = f"{gain.value:+.4f} bpb, 95 % {gain.low:.4f}..{gain.high:.4f}"
-    if proposal.significant:
-        shares = round_proposal(proposal)
-        listed = "/".join(f"{float(share) * 100:g}" for share in shares.values())
-        headline = [f"take {mix} {listed} ({'/'.join(shares)}): weighted {interval}"]
-        change = [f"mix.{mix}.{domain}={Share(share)}" for domain, share in shares.items()]
+    predicted = f"predicted {gain.value:+.4f} bpb, 95 % {gain.low:.4f}..{gain.high:.4f}"
+    shares = round_proposal(proposal)
+    listed = f"{'/'.join(f'{float(share) * 100:g}' for share in shares.values())} ({'/'.join(shares)})"
+    change = [f"mix.{mix}.{domain}={Share(share)}" for domain, share in shares.items()]
+    tried = np.abs(mixture.shares - np.array([float(share) for share in shares.values()])).max(axis=1) < 1e-9
+    if tried.any():  # measured by the runs from which it was chosen
+        listed += f", variant {mixture.variants[int(tried.argmax())]}"
+    if not proposal.significant:
+        headline, change = [f"{NOTHING}: keep {mix} (best blend of the variants: weighted, {predicted})"], []
+    elif PROPOSED not in variants:
+        headline = [f"take {mix} {listed}: weighted, {predicted}; it was not trained"]
     else:
-        headline, change = [f"{NOTHING}: keep {mix} (best blend of the variants: weighted {interval})"], []
+        measured = measured_gain(mixture, outcomes, control, variants)
+        trained = "was trained, but cannot be compared"
+        if measured is not None:
+            interval = f"{measured.value:+.4f} bpb, 95 % {measured.low:.4f}..{measured.high:.4f}"
+            trained = f"trained beside {control}: weighted {interval}"
+        if measured is not None and measured.low > 0:
+            headline = [f"take {mix} {listed}, {trained}; {predicted}"]
+        else:
+            headline, change = [f"{NOTHING}: keep {mix}; {listed}, {trained}; {predicted}"], []
     headline.append(f"not beaten on every domain by any other variant: {', '.join(front)}")
     headline.append(
         f"rank correlation of predicted and measured left-out variants: {mixture.rank_correlation:.2f}; "
@@ -136,6 +157,29 @@ def mix_verdict(
     if control not in front:
         flags.append(f"a variant beats {control} on every domain; see the table of findings")
     return StudyVerdict(headline=headline, change=change, flags=flags, findings=findings(outcomes, control, variants))
+
+
+def measured_gain(
+    mixture: Mixture,
+    outcomes: Sequence[RunResult],
+    control: str,
+    variants: Sequence[str],
+) -> Interval | None:
+    """Return the weighted bits per byte that the trained proposal saves, paired by repeat and document.
+
+    None if it cannot be compared, as `comparison_flags` says. The noise of repeats is pooled over the variants. That of a
+    single repeat is what the fit leaves unexplained.
+    """
+    weights = dict(zip(mixture.domains, mixture.weights.tolist(), strict=True))
+    contrasts = uncorrected_contrasts(outcomes, control, variants, [BPB], weights)
+    contrast = next((contrast for contrast in contrasts if contrast.variant == PROPOSED), None)
+    if contrast is None:
+        return None
+    low, high = contrast.low, contrast.high
+    if contrast.repeats < 2:
+        half = float(stats.t.ppf(0.975, mixture.best.dof)) * math.sqrt(2 * mixture.best.residual)
+        low, high = min(low, contrast.gain - half), max(high, contrast.gain + half)
+    return Interval(contrast.gain, low, high)
 
 
 def round_proposal(proposal: Proposal) -> dict[str, Fraction]:

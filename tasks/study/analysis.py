@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from fractions import Fraction
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,6 +15,7 @@ from herd.llama3.evaluate.suite import BPB
 from herd.llama3.model.files import CONFIG, read_config
 from herd.llama3.model.flops import parameter_count, recipe_vocab_size
 from herd.llama3.recipe import keys
+from herd.llama3.recipe.base import DOMAINS, Domain
 from herd.llama3.recipe.load import digest
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import Tokens, tokens
@@ -23,13 +25,14 @@ from herd.llama3.studies.forecast import RUNS, Backtest, EvaluatedPoint, Interva
 from herd.llama3.studies.isoflop import IsoflopFit, NoLawError, Trial, fit_ladder
 from herd.llama3.studies.mixture import Mixture, Proposal, fit_mixture, mix_trials, pareto, propose
 from herd.llama3.studies.results import RunResult, Samples, StudyVerdict
-from herd.llama3.studies.study import BASE, Ladder
+from herd.llama3.studies.study import BASE, PROPOSED, Ladder, MixSearch
 from herd.llama3.studies.verdicts import (
     ablation_verdict,
     annealing_verdict,
     ladder_verdict,
     mix_verdict,
     no_law_verdict,
+    round_proposal,
 )
 from herd.storage.artifact import Artifact, Store
 from herd.tasks.html import Figure
@@ -165,27 +168,58 @@ def mix_analysis(expanded: ExpandedStudy, results: Sequence[RunResult]) -> Analy
     """
     search, finished = expanded.study.mix, {result.variant for result in results}
     assert search is not None
+    shares, weights = _mixes(expanded, search, finished)
+    if list(shares) == [BASE]:
+        changes = {name: overrides for name, overrides in search.others.items() if name in finished}
+        return Analysis(ablation_verdict(results, BASE, changes, BPB, weights))
+    mixture, best = _proposal(search, results, shares, weights)
+    variants = [name for name in dict.fromkeys(run.variant.name for run in expanded.runs) if name in finished - {BASE}]
+    verdict = mix_verdict(mixture, best, results, BASE, variants, search.of)
+    return Analysis(verdict, _mix_tables(mixture, best), _mix_figures(mixture))
+
+
+def proposed_mix(expanded: ExpandedStudy, results: Sequence[RunResult]) -> dict[Domain, Fraction] | None:
+    """Return the mix that a mix search predicts to be better than the base mix; None if there is none."""
+    search = expanded.study.mix
+    if search is None:
+        return None
+    try:
+        shares, weights = _mixes(expanded, search, {result.variant for result in results})
+        _, best = _proposal(search, results, shares, weights)
+    except ValueError:  # too few mixes, as the verdict says
+        return None
+    shares_of = round_proposal(best)
+    return {domain: shares_of[domain] for domain in DOMAINS if domain in shares_of} if best.significant else None
+
+
+def _mixes(
+    expanded: ExpandedStudy, search: MixSearch, finished: Collection[str]
+) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """Return the shares of the variants that are fitted, and the weights of the domains. Raises ValueError."""
     if BASE not in finished:
         raise ValueError(f"mix: the control variant {BASE} has no finished run; run it too")
     shares: dict[str, dict[str, float]] = {
         run.variant.name: {domain: float(share) for domain, share in run.variant.shares.items()}
         for run in expanded.runs
-        if run.variant.name in finished - set(search.others)
+        if run.variant.name in set(finished) - {*search.others, PROPOSED}
     }
     weights: dict[str, float] = {domain: float(share) for domain, share in search.weights.items()}
-    weights = weights or shares[BASE]
-    if list(shares) == [BASE]:
-        changes = {name: overrides for name, overrides in search.others.items() if name in finished}
-        return Analysis(ablation_verdict(results, BASE, changes, BPB, weights))
+    return shares, weights or shares[BASE]
+
+
+def _proposal(
+    search: MixSearch,
+    results: Sequence[RunResult],
+    shares: Mapping[str, Mapping[str, float]],
+    weights: Mapping[str, float],
+) -> tuple[Mixture, Proposal]:
+    """Return the fit and the best blend. Raises ValueError."""
     mixture = fit_mixture(mix_trials(results, shares), weights)
     base = np.array([shares[BASE].get(domain, 0.0) for domain in mixture.domains])
     bounds: dict[str, tuple[float, float]] = {
         domain: (float(low), float(high)) for domain, (low, high) in search.bounds.items()
     }
-    best = propose(mixture, base, bounds)
-    variants = [name for name in dict.fromkeys(run.variant.name for run in expanded.runs) if name in finished - {BASE}]
-    verdict = mix_verdict(mixture, best, results, BASE, variants, search.of)
-    return Analysis(verdict, _mix_tables(mixture, best), _mix_figures(mixture))
+    return mixture, propose(mixture, base, bounds)
 
 
 def _mix_tables(mixture: Mixture, best: Proposal) -> list[ResultTable]:
@@ -214,7 +248,7 @@ def _mix_tables(mixture: Mixture, best: Proposal) -> list[ResultTable]:
     ]
     blend_note = (
         "The best blend of the variants, with the interval due to noise. Slope: weighted bits per byte for an e-fold "
-        "of the domain's share from the base mix; below 0 more of it helps."
+        "of the domain's share from the base mix, the others shrunk in proportion; below 0 more of it helps."
     )
     return [
         ResultTable("Mixes", note, columns, mixes),

@@ -20,7 +20,7 @@ from herd.llama3.recipe.sections import Model
 from herd.llama3.recipe.units import tokens
 from herd.llama3.studies.expand import ExpandedStudy, VariantRun
 from herd.llama3.studies.results import data_digest, distinct_stages, stage_flops
-from herd.llama3.studies.study import Variant
+from herd.llama3.studies.study import BASE, Variant
 from herd.llama3.train import metrics
 from herd.storage.artifact import Artifact, Store
 from herd.storage.root import Root
@@ -71,6 +71,8 @@ class StudyPlan:
     """Source of the seconds."""
     price: float | None
     """Of a device-hour."""
+    proposed: list[PlannedRun]
+    """Runs like those of the base mix, which a mix search adds if it predicts a better mix."""
 
     @property
     def flops(self) -> float:
@@ -107,12 +109,19 @@ def plan_study(
         seconds = flops * pace[variant.name] if variant.name in pace else None
         planned.append(PlannedRun(variant, answer, [work.stage for work in works if work not in own], flops, seconds))
     data = len({data_digest(variant.recipe) for variant in variants})
-    return StudyPlan(expanded, planned, data, cluster.processes, speed, price)
+    proposed = []
+    if expanded.study.mix and expanded.proposal is None:
+        for variant in (run for run in expanded.runs if run.variant.name == BASE):
+            seconds = variant.flops * pace[variant.name] if variant.name in pace else None
+            proposed.append(PlannedRun(variant, None, [], variant.flops, seconds))
+    return StudyPlan(expanded, planned, data, cluster.processes, speed, price, proposed)
 
 
 def check_hours(plan: StudyPlan) -> None:
     """Raise ValueError if the remaining work takes more device-hours than the study's limit."""
     limit, hours = plan.expanded.study.limits.device_hours, plan.device_hours
+    if hours is not None:
+        hours += sum(planned.seconds or 0 for planned in plan.proposed) * plan.devices / 3600
     if limit is not None and hours is not None and hours > limit:
         raise ValueError(
             f"{plan.expanded.study.name}: limits.device_hours: {hours:.3g} device-hours are left to do, more than "
@@ -218,8 +227,9 @@ def plan_lines(plan: StudyPlan) -> list[str]:
     time = "unknown" if plan.seconds is None else format_duration(plan.seconds)
     hours = "" if plan.device_hours is None else f", {plan.device_hours:.3g} device-hours"
     cost = f", {money}" if (money := _money(plan, plan.seconds)) else ""
+    then = f"; then {len(plan.proposed)} of the proposed mix, if the fit predicts a gain" if plan.proposed else ""
     return [
-        f"runs     {len(plan.runs)} ({counted}), {reused} finished; {tokens(trained)} tokens",
+        f"runs     {len(plan.runs)} ({counted}), {reused} finished; {tokens(trained)} tokens{then}",
         f"FLOPs    {total:.3g} in all, {plan.flops:.3g} to do: finished runs and shared stages are not trained again",
         f"data     curated and tokenized {'once' if plan.data == 1 else f'{plan.data} times'} for all runs",
         f"time     {time}{hours}{cost} ({plan.speed})",

@@ -23,7 +23,7 @@ from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.runs.records import RunRecord, Runs
 from herd.tasks.stages.backfill import STATUS
-from herd.tasks.study.analysis import analyze, other_data, outcomes
+from herd.tasks.study.analysis import analyze, other_data, outcomes, proposed_mix
 from herd.tasks.study.page import FinishedRun, markdown_table, short, study_page, verdict_markdown
 from herd.tasks.study.plan import HEADERS, StudyPlan, plan_lines, plan_rows, spent
 from herd.tasks.study.records import PAGE, Studies, StudyRecord, runs_of
@@ -36,7 +36,7 @@ LISTED = 5
 
 def conclude(studies: Studies, expanded: ExpandedStudy, record: StudyRecord, tracker: MLflowTracker) -> StudyVerdict:
     """Compute the verdict of a study from its finished runs, write and publish it. Raises ValueError."""
-    root = studies.root
+    root, expanded = studies.root, with_proposed(studies.root, expanded)
     answers = runs_of(Runs(root), expanded, expanded.runs)
     results = outcomes(expanded, open_store(root), answers)
     analysis = analyze(expanded, results, _weak_points(expanded, answers))
@@ -50,6 +50,17 @@ def conclude(studies: Studies, expanded: ExpandedStudy, record: StudyRecord, tra
     prefect_artifacts.markdown("study", text, f"Study {record.name}")
     tracker.log_file(record.mlflow_run, page)
     return analysis.verdict
+
+
+def with_proposed(root: Root, expanded: ExpandedStudy) -> ExpandedStudy:
+    """Return a finished mix search with the mix that it proposes as one more variant; another study as it is."""
+    if expanded.study.mix is None or expanded.proposal is not None:
+        return expanded
+    answers = runs_of(Runs(root), expanded, expanded.runs)
+    if len(answers) < len(expanded.runs):
+        return expanded
+    shares = proposed_mix(expanded, outcomes(expanded, open_store(root), answers))
+    return expanded if shares is None else expanded.with_proposal(shares)
 
 
 def rewrite(studies: Studies, name: str) -> StudyVerdict:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from benchmarks.simulated_studies import planted_mixes
 from herd.llama3.evaluate.scores import Score
 from herd.llama3.recipe.base import DOMAINS, Domain
 from herd.llama3.recipe.units import Share
@@ -111,6 +112,25 @@ def test_the_fit_is_least_squares_with_scheffes_interval_and_each_variant_left_o
     assert (gain.value, gain.low, gain.high) == pytest.approx((value, value - half, value + half))
 
 
+def test_the_interval_covers_the_forms_that_the_variants_do_not_rule_out() -> None:
+    """Of a power law; where noise hides the form, all forms are plausible."""
+    held = ruled_out = 0
+    for seed in range(8):
+        bits, found = planted_mixes("power", BASE, 24, seed)
+        made = fit_mixture(found, WEIGHTS)
+        shares = np.array([float(share) for share in round_proposal(propose(made, ROW, {})).values()])
+        gain, singles = made.gain(shares, ROW), [fit.gain(shares, ROW) for fit in made.plausible]
+        assert made.best in made.plausible
+        assert (gain.low, gain.high) == (min(one.low for one in singles), max(one.high for one in singles))
+        ruled_out += len(made.fits) - len(made.plausible)
+        held += gain.low <= float(ROW @ (bits(ROW) - bits(shares))) <= gain.high
+    assert held == 8
+    assert ruled_out > 0
+    noisy = fit_mixture(trials(1, FLAT), WEIGHTS)
+    assert len(noisy.plausible) == len(noisy.fits)
+    assert noisy.gain(shares, ROW).high > noisy.best.gain(shares, ROW).high
+
+
 def test_a_large_effect_is_found_and_the_proposal_goes_the_right_way() -> None:
     base = {**WEIGHTS, "math": 0.05, "general": 0.70}
     mixes = {"base": {d: Fraction(str(round(v, 3))) for d, v in base.items()}}
@@ -137,6 +157,28 @@ def test_a_proposal_stays_among_what_was_tried_and_within_the_bounds() -> None:
         assert made.shares[:, i].min() - 1e-9 <= free.shares[domain].value <= made.shares[:, i].max() + 1e-9
     assert 0.2 <= bound.shares["math"].value <= 0.26
     assert sum(round_proposal(free).values()) == 1
+
+
+def test_slopes_are_those_of_the_law_whatever_the_level_of_the_losses() -> None:
+    """Of a linear law, whose coefficients are determined up to a constant."""
+    found = []
+    for name, mix in MIXES.items():
+        shares = {domain: float(share) for domain, share in mix.items()}
+        found.append(MixTrial(name, 1, shares, dict.fromkeys(DOMAINS, 1 - 0.5 * shares["math"] + 0.3 * shares["code"])))
+    shifted = [MixTrial(t.name, 1, t.shares, {d: loss + 5 for d, loss in t.losses.items()}) for t in found]
+    slopes = fit_mixture(found, WEIGHTS).slopes(ROW)
+    assert fit_mixture(shifted, WEIGHTS).slopes(ROW) == pytest.approx(slopes, abs=1e-6)
+
+    def level(row: np.ndarray) -> float:
+        return -0.5 * float(row[1]) + 0.3 * float(row[2])
+
+    for place in range(4):
+        more = ROW.copy()
+        more[place] *= np.exp(1e-6)
+        others = np.arange(4) != place
+        more[others] *= (1 - more[place]) / (1 - ROW[place])
+        assert slopes[place] == pytest.approx((level(more) - level(ROW)) / 1e-6, abs=1e-4)
+    assert fit_mixture(found, WEIGHTS).best.power == 1
 
 
 def test_weights_decide_what_is_best() -> None:
