@@ -167,8 +167,8 @@ def measured_gain(
 ) -> Interval | None:
     """Return the weighted bits per byte that the trained proposal saves, paired by repeat and document.
 
-    None if it cannot be compared, as `comparison_flags` says. The noise of repeats is pooled over the variants. That of a
-    single repeat is what the fit leaves unexplained.
+    None if it cannot be compared, as `comparison_flags` says. The noise of repeats is pooled over the variants; that of
+    a single repeat is what the fit leaves unexplained.
     """
     weights = dict(zip(mixture.domains, mixture.weights.tolist(), strict=True))
     contrasts = uncorrected_contrasts(outcomes, control, variants, [BPB], weights)

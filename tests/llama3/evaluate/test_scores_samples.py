@@ -78,6 +78,16 @@ def test_what_divides_the_nats_decides(normalize: str, picked: int) -> None:
     assert sample.picked == picked
 
 
+def test_a_sample_has_all_that_is_known_of_its_question() -> None:
+    requests = tuple(
+        Request("t", name, place, "c", f" {place}", 1, f"group {name}") for name in "ab" for place in range(2)
+    )
+    task = Task("t", "choice", requests, clusters={"a": "passage 7"})
+    first, second = samples(task, [Likelihood(3.0, 4), Likelihood(2.0, 5), Likelihood(1.0, 6), Likelihood(9.0, 7)])
+    assert first == Sample("t", "a", 1.0, 1.0, 9, 1, 1, "group a", "passage 7")
+    assert second == Sample("t", "b", 0.0, 1.0, 13, 0, 1, "group b", "")
+
+
 def test_a_cloze_is_right_if_every_token_is_the_likeliest() -> None:
     requests = tuple(Request("t", name, 0, "c", " w", 0, "g") for name in "abc")
     task = Task("t", "cloze", requests, version=3, shots=2)

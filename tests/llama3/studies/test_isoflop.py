@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.simulated_studies import BUDGETS, PlantedLaw, made_up, recovery
 from herd.llama3.studies import chinchilla
 from herd.llama3.studies.chinchilla import fit_chinchilla
-from herd.llama3.studies.isoflop import IsoflopFit, NoLawError, Quadratic, Trial, fit_ladder
+from herd.llama3.studies.isoflop import IsoflopFit, NoLawError, Quadratic, Trial, fit_ladder, noise_from_scatter
 from herd.llama3.studies.verdicts import format_count, ladder_verdict, no_law_verdict
 
 CLUSTER = tuple(float(flops) for flops in np.geomspace(6e18, 1e22, 10))
@@ -242,6 +242,17 @@ def test_three_budgets_are_flagged_and_two_refused() -> None:
         fit_ladder(parabolic(BUDGETS[:2]), BUDGETS[:2])
     assert [one.used for one in caught.value.parabolas] == [True, True]
     assert no_law_verdict(caught.value).headline == ["no law: 2 budget(s) with a usable minimum"]
+
+
+def test_noise_from_scatter_is_chi_squared_of_a_weighted_line() -> None:
+    dice, z = np.random.default_rng(1), np.arange(5.0)
+    steps = np.linspace(-2, 2, 6)
+    fits = [Quadratic(at + steps, (1 + at) * steps**2 + 0.3 * dice.standard_normal(6)) for at in z]
+    minima, spreads = np.array([fit.minimum for fit in fits]), np.array([fit.spread for fit in fits])
+    assert spreads.max() > 3 * spreads.min()
+    slope, level = np.polyfit(z, minima, 1, w=1 / spreads)
+    chi = (((minima - slope * z - level) / spreads) ** 2).sum()
+    assert noise_from_scatter(z, fits).size == pytest.approx(np.sqrt(chi / 3))
 
 
 def test_three_by_three_has_the_interval_of_one_degree_of_freedom() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_diff_has_changes_and_new_sources_and_leaves_the_index_alone(checkout: Path) -> None:
     assert provenance.code_changes() == ""
+    assert re.fullmatch("[0-9a-f]{12}", provenance.code_version()), "clean"
     # another length: of two equal ones that are written within a clock tick of the commit, git cannot see the second
     (checkout / "train.py").write_text("rate = 20\n")
     (checkout / "new.py").write_text("batch = 3\n")

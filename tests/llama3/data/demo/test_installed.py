@@ -21,6 +21,7 @@ from herd.llama3.data.demo.installed import (
     distributions,
     docstrings,
     installed_documents,
+    licenses,
     manual_text,
     package_files,
     read_mo,
@@ -203,6 +204,19 @@ def test_every_domain_has_text_with_python_and_its_packages_alone() -> None:
         if domain == "multilingual":
             assert len({document.language for document in found}) > 4
             assert not {document.language for document in found} & {"en", None}
+
+
+def test_a_document_has_the_license_of_its_package() -> None:
+    """The standard library's of its files, a distribution's own of those it has installed, and `unknown` otherwise."""
+    found: dict[str, set[str]] = {}
+    for document in islice(installed_documents("code", "installed", 1, system=False), 400):
+        root, _, rest = (document.url or "").partition("/")
+        found.setdefault(root if root == "stdlib" else rest.split("/")[0], set()).add(document.license or "")
+    assert found.pop("stdlib") == {"PSF-2.0"}
+    known = licenses()
+    assert len(found) > 3
+    assert found == {top: {known.get(top, known.get(top.lower(), "unknown"))} for top in found}
+    assert {"PSF-2.0"} not in [found[top] for top in found if known.get(top, "") != "PSF-2.0"]
 
 
 def test_distributions_are_named_with_their_versions() -> None:
