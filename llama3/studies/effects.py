@@ -20,6 +20,8 @@ from herd.llama3.statistics.significance import LEVEL, holm
 from herd.llama3.studies.results import HELPS, HURTS, NOTHING, Finding, RunResult, Says, results_of_variant
 
 Array = NDArray[np.float64]
+FEW_CLUSTERS = 10
+"""Below this many clusters an interval is wide."""
 UNITS = {"bits per byte": "bpb"}
 """Short units for findings."""
 
@@ -80,7 +82,14 @@ def comparison_flags(
                     "significant; add seeds"
                 )
     paired = [variant for variant in variants if common_repeats(outcomes, variant, control)]
-    return [*flags, *_all_paired_gains(outcomes, control, paired, scores, weights or {})[1]]
+    matched, left_out = _all_paired_gains(outcomes, control, paired, scores, weights or {})
+    clustered = {pair.score: pair for pair in matched if pair.n < min(FEW_CLUSTERS, pair.samples)}
+    for score, pair in clustered.items():
+        flags.append(
+            f"{score}: its {pair.samples} samples are of {pair.n} sites, files or passages, on which its intervals "
+            "rest; hold out text of more"
+        )
+    return [*flags, *left_out]
 
 
 def findings(
@@ -202,6 +211,8 @@ class PairedGains:
     """Variance of the mean gain due to the choice of documents."""
     n: int
     """Number of documents or questions, or of their clusters; of a mean over domains, the smallest number in any."""
+    samples: int = 0
+    """Documents or questions of a single score."""
 
 
 def common_repeats(outcomes: Sequence[RunResult], variant: str, control: str) -> tuple[int, ...]:
@@ -313,4 +324,4 @@ def _paired_gains_of(
         estimate = mean((average / first.denominators).tolist(), first.groups, first.clusters)
         sampling = estimate.stderr**2 + 1 / (len(average) + 2) ** 2
     units = estimate.clusters if estimate.clusters > 1 else len(average)
-    return PairedGains(variant, score, unit, numbers, gains, sampling, units)
+    return PairedGains(variant, score, unit, numbers, gains, sampling, units, len(average))

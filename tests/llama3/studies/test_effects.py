@@ -53,6 +53,24 @@ def test_gain_is_above_zero_where_bits_fall_and_where_answers_rise() -> None:
     assert [contrast.unit for contrast in contrasts.values()] == ["bpb", "accuracy"]
 
 
+def test_documents_of_few_sites_widen_the_interval_and_are_named() -> None:
+    results = outcomes(TRUTH, 1)
+    few = [clustered(result, "eval/bpb/code", 4) for result in results]
+    wide, narrow = (by_score(contrasts_of(runs, "gsm", "base"))["eval/bpb/code"] for runs in (few, results))
+    assert wide.high - wide.low > narrow.high - narrow.low
+    new = set(comparison_flags(few, "base", ["gsm"])) - set(comparison_flags(results, "base", ["gsm"]))
+    (flag,) = new
+    assert flag.startswith("eval/bpb/code: its 64 samples are of 4 sites, files or passages")
+    many = [clustered(result, "eval/bpb/code", 20) for result in results]
+    assert comparison_flags(many, "base", ["gsm"]) == comparison_flags(results, "base", ["gsm"])
+
+
+def clustered(result: RunResult, key: str, count: int) -> RunResult:
+    samples = result.samples[key]
+    names = tuple(f"site {place % count}" for place in range(len(samples.ids)))
+    return dataclasses.replace(result, samples={**result.samples, key: dataclasses.replace(samples, clusters=names)})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("repeats", [2, 3, 5])
 @pytest.mark.parametrize("luck", [0.0, 0.02])
