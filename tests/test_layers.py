@@ -52,7 +52,8 @@ LAYERS = {
 """Folders and modules of a package, lowest first; each imports only from those before it."""
 OPTIONAL = (
     *("llama3/planner", "llama3/studies", "llama3/export", "llama3/serve", "tasks/plan", "tasks/study"),
-    *("tasks/models/card.py", "tasks/models/export.py", "tasks/models/serve.py", "tasks/models/served_model.py"),
+    *("tasks/models/card.py", "tasks/models/export.py", "tasks/models/openai_api.py", "tasks/models/serve.py"),
+    "tasks/models/served_model.py",
 )
 """What a run on one machine may do without. The core, which is all below tasks/promotion, never imports it; promotion,
 models and stages do so inside the function that needs it."""
