@@ -10,7 +10,6 @@ Shapes: B rows, S positions, T positions attended to, N scored tokens, D model, 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from herd.llama3.evaluate.distributed import EvalRanks
-from herd.llama3.evaluate.generate import LOGITS
+from herd.llama3.evaluate.generate import LOGITS, common_prefix
 from herd.llama3.evaluate.task import Likelihood, Request
 from herd.llama3.model.attention import AttentionMask
 from herd.llama3.model.comms import Comms
@@ -208,7 +207,7 @@ def _groups_by_prefix(rows: Iterable[PackedRow]) -> Iterator[tuple[int, list[Pac
     for row in sorted(rows, key=_sort_key):
         common = row.free
         if group:
-            common = min(shared, row.free, _common_prefix(group[-1].tokens, row.tokens))
+            common = min(shared, row.free, common_prefix(group[-1].tokens, row.tokens))
             if common < ALIKE or common * len(group) < shared * (len(group) - 1):
                 yield shared, group
                 group, common = [], row.free
@@ -216,12 +215,6 @@ def _groups_by_prefix(rows: Iterable[PackedRow]) -> Iterator[tuple[int, list[Pac
         shared = common
     if group:
         yield shared, group
-
-
-def _common_prefix(a: list[int], b: list[int]) -> int:
-    """Return how many tokens two rows begin with in common, by bisection: slices compare faster than a loop."""
-    lengths = range(1, min(len(a), len(b)) + 1)
-    return bisect_left(lengths, True, key=lambda length: a[:length] != b[:length])
 
 
 def _sort_key(row: PackedRow) -> tuple[bytes, tuple[tuple[int, ...], ...]]:

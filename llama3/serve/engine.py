@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 import torch
 
@@ -22,6 +21,7 @@ from herd.llama3.evaluate.generate import (
     TokenLikelihood,
     as_runner,
     check_fit,
+    common_prefix,
 )
 from herd.llama3.model.transformer import Transformer
 from herd.llama3.tokens.tokenizer import Tokenizer
@@ -116,7 +116,7 @@ class BatchEngine:
             prompt, new = len(generation.text.tokens), generation.text.left
             if prompt < 1 or new < 0 or prompt + new > self.window:
                 raise ValueError(
-                    f"a prompt of {prompt} tokens and max_tokens {new} must be 1 token or more and 0 or more, and at "
+                    f"a prompt of {prompt} tokens and max_tokens {new} must be at least 1 and 0, and together at "
                     f"most the model's {self.window} positions; shorten the prompt or change max_tokens"
                 )
         places = self.max_batch + self.queue
@@ -230,11 +230,11 @@ class BatchEngine:
         The last token of a prompt whose likelihoods are wanted is read apart: nothing follows it yet.
         """
         tokens, top, scoring = generation.text.tokens, generation.top, generation.unscored
-        known = _common(self._read, tokens)  # the decoder keeps these
+        known = common_prefix(self._read, tokens)  # the decoder keeps these
         if scoring:
             if self._scored_for != (top, tokens[0]):
                 self._scored_for, self._scored = (top, tokens[0]), []
-            known = min(known, _common([each.token for each in self._scored], tokens[1:]))
+            known = min(known, common_prefix([each.token for each in self._scored], tokens[1:]))
         # after a short common beginning the rest needs a mask, which costs more than reading it all
         fresh = self._reading != [generation] and 4 * known < len(tokens)
         self._reading = [generation]
@@ -299,8 +299,3 @@ class BatchEngine:
             some_rows, tokens = zip(*pairs, strict=True)
             for row, likelihood in zip(some_rows, self.runner.likelihoods(some_rows, tokens, top), strict=True):
                 generations[row].likelihoods.append(likelihood)
-
-
-def _common(some: Sequence[int], others: Sequence[int]) -> int:
-    """Return how many tokens both begin with."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False)))
