@@ -346,18 +346,8 @@ def try_data(
 
 
 for command in (
-    *(
-        models.generate,
-        models.serve,
-        models.export,
-        models.merge,
-        ops.up,
-        ops.setup,
-        ops.status,
-        ops.logs,
-        ops.stop,
-        ops.compare,
-    ),
+    *(models.generate, models.serve, models.export, models.merge),
+    *(ops.up, ops.setup, ops.status, ops.logs, ops.stop, ops.compare),
     *(ops.watch, ops.doctor, ops.hosts, ops.gc, ops.verify),
     *(ops.promote, ops.approve, ops.reject, ops.rollback, ops.promotion_log),
 ):

@@ -63,16 +63,12 @@ class MixFit:
     size: int
     """Coefficients that the shares determine: linear ones are one fewer, as shares sum to 1."""
 
-    def transformed(self, shares: Array) -> Array:
-        """Return the terms of W that the coefficients multiply."""
-        return transformed(shares, self.power)
-
     def gain(self, shares: Array, base: Array) -> Interval:
         """Return how many bits per byte fewer `shares` needs than `base`, both [domains], with Scheffe's interval.
 
         It holds for all mixes at once (Biometrika 40:87-104, 1953), so also for a mix chosen by its predicted loss.
         """
-        row = self.transformed(base) - self.transformed(shares)
+        row = transformed(base, self.power) - transformed(shares, self.power)
         value = float(row @ self.coefficients)
         variance = max(0.0, float(row @ self.covariance @ row))
         half = math.sqrt(self.size * stats.f.ppf(0.95, self.size, self.dof) * variance)
@@ -227,7 +223,7 @@ def propose(mixture: Mixture, base: Array, bounds: Mapping[str, tuple[float, flo
     inside = ((blends >= limits[:, 0] - 1e-9) & (blends <= limits[:, 1] + 1e-9)).all(axis=1)
     blends = np.asarray(blends[inside]) if inside.any() else base[None]
     fit = mixture.best
-    rows = fit.transformed(blends)
+    rows = transformed(blends, fit.power)
     best = blends[int((rows @ fit.coefficients).argmin())]
     rng = np.random.default_rng(0)
     scale = np.sqrt(fit.dof / rng.chisquare(fit.dof, DRAWS))

@@ -27,10 +27,10 @@ Kind = Literal["ladder", "mix", "annealing", "compare"]
 KINDS: tuple[Kind, ...] = ("ladder", "mix", "annealing", "compare")
 Shares = Mapping[Domain, Fraction]
 BASE, DEFAULT, ANNEAL, TOKENIZER = "base", "default", "anneal", "tokenizer"
-PROPOSED = "proposed"
-"""The variant of a mix search that is trained last: the mix that the others propose."""
 """Control variant of a mix search; control variant of an annealing study; the stage that is annealed; the mix that
 trains the tokenizer of every variant of a mix search."""
+PROPOSED = "proposed"
+"""The variant of a mix search that is trained last: the mix that the others propose."""
 
 
 def _counts(value: object) -> list[float]:

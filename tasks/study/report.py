@@ -36,7 +36,7 @@ LISTED = 5
 
 def conclude(studies: Studies, expanded: ExpandedStudy, record: StudyRecord, tracker: MLflowTracker) -> StudyVerdict:
     """Compute the verdict of a study from its finished runs, write and publish it. Raises ValueError."""
-    root, expanded = studies.root, with_proposed(studies.root, expanded)
+    root = studies.root
     answers = runs_of(Runs(root), expanded, expanded.runs)
     results = outcomes(expanded, open_store(root), answers)
     analysis = analyze(expanded, results, _weak_points(expanded, answers))
@@ -65,7 +65,7 @@ def with_proposed(root: Root, expanded: ExpandedStudy) -> ExpandedStudy:
 
 def rewrite(studies: Studies, name: str) -> StudyVerdict:
     """Compute the verdict of an earlier study again and write its page. Raises ValueError, or LeaseHeld if it runs."""
-    expanded = studies.expanded(name)
+    expanded = with_proposed(studies.root, studies.expanded(name))
     with studies.alone(name):
         record = studies.find(name).abandoned()
         if not runs_of(Runs(studies.root), expanded, expanded.runs):
