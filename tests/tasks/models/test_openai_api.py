@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -15,30 +14,16 @@ from starlette.requests import Request
 
 from herd.llama3.evaluate.scoring import encode_requests, score_sequences
 from herd.llama3.evaluate.task import Request as Question
-from herd.llama3.serve.engine import BatchEngine
 from herd.llama3.tokens.adversarial_strings import random_strings
 from herd.llama3.tokens.chat import encode_chat
 from herd.llama3.tokens.tokenizer import Tokenizer
 from herd.tasks.models import openai_api
 from herd.tasks.models.openai_api import NEUTRAL, APIError, Client, ClientLeft, PromptEncoder
 from herd.tasks.models.serve import Served
-from tests.llama3.evaluate.test_generate_batch import TOKENIZER, made
-from tests.tasks.models.test_serve import CHAT, CONFIG, NAME, complete, serving
+from tests.llama3.evaluate.test_generate_batch import TOKENIZER
+from tests.tasks.models.test_serve import CHAT, NAME, complete
 
 LETTERS = "ab 1é"
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    engine = BatchEngine(made(CONFIG), TOKENIZER, max_batch=4, queue=8)
-    yield Served(NAME, engine, chat=True)
-    engine.stop()
-
-
-@pytest.fixture(scope="module")
-def http(served: Served) -> Iterator[httpx.Client]:
-    with serving(served) as address, httpx.Client(base_url=address, timeout=60) as client:
-        yield client
 
 
 def stream(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:

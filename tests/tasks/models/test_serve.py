@@ -60,19 +60,6 @@ def serving(served: Served, page: str = "") -> Iterator[str]:
             thread.join()
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    engine = BatchEngine(made(CONFIG), TOKENIZER, max_batch=4, queue=8)
-    yield Served(NAME, engine, chat=True)
-    engine.stop()
-
-
-@pytest.fixture(scope="module")
-def http(served: Served) -> Iterator[httpx.Client]:
-    with serving(served) as address, httpx.Client(base_url=address, timeout=60) as client:
-        yield client
-
-
 def complete(http: httpx.Client, prompt: Any = "The", **fields: Any) -> dict[str, Any]:
     answer = http.post("/v1/completions", json={"model": NAME, "prompt": prompt, **fields})
     assert answer.status_code == 200, answer.text
