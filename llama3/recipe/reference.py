@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, get_origin
 
@@ -24,6 +24,17 @@ In addresses (the keys `uri`, `contents`, `use`, `path`, `data`) `${NAME}` is th
 
 In an editor: `herd schema --json > recipe.schema.json`, and as the recipe's first line
 `# yaml-language-server: $schema=recipe.schema.json`."""
+_SIGNS = {
+    "gt": ">",
+    "ge": "≥",
+    "lt": "<",
+    "le": "≤",
+    "multiple_of": "multiple of ",
+    "min_length": "length≥",
+    "max_length": "length≤",
+    "pattern": "",
+}
+"""How a bound in a field's metadata is written."""
 PAGE = "recipe.md"
 """File of the recipe reference; pages in the same folder link to it."""
 
@@ -107,9 +118,19 @@ def describe_sections(
             else:
                 default = f"`[{', '.join(map(str, value))}]`" if isinstance(value, tuple) else f"`{value}`"
             meaning = " ".join((field.description or "").split())
-            cells = (f"`{field.alias or name}`", _form(field.annotation, elsewhere), default, meaning)
+            form = " ".join([_form(field.annotation, elsewhere), *_bounds(field.metadata)])
+            cells = (f"`{field.alias or name}`", form, default, meaning)
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
         yield ""
+
+
+def _bounds(metadata: Iterable[Any]) -> Iterator[str]:
+    """Yield what the metadata of a field demands of a number, of a text or of a length, such as `>0`."""
+    for constraint in metadata:
+        for name, sign in _SIGNS.items():
+            bound = getattr(constraint, name, None)
+            if bound is not None:
+                yield f"{sign}{bound:g}" if isinstance(bound, (int, float)) else f"`{bound}`"
 
 
 def _form(annotation: Any, elsewhere: Sections) -> str:
