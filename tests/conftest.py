@@ -6,10 +6,11 @@ import gc
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,17 @@ settings.register_profile("dev", max_examples=20, derandomize=True, database=Non
 settings.register_profile("nightly", max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
+
+def _may_contain() -> bool:
+    """Return whether this machine gives a process namespaces of its own, asked of a tool that is not ours."""
+    kinds = ["--mount", "--ipc", "--pid", "--net", *(["--user"] if os.geteuid() else [])]
+    with suppress(OSError):
+        return subprocess.run(["unshare", *kinds, "--fork", "true"], capture_output=True).returncode == 0
+    return False
+
+
+needs_sandbox = pytest.mark.skipif(not _may_contain(), reason="this machine gives no namespaces to contain programs")
+"""Not by `sandbox_error()`: a broken sandbox would skip its own tests."""
 
 gc.disable()  # of what collecting imports, a million objects, next to nothing is garbage
 

@@ -15,12 +15,12 @@ from typer.testing import CliRunner, Result
 
 from herd.flows.cli.main import app
 from herd.llama3.evaluate import sandbox
-from herd.llama3.evaluate.sandbox import sandbox_error
 from herd.llama3.export.convert import convert
 from herd.llama3.model.files import save_model
 from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.sections import Model
 from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer
+from tests.conftest import needs_sandbox
 from tests.llama3.evaluate.task_samples import CHOICE, quiz, write_lines
 
 TEXTS = [str(row["question"]) for row in quiz(40)]
@@ -112,7 +112,7 @@ def test_a_suite_is_scored_without_what_needs_a_run(workspace: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(sandbox_error()), reason=f"no sandbox here: {sandbox_error()}")
+@needs_sandbox
 def test_what_could_not_be_judged_is_shown(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = (workspace / "herd", workspace / "code.yaml", "--data", workspace / "data")
     assert results(*arguments)["scores"]["eval/code"]["unjudged"] == 0

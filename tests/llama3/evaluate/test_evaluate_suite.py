@@ -12,16 +12,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from herd.llama3.evaluate.evaluate import evaluate
-from herd.llama3.evaluate.sandbox import sandbox_error
 from herd.llama3.evaluate.scores import Score, read_scores, read_task_record
 from herd.llama3.evaluate.suite import ARITHMETIC, check_suite, render_recipe_suite
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.tokens.tokenizer import train_tokenizer
+from tests.conftest import needs_sandbox
 from tests.dist import run
 from tests.llama3.evaluate.suite_samples import BASELINES, TASKS, evaluated, evaluated_together, make, recipe_of
 
 FILES = ("scores.parquet", "samples.parquet", "answers.parquet", "tasks.json", "generations.json")
-pytestmark = pytest.mark.skipif(bool(sandbox_error()), reason=f"no sandbox here: {sandbox_error()}")
+pytestmark = needs_sandbox
 
 
 class Workspace(NamedTuple):

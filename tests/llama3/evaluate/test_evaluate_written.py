@@ -24,7 +24,7 @@ from herd.llama3.evaluate.evaluate import (
     write_answers,
 )
 from herd.llama3.evaluate.generation_settings import GenerationSettings
-from herd.llama3.evaluate.sandbox import SandboxResult, run_programs, sandbox_error
+from herd.llama3.evaluate.sandbox import SandboxResult, run_programs
 from herd.llama3.evaluate.scores import score_samples
 from herd.llama3.evaluate.suite import render_task, suite_tasks
 from herd.llama3.evaluate.task import Prompt, Task, answer_program
@@ -32,6 +32,7 @@ from herd.llama3.evaluate.task_yaml import DataPaths, read_rows
 from herd.llama3.model.transformer import Transformer, build_model
 from herd.llama3.recipe.load import load_recipe
 from herd.llama3.tokens.tokenizer import Tokenizer
+from tests.conftest import needs_sandbox
 
 WINDOW = 64
 WRITING = GenerationSettings(max_tokens=6, samples=3, temperature=1.0)
@@ -136,7 +137,7 @@ def test_what_was_not_judged_is_neither_right_nor_wrong(
         assert answer_samples(replace(slow, writing=writing), found) == []
 
 
-@pytest.mark.skipif(bool(sandbox_error()), reason=f"no sandbox here: {sandbox_error()}")
+@needs_sandbox
 def test_programs_are_run_behind_what_stands_before_them(model: Transformer, coder: Tokenizer) -> None:
     """What a random model writes is no Python, except behind a comment sign."""
     tests = "assert 1 + 1 == 2"
@@ -159,7 +160,7 @@ def test_programs_are_run_behind_what_stands_before_them(model: Transformer, cod
     assert found[2].reason
 
 
-@pytest.mark.skipif(bool(sandbox_error()), reason=f"no sandbox here: {sandbox_error()}")
+@needs_sandbox
 def test_humaneval_accepts_its_reference_solutions_and_no_stub(shared: Path) -> None:
     """What is run is put together as for a model's answer: program, answer, tests."""
     (planned,) = suite_tasks("humaneval", str(shared / "eval"))

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -18,9 +19,9 @@ import pytest
 
 from herd.llama3.evaluate import sandbox
 from herd.llama3.evaluate.sandbox import THREADS, SandboxResult, run_programs, sandbox_error, seccomp_filter
+from tests.conftest import needs_sandbox
 
-if sandbox_error():
-    pytest.skip(f"this machine contains no programs: {sandbox_error()}", allow_module_level=True)
+pytestmark = needs_sandbox
 
 SECONDS = 2.0
 ENDLESS = "while True: pass"
@@ -128,6 +129,25 @@ def test_all_reference_solutions_of_humaneval_pass(problems: list[dict[str, str]
 def test_no_stub_of_humaneval_passes(problems: list[dict[str, str]]) -> None:
     verdicts = run_programs([whole(problem, "    return None\n") for problem in problems])
     assert [verdict.passed for verdict in verdicts] == [False] * 164
+
+
+def test_every_namespace_is_a_new_one() -> None:
+    """Asked of the kernel before anything is mounted: whatever else holds a program back, this does."""
+    kinds = ["mnt", "ipc", "net", "pid", *(["user"] if os.geteuid() else [])]
+    look = f"import json, os; print(json.dumps([os.readlink(f'/proc/self/ns/{{kind}}') for kind in {kinds}]))"
+    enter = "import os; from herd.llama3.evaluate.sandbox_runner import enter_namespaces; enter_namespaces()"
+    programs = look, f"{enter}; os.fork() and os.wait() or exec({look!r})"
+    here, inside = (
+        json.loads(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout)
+        for program in programs
+    )
+    assert [kind for kind, one, other in zip(kinds, here, inside, strict=True) if one == other] == []
+
+
+def test_a_program_is_process_1_and_mounts_nothing_here() -> None:
+    before = Path("/proc/self/mounts").read_text()
+    assert one("import os; assert os.getpid() == 1, os.getpid()") == SandboxResult(True, "passed")
+    assert Path("/proc/self/mounts").read_text() == before
 
 
 def test_verdicts_stand_in_the_order_of_the_programs_and_say_why() -> None:
