@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as parquet
 import pytest
 from mlflow import MlflowClient
+from safetensors import safe_open
 
 from herd.llama3.recipe.base import DOMAINS
 from herd.storage.artifact import Store
@@ -94,6 +95,49 @@ def test_mlflow_knows_stages_models_and_datasets(herd: Herd) -> None:
     assert champion.tags["verdict"] == "promoted"
     model = mlflow.get_logged_model(champion.source.rsplit("/", 1)[-1])
     assert model.tags["herd.artifact"] == run.steps["anneal"].artifact
+
+
+FORMATS = Path(__file__).parents[1] / "golden" / "formats.json"
+_VARIES = re.compile(r"\d{3,}|[0-9a-f]{12,}")
+_OF_THE_MACHINE = ("files", "packages")
+"""Keys of a manifest: what stands there is listed anyway, or differs between machines."""
+
+
+def form_of(value: object) -> object:
+    """Return the keys of JSON, all the way down, and the types of its values; of a list that of its first entry.
+
+    `*` stands for the keys of a large mapping to values of one form, such as a vocabulary.
+    """
+    if isinstance(value, dict):
+        shown = {key: inner for key, inner in sorted(value.items()) if key not in _OF_THE_MACHINE}
+        form = {_VARIES.sub("N", key): form_of(inner) for key, inner in shown.items()}
+        return {"*": next(iter(form.values()))} if len(form) > 12 and len(set(map(str, form.values()))) == 1 else form
+    if isinstance(value, list):
+        return [form_of(value[0])] if value else []
+    return "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value).__name__
+
+
+def format_of(path: Path) -> object:
+    """Return the columns of Parquet, the keys of JSON and of the header of safetensors; otherwise that it is a file."""
+    if path.suffix == ".parquet":
+        return {field.name: str(field.type) for field in parquet.read_schema(path)}
+    if path.suffix == ".safetensors":
+        with safe_open(path, "np") as file:
+            return {"metadata": sorted(file.metadata() or {}), "tensors": len(file.keys())}
+    return form_of(json.loads(path.read_text())) if path.suffix == ".json" else "file"
+
+
+def test_what_a_run_writes_has_the_recorded_form(herd: Herd, tmp_path: Path) -> None:
+    """Roots outlive versions and others read them: a name or type that changes is seen here, and said in CHANGELOG."""
+    found: dict[str, object] = {}
+    for step, made in sorted(record(herd, "tiny-1").steps.items()):
+        if made.artifact and step not in ("ramp", "main", "evaluate-main"):  # as anneal and its evaluation
+            folder = Store(herd.root).load(made.artifact).path
+            for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+                found[f"{step}/{_VARIES.sub('N', str(path.relative_to(folder)))}"] = format_of(path)
+    written = tmp_path / "formats.json"
+    written.write_text("{\n" + ",\n".join(f'"{name}": {json.dumps(form)}' for name, form in found.items()) + "\n}\n")
+    assert found == json.loads(FORMATS.read_text()), f"if the change is meant: cp {written} {FORMATS}"
 
 
 def test_the_report_shows_what_was_tracked(herd: Herd) -> None:
