@@ -78,6 +78,15 @@ def test_the_plan_does_not_depend_on_the_order(asked: list[Scorable], dice: obje
     assert shape(order) == before
 
 
+@given(questions(), st.sampled_from([16, 64, 512]), st.integers(64, 512), st.integers(64, 2048))
+def test_a_batch_stays_within_both_limits(asked: list[Scorable], window: int, positions: int, held: int) -> None:
+    """A row alone may be over them; a second one is not added."""
+    for batch in plan_batches(asked, window, BatchLimits(positions, held)):
+        if len(batch.rows) > 1:
+            assert len(batch.rows) * batch.longest <= positions
+            assert len(batch.rows) * (batch.longest + len(batch.prefix)) <= held
+
+
 def test_letters_of_a_question_take_one_row_and_examples_one_reading() -> None:
     examples = [0, *range(100, 200)]
     asked = [([*examples, question, letter], len(examples) + 1) for question in range(1, 51) for letter in (5, 6, 7, 8)]

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +10,17 @@ import pytest
 import yaml
 
 from herd.llama3.hardware.specs import (
+    PRESETS,
     Accelerator,
     load_accelerator,
+    load_hall,
     load_server,
     preset_names,
     preset_text,
     validate_description,
 )
+from herd.llama3.hardware.topology import make_fabric
+from herd.llama3.planner.reliability import FailureModel
 from herd.llama3.train.device import PEAKS
 
 H100: dict[str, Any] = yaml.safe_load(preset_text("h100"))
@@ -56,6 +63,46 @@ def test_a_wrong_figure_is_named() -> None:
     ]:
         with pytest.raises(ValueError, match=told):
             validate_description(Accelerator, {**H100, **change}, "cluster.accelerator")
+
+
+READERS: dict[str, Callable[[Any], object]] = {
+    "causes": FailureModel.load,
+    "dense_tflops": load_accelerator,
+    "rack_kw": load_hall,
+    "tiers": make_fabric,
+    "link_gb_s": load_server,
+}
+"""By a key that only this kind of description has."""
+
+
+def numbers_in(value: Any, path: str = "") -> Iterator[str]:
+    """Yield the dotted path of each number."""
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from numbers_in(inner, f"{path}.{key}".lstrip("."))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield path
+
+
+def set_number(value: Any, path: str, number: float) -> Any:
+    """Return `value` with another number at `path`."""
+    key, _, rest = path.partition(".")
+    changed = deepcopy(value)
+    place = int(key) if isinstance(changed, list) else key
+    changed[place] = set_number(changed[place], rest, number) if rest else number
+    return changed
+
+
+@pytest.mark.parametrize("name", sorted(path.name.removesuffix(".yaml") for path in PRESETS.iterdir()))
+def test_no_figure_of_a_description_may_be_negative(name: str) -> None:
+    given = yaml.safe_load(preset_text(name))
+    read = next(reader for key, reader in READERS.items() if key in given)
+    read(given)
+    paths = list(numbers_in(given))
+    assert paths
+    for path in paths:
+        with pytest.raises(ValueError, match=re.escape(path.rpartition(".")[2]) + r".*-1"):
+            read(set_number(given, path, -1))
 
 
 def test_a_copied_preset_is_a_file_like_any_other(tmp_path: Path) -> None:

@@ -110,7 +110,10 @@ def test_a_generation_prompt_ends_where_an_answer_begins(small: Tokenizer) -> No
     ("messages", "fault"),
     [
         ([], "messages: is empty"),
-        ([CHAT[1], {"role": "bot", "content": "2"}], "messages.1.role: 'bot' is unknown; write system, user or"),
+        (
+            [CHAT[1], {"role": "bot", "content": "2"}],
+            "messages.1.role: 'bot' is unknown; write system, user or assistant",
+        ),
         ([{"role": "user", "content": None}], "messages.0.content: is NoneType, not text"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content: is list, not text"),
         (["hello"], "messages.0.role: is missing"),

@@ -200,6 +200,38 @@ def test_stop_saves_and_the_next_attempt_goes_on(launcher: LocalLauncher, undist
     assert weights(path) == weights(undisturbed)
 
 
+@pytest.mark.parametrize("stopped", [True, False])
+def test_ranks_that_were_asked_to_stop_may_take_their_time(stopped: bool, tmp_path: Path) -> None:
+    """They are given the grace of a save; the peers of a rank that failed by itself are not."""
+    program = f"""
+import os, signal, sys, time
+from pathlib import Path
+from herd.llama3.train import launch
+from herd.llama3.train.job import Attempt
+launch.SETTLE_S = 0.2
+signal.pthread_sigmask(signal.SIG_BLOCK, launch.WATCHED)
+pids = {{}}
+for rank in range(2):
+    pid = os.fork()
+    if pid == 0:
+        asked = signal.sigtimedwait([signal.SIGTERM], 0 if rank == 0 and not {stopped} else 30)
+        time.sleep(1)
+        os._exit(143 if asked else 3)
+    pids[pid] = rank
+if {stopped}:
+    os.kill(os.getpid(), signal.SIGTERM)
+attempt = Attempt(job=Path({str(tmp_path / "job.json")!r}), logs=Path({str(tmp_path)!r}), processes=2)
+print(launch._watch(attempt, pids).model_dump_json())
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    result = AttemptResult.model_validate_json(ran.stdout.strip() or ran.stderr)
+    if stopped:
+        assert result == AttemptResult(status=143)
+    else:
+        assert result.status == 3
+        assert result.message.startswith("ranks [1] did not end by themselves and were killed\nrank 0 ended")
+
+
 SLOW_DISK = """
 import os, runpy, sys, threading, time
 runpy.run_path({guard!r})

@@ -249,6 +249,16 @@ def test_what_is_gone_takes_nothing_with_it(tmp_path: Path) -> None:
     assert drops(job, "minhash") == {}
 
 
+def test_the_bound_itself_is_similar_enough(tmp_path: Path) -> None:
+    """Pairs of 13 words with another last one share 8 of 10 shingles."""
+    words = [f"v{number}" for number in range(13 * 20)]
+    texts = [words[start : start + 13] for start in range(0, len(words), 13)]
+    documents = [{"text": " ".join(text)} for one in texts for text in (one, [*one[:-1], "other"])]
+    rows = verdicts(ran(tmp_path, documents, jaccard=0.8))
+    assert {row["jaccard"] for row in rows} == {0.8}
+    assert all(row["similar"] for row in rows)
+
+
 def test_one_keeps_all_but_exact_copies(tmp_path: Path) -> None:
     text = " ".join(VOCABULARY[:50])
     recipe = SimpleNamespace(curate=Curate(dedup=Dedup(jaccard=1)))

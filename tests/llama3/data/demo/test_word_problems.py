@@ -175,10 +175,11 @@ def test_answers_follow_from_the_question_alone(seed: int) -> None:
 
 @given(seed=SEEDS)
 def test_equations_in_the_steps_are_true(seed: int) -> None:
-    steps = problem(seed, 0).steps.replace(" x ", " * ")
-    for chain in re.findall(r"(?<![\w/^])[\d(][\d +*/()-]*(?: = [\d(][\d +*/()-]*)+", steps):
-        sides = [re.sub(r"\d+", r"Fraction(\g<0>)", side) for side in chain.split(" = ")]
-        assert len({eval(side) for side in sides}) == 1, steps
+    for kind in KINDS:
+        steps = kind(Draws("test", seed)).steps.replace(" x ", " * ")
+        for chain in re.findall(r"(?<![\w/^])[\d(][\d +*/()-]*(?: = [\d(][\d +*/()-]*)+", steps):
+            sides = [re.sub(r"\d+", r"Fraction(\g<0>)", side) for side in chain.split(" = ")]
+            assert len({eval(side) for side in sides}) == 1, steps
 
 
 def test_a_problem_is_fixed_by_seed_and_index() -> None:
