@@ -25,6 +25,7 @@ from prefect.client.schemas.objects import FlowRun
 
 from benchmarks.measure import NotMeasured
 from benchmarks.rows import OWNERS_TARGETS, Row, measured, rows_of
+from herd.flows.children import MOST as MOST_DEATHS
 from herd.flows.local_server import POOL
 from herd.storage.root import Root
 from herd.tasks.operate.ledgers import ledger_differences
@@ -128,6 +129,7 @@ class OwnersSession:
         """Return the `herd up`, started if need be."""
         if not hasattr(self, "up"):
             self.up = self.stack.enter_context(running_up(self.herd))
+            self.dead_workers = 0
             self.up.pause_evaluations()
         return self.up
 
@@ -140,6 +142,11 @@ class OwnersSession:
         self._running()
 
     def _kill(self, kill: Kill) -> None:
+        if kill.victim in ("worker", "both"):
+            self._running()
+            if self.dead_workers == MOST_DEATHS - 1:  # it would end with the next one, as it promises
+                self._restart()
+            self.dead_workers += 1
         up = self._running()
         flow_run = up.start(kill.deployment, **self._parameters(kill.deployment))
         self.asked[flow_run.id] = kill
