@@ -426,6 +426,9 @@ class Evaluate(Section):
     ] = "never"
     """Tokens between the checkpoints of a stage in progress that the deployment `evaluate-checkpoint` scores while the
     stage trains, such as `50B`; `never`. By `deferred_suite`, or `suite`."""
+    mean_of: Annotated[int, decides("nothing"), left_out(1)] = Field(default=1, ge=1)
+    """Checkpoints whose mean `every` scores: the one that waits and those saved before it, which are kept until it is
+    scored; 1: it alone."""
     suite: Annotated[str, decides("curated", "evaluation", since="never")] = "quick"
     """`quick` (needs no data outside the recipe), `core`, `full`, `full-hub`, or a YAML file with tasks."""
     final: Annotated[str | None, decides("curated", "evaluation", since="never")] = None

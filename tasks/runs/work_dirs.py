@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ IN_PROGRESS = "in-progress"
 
 
 class SavedCheckpoint(NamedTuple):
-    """The newest checkpoint of a stage."""
+    """A committed checkpoint of a stage."""
 
     position: int
     time: float
@@ -48,16 +49,17 @@ def work_dir_name(recipe: Recipe, span: StageSpan, inputs: Mapping[str, str], wo
 
 
 def newest(folders: Iterable[str]) -> SavedCheckpoint | None:
-    """Return the newest committed checkpoint (one with a manifest) in any of the folders or prefixes."""
-    saved = []
-    for folder in folders:
-        names = list_children(folder)
-        superseded = list_children(f"{folder}/{SUPERSEDED_MARKS}") if SUPERSEDED_MARKS in names else {}
-        for name in sorted(filter(str.isdigit, names), reverse=True):
-            if written := _manifest_times(folder, name, superseded):
-                saved.append(SavedCheckpoint(int(name), written[0]))
-                break
-    return max(saved, default=None)
+    """Return the newest committed checkpoint in any of the folders or prefixes."""
+    return max((saved for folder in folders for saved in islice(committed(folder), 1)), default=None)
+
+
+def committed(folder: str) -> Iterator[SavedCheckpoint]:
+    """Yield the committed checkpoints (those with a manifest) in a folder or prefix, newest first."""
+    names = list_children(folder)
+    superseded = list_children(f"{folder}/{SUPERSEDED_MARKS}") if SUPERSEDED_MARKS in names else {}
+    for name in sorted(filter(str.isdigit, names), reverse=True):
+        if written := _manifest_times(folder, name, superseded):
+            yield SavedCheckpoint(int(name), written[0])
 
 
 def _manifest_times(folder: str, position: str, superseded: Collection[str]) -> list[float]:

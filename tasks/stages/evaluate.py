@@ -7,7 +7,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from herd.llama3.evaluate.scores import read_scores
 from herd.llama3.evaluate.suite import mean_bits_per_byte, stage_suite_name, suite_inputs, with_suite
 from herd.llama3.recipe import keys
 from herd.llama3.recipe.base import DOMAINS, Domain
-from herd.llama3.recipe.load import to_yaml
+from herd.llama3.recipe.load import digest, to_yaml
 from herd.llama3.recipe.schedule import Schedule, StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import Tokens
@@ -48,7 +49,7 @@ from herd.tasks.launch.base import Excluded, launch_key, launcher_of, wait
 from herd.tasks.launch.devices import place_evaluation
 from herd.tasks.launch.hosts import Hosts
 from herd.tasks.launch.local import Agents
-from herd.tasks.runs.work_dirs import newest
+from herd.tasks.runs.work_dirs import committed
 from herd.tasks.stages.alerts import alert_gate_failed
 from herd.tasks.step import Context, ensure_in_scratch, link_files
 from herd.tasks.tracking.events import checkpoint_saved
@@ -238,11 +239,22 @@ class CheckpointQueue:
         self.folder = folder
         self.pins = Pins(str(Path(folder).parent) if is_local(folder) else folder)
 
-    def add(self, position: int) -> None:
+    def add(self, position: int, before: Iterable[int] = ()) -> None:
+        """Have `position` scored, or the mean of it and of the checkpoints `before` it."""
+        for other in before:
+            self.pins.add(other, f"{self.REASON} {position}", self.PINNED_S)
         self.pins.add(position, self.REASON, self.PINNED_S)
 
     def remove(self, position: int) -> None:
+        for other in self.before(position):
+            self.pins.remove(other, f"{self.REASON} {position}")
         self.pins.remove(position, self.REASON)
+
+    def before(self, position: int) -> list[int]:
+        """Return the earlier checkpoints whose mean with `position` is scored, newest first."""
+        return sorted(
+            (at for at, reasons in self.pins.all().items() if f"{self.REASON} {position}" in reasons), reverse=True
+        )
 
     def waiting(self) -> list[int]:
         """Return the positions, newest first."""
@@ -279,20 +291,20 @@ class CheckpointOffers:
 
     def __init__(self, context: Context, span: StageSpan, folder: str) -> None:
         self.context, self.span, self.folder = context, span, folder
-        self.every = context.recipe.evaluate.every
+        self.every, self.mean_of = context.recipe.evaluate.every, context.recipe.evaluate.mean_of
         self.offered = span.start
 
     def observe(self, records: Sequence[Record]) -> None:
         """Look at new journal records; if a save ended, offer its checkpoint."""
         if self.every == "never" or not any(metrics.CHECKPOINT_WRITE_S in record.metrics for record in records):
             return
-        saved = newest([self.folder])
-        if saved is None or saved.position // self.every == self.offered // self.every:
+        saved = [checkpoint.position for checkpoint in islice(committed(self.folder), self.mean_of)]
+        if not saved or saved[0] // self.every == self.offered // self.every:
             return
-        self.offered = saved.position
-        if saved.position < self.span.end:
-            CheckpointQueue(self.folder).add(saved.position)
-            checkpoint_saved(self.context.record, self.context.root.uri, self.span.name, saved.position, self.folder)
+        self.offered = saved[0]
+        if saved[0] < self.span.end:
+            CheckpointQueue(self.folder).add(saved[0], saved[1:])
+            checkpoint_saved(self.context.record, self.context.root.uri, self.span.name, saved[0], self.folder)
 
 
 def evaluate_waiting(context: Context, stage: str, folder: str, curated: Artifact, tokenizer: Artifact) -> list[str]:
@@ -309,9 +321,10 @@ def evaluate_waiting(context: Context, stage: str, folder: str, curated: Artifac
             lines.append(f"{position:,}: skipped, {CheckpointQueue.WAITING} newer checkpoints wait")
         position = waiting[0]
         try:
-            scores = scores_of(evaluate_checkpoint(context, stage, position, folder, curated, tokenizer))
-            means = {key: value for key, value in sorted(scores.items()) if key.count("/") == 1}
-            lines.append(f"{position:,}: " + ", ".join(f"{key} {value:.4f}" for key, value in means.items()))
+            scored = evaluate_checkpoint(context, stage, position, folder, curated, tokenizer)
+            means = {key: value for key, value in sorted(scores_of(scored).items()) if key.count("/") == 1}
+            of = f" (mean of {count} checkpoints)" if (count := scored.metadata["mean_of"]) > 1 else ""
+            lines.append(f"{position:,}{of}: " + ", ".join(f"{key} {value:.4f}" for key, value in means.items()))
         except (FileNotFoundError, DamagedCheckpoint) as error:  # the stage ended, somebody deleted it, or wrong bytes
             lines.append(f"{position:,}: not scored, {error}")
         queue.remove(position)
@@ -324,20 +337,25 @@ def evaluate_waiting(context: Context, stage: str, folder: str, curated: Artifac
 def evaluate_checkpoint(
     context: Context, stage: str, position: int, folder: str, curated: Artifact, tokenizer: Artifact
 ) -> Artifact:
-    """Return the scores of a checkpoint in progress, which also go to the run's curves at `position`."""
+    """Return the scores of a checkpoint in progress, which also go to the run's curves at `position`.
+
+    With `evaluate.mean_of` they are those of the mean of its weights and of the checkpoints before it.
+    """
     suite = context.recipe.evaluate.deferred_suite or context.recipe.evaluate.suite
     recipe, step = with_suite(context.recipe, suite), f"evaluate-{stage}-{position}"
     scratch = context.scratch / f"{step}-checkpoint"
     try:
-        saved = CheckpointQueue(folder).fetch(position, scratch)
-        name, key = f"{recipe.name}-{stage}-{position}", digest_file(saved / MANIFEST).sha256
+        queue = CheckpointQueue(folder)
+        saved = [queue.fetch(at, scratch / str(at)) for at in (position, *queue.before(position))]
+        keys_ = [digest_file(checkpoint / MANIFEST).sha256 for checkpoint in saved]
+        name, key = f"{recipe.name}-{stage}-{position}", keys_[0] if len(keys_) == 1 else digest(keys_)
         spec, conversations = _evaluation(recipe, name, key, curated, context.recorded("conversations"))
 
         def build(result: Path, work: Path) -> dict[str, Any]:
             documents = validation_folder(curated, recipe.evaluate.documents)
             metadata = run_evaluation(
                 recipe,
-                saved,
+                saved[0] if len(saved) == 1 else _mean_of(saved, scratch / "mean"),
                 documents,
                 result,
                 work,
@@ -347,11 +365,22 @@ def evaluate_checkpoint(
                 conversations=conversations,
                 excluded=Hosts(context.root).excluded,
             )
-            return {**metadata, "position": position}
+            return {**metadata, "position": position, "mean_of": len(saved)}
 
         return ensure_in_scratch(context, step, spec, build)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _mean_of(checkpoints: Sequence[Path], folder: Path) -> Path:
+    """Write the model of the mean of the weights of `checkpoints` into `folder`, and return it."""
+    from herd.llama3.model.files import open_model, parameters, save_model
+    from herd.llama3.model.merge import MergedModel
+
+    merged = MergedModel({path.name: open_model(path) for path in checkpoints}, [1.0] * len(checkpoints))
+    folder.mkdir(parents=True)
+    save_model(folder, merged.config, merged.vocab_size, ((p.name, t) for p, t in parameters(merged, None)))
+    return folder
 
 
 # The gates between the sequence lengths of a long-context stage, as tracked steps.

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -59,14 +60,18 @@ def test_checkpoints_in_progress_are_scored_beside_a_training_that_they_do_not_c
 ) -> None:
     again = new_herd(tmp_path / "root")
     copy_artifacts(herd, again.root, "checkpoint/tiny-ramp-*")
-    process = again.start("run", again.recipe, "--until", "main", "--set", "evaluate.every=8Ki")
-    pins = wait_for(lambda: list((again.root / "work").glob("main-*/pins/[0-9]*")), "a checkpoint that waits")
+    asked = "evaluate.every=8Ki", "evaluate.mean_of=2", "checkpoint.every=4Ki"
+    process = again.start(
+        "run", again.recipe, "--until", "main", *chain.from_iterable(("--set", each) for each in asked)
+    )
+    # of the two pins one is for the mean
+    pins = wait_for(lambda: sorted((again.root / "work").glob("main-*/pins/[0-9]*"))[1:], "a checkpoint that waits")
     ranks = trainers(process.pid)
     for rank in ranks:
         rank.suspend()  # the stage must not end before the score
-    position = int(pins[0].name.partition(".")[0])
+    position = int(pins[-1].name.partition(".")[0])
     printed = again("eval", "waiting", "tiny-1")
-    assert f"{position:,}: eval/arithmetic" in printed
+    assert f"{position:,} (mean of 2 checkpoints): eval/arithmetic" in printed
     assert "eval/bpb" in printed
     assert "no checkpoint of main waits" in again("eval", "waiting")
     for rank in ranks:

@@ -101,13 +101,15 @@ def gathered() -> Any:
         return ranks.gather(lambda: mine), ranks.gather(list), (ranks.rank, ranks.size)
 
 
-def write_checkpoint(folder: Path) -> None:
+def write_checkpoint(folder: Path, seed: int = 3) -> None:
     """Save the model of `write_model` as two data-parallel processes save a stage in progress."""
     recipe = load_recipe(Path("recipes/quickstart.yaml"))
     recipe = recipe.model_copy(update={"model": UNTIED})
     with init_distributed("cpu", 240) as world:
         state = TrainState(recipe, TOKENIZER.vocab_size, Precision(torch.float32), world, 0)
-        state.fill(lambda name, shape: initial_value(UNTIED, 3, name, shape) * (8.0 if len(shape) > 1 else 1.0), world)
+        state.fill(
+            lambda name, shape: initial_value(UNTIED, seed, name, shape) * (8.0 if len(shape) > 1 else 1.0), world
+        )
         save_state(folder, state, "main", world)
 
 

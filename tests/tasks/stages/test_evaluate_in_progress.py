@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from herd.llama3.model.files import open_model
@@ -12,7 +13,13 @@ from herd.llama3.train import metrics
 from herd.llama3.train.journal import Record
 from herd.storage.objects import get_bytes, put_bytes
 from herd.tasks.stages import evaluate
-from herd.tasks.stages.evaluate import CheckpointOffers, CheckpointQueue, evaluate_checkpoint, evaluate_waiting
+from herd.tasks.stages.evaluate import (
+    CheckpointOffers,
+    CheckpointQueue,
+    _mean_of,
+    evaluate_checkpoint,
+    evaluate_waiting,
+)
 from tests.dist import run
 from tests.llama3.evaluate.rank_samples import write_checkpoint
 from tests.storage.s3 import BUCKET, environment, moto_server, pointed_at
@@ -43,6 +50,37 @@ def test_a_checkpoint_is_offered_once_for_each_interval_and_never_at_the_end(tmp
     assert offered[1] == offered[2] == [first + 10]
     assert offered[4] == [first + 250_000, first + 100_000, first + 10]
     assert offered[5] == offered[4]
+
+
+def test_the_checkpoints_before_it_are_kept_for_a_mean(tmp_path: Path) -> None:
+    context = PromotionWorkspace(tmp_path / "root", "evaluate.every=100K", "evaluate.mean_of=3").context
+    span = Schedule(context.recipe).span("main")
+    folder = tmp_path / "work" / "checkpoints"
+    offers, queue = CheckpointOffers(context, span, str(folder)), CheckpointQueue(str(folder))
+    first = -(-span.start // 100_000) * 100_000
+    positions = [first + step for step in (10, 50_000, 100_000, 150_000, 200_000)]
+    for position in positions:
+        save(folder, position)
+        offers.observe([Record(0.0, position, SAVE)])
+    assert queue.waiting() == [positions[4], positions[2], positions[0]]
+    assert queue.before(positions[0]) == []
+    assert queue.before(positions[2]) == [positions[1], positions[0]]
+    assert queue.before(positions[4]) == [positions[3], positions[2]]
+    queue.remove(positions[4])
+    assert sorted(queue.pins.all()) == positions[:3]
+    queue.remove(positions[2])
+    assert sorted(queue.pins.all()) == positions[:1]
+
+
+def test_the_mean_is_that_of_numpy(tmp_path: Path) -> None:
+    for seed in (3, 4, 5):
+        run(1, write_checkpoint, tmp_path / str(seed), seed)
+    saved = [open_model(tmp_path / str(seed)) for seed in (3, 4, 5)]
+    mean = open_model(_mean_of([tmp_path / str(seed) for seed in (3, 4, 5)], tmp_path / "mean"))
+    for name in ("norm.weight", "layers.0.attention.q.weight"):
+        own = [model.tensor(name).double().numpy() for model in saved]
+        assert not np.array_equal(own[0], own[1]) or name == "norm.weight"
+        assert np.array_equal(mean.tensor(name).numpy(), np.mean(own, axis=0).astype(np.float32))
 
 
 def test_of_many_the_newest_are_scored_and_older_ones_are_skipped_by_name(
