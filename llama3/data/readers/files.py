@@ -137,6 +137,8 @@ _FORMATS = {ending: name for name, endings in _ENDINGS.items() for ending in end
 READ = ", ".join(_ENDINGS)
 COLUMNS = ("parquet", "arrow")
 """Formats that need random access, so they are never packed as a whole."""
+_DOCUMENTS = ("txt", "md", "html")
+"""Formats of which a file is one document."""
 _RECORDS = ("json", "jsonl", "csv", "tsv", "warc", *COLUMNS)
 _PACKED = {"gz": "gz", "gzip": "gz", "zst": "zst", "zstd": "zst", "bz2": "bz2", "xz": "xz"}
 _MAGIC = re.compile(rb"(?P<gzip>\x1f\x8b)|(?P<zstd>\x28\xb5\x2f\xfd)|(?P<bz2>BZh[1-9]1AY&SY)|(?P<xz>\xfd7zXZ\0)")
@@ -146,11 +148,8 @@ _PAPERS = re.compile(
     r"(?i:(readme|licen[cs]e|copying|notice|authors|contributors|contributing|changelog|changes|citation|datasheet)\b.*)"
     r"|dataset_infos?\.json|dataset_dict\.json|state\.json|croissant\.json"
 )
-_MARKS = re.compile(
-    r"_success|_(common_)?metadata|_(committed|started)_.*|(sha(1|256|512)|md5)sums?(\.txt)?"
-    r"|.*\.(crc|md5|sha1|sha256|sha512|asc|sig)",
-    re.I,
-)
+_WRITERS = re.compile(r"_success|_(common_)?metadata|_(committed|started)_.*|_temporary|_delta_log", re.I)
+_MARKS = re.compile(r"(sha(1|256|512)|md5)sums?(\.txt)?|.*\.(crc|md5|sha1|sha256|sha512|asc|sig|_copying_)", re.I)
 Line = bytes | bytearray | int
 """A line without its line end, or the length of a line longer than MAX_LINE."""
 
@@ -171,7 +170,7 @@ class SourceListing(NamedTuple):
     """Sorted by name, unreadable files included."""
     passed_over: int
     passed_over_bytes: int
-    """Ignored files: hidden, README and LICENSE beside records, checksums, or matched by `ignore`."""
+    """Ignored files: hidden, `_SUCCESS` and the like, README beside records, checksums, or matched by `ignore`."""
 
 
 def list_source(source: Source, named: list[tuple[str, dict[str, Any]]] | None = None) -> SourceListing:
@@ -222,14 +221,26 @@ def _is_paper(uri: str) -> bool:
 
 def _passed_over(below: str, pattern: str, source: Source, kind: str, beside_records: bool) -> bool:
     """Return whether a file is ignored: hidden, documentation, a checksum, or matched by `ignore`."""
-    name = below.rsplit("/", 1)[-1]
+    names = below.split("/")
+    name = names[-1]
     if any(fnmatch.fnmatchcase(below, glob) or fnmatch.fnmatchcase(name, glob) for glob in source.ignore):
         return True
-    if any(name.startswith(".") for name in below.split("/")) and "/." not in pattern:
+    asked = re.findall(r"[/{,]([._])", pattern)
+    if any(_is_hidden(part, source.format) and part[0] not in asked for part in names):
         return True
     if pattern.rsplit("/", 1)[-1].strip("*") and kind != UNKNOWN:
         return False  # the glob selects it explicitly
     return bool(_MARKS.fullmatch(name)) or (_is_paper(name) and (kind == UNKNOWN or beside_records))
+
+
+def _is_hidden(name: str, form: str) -> bool:
+    """Return whether Hadoop, Spark and Arrow skip a file or folder: `.git`, `_temporary`; not the column `_day=1`.
+
+    In files that are documents, `_` means this only in names that Spark writes: code has `__init__.py`.
+    """
+    if name.startswith("_") and "=" not in name:
+        return form not in _DOCUMENTS or bool(_WRITERS.fullmatch(name))
+    return name.startswith(".")
 
 
 def file_format(uri: str) -> str | None:

@@ -32,6 +32,7 @@ from herd.llama3.data.readers.files import (
     ReadErrors,
     SourceError,
     decompress,
+    list_source,
     open_raw,
     source_files,
 )
@@ -200,11 +201,14 @@ def _faults(source: Source, field: str, fail: bool, listed: list[File]) -> list[
         return any(len(batch) for batch in read_files([file], source, errors, most=1))
 
     try:
-        files = source_files(source)
+        files, passed_over, _ = list_source(source)
         if all(file.kind in UNREAD for file in files):
             if files:
                 endings = f"{READ}; .gz, .zst, .bz2, .xz"
                 reason = f"has no file with a known ending ({endings}), but {describe_unreadable(files)}; write format:"
+            elif passed_over:
+                names = "names with _ or . at the beginning, README, checksums, ignore:"
+                reason = f"has nothing but {passed_over:,} files that are passed over ({names}); name their folder"
             elif is_local(source.uri) and local_path(source.uri).is_dir():
                 reason = "is an empty folder; put files there or correct the path"
             else:

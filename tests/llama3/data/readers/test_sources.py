@@ -140,7 +140,7 @@ def test_sources_of_a_host_that_fail_alike_are_one_line(make_recipe: Make, monke
     def away(source: Source) -> None:
         raise SourceError(f"{source.uri!r} cannot be listed ({source.uri}: no route); check the address")
 
-    monkeypatch.setattr("herd.llama3.data.readers.sources.source_files", away)
+    monkeypatch.setattr("herd.llama3.data.readers.sources.list_source", away)
     near, far = ({"uri": f"http://near/{name}"} for name in "ab"), {"uri": "http://far/c"}
     assert check_sources(make_recipe({"general": [*near, far], "code": [{"uri": "http://near/d"}]})) == [
         "sources.general.0.uri: 'http://near/a' cannot be listed (http://near/a: no route); check the address"
