@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
 NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}")
@@ -88,8 +88,33 @@ def left_out(value: object) -> Any:
     return Field(exclude_if=lambda given: bool(given == value))
 
 
+def merge_mappings(below: Any, given: Any) -> Any:
+    """Return the mapping `given` over `below` by key, all the way down; an empty mapping and other values replace."""
+    if not isinstance(below, dict) or not isinstance(given, dict) or not given:
+        return given
+    return {**below, **{key: merge_mappings(below.get(key), value) for key, value in given.items()}}
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """Mark of a mapping field whose values replace its default as a whole."""
+
+
 class Section(FrozenModel):
-    """A part of a recipe. Each field is marked with what it decides, or leaves that to the sections in it."""
+    """A part of a recipe. Each field is marked with what it decides, or leaves that to the sections in it.
+
+    A mapping with a default is merged over it by key, so that one entry does not remove the others; `{}` removes all.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_defaults(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {
+            **given,
+            **{name: merge_mappings(default, given[name]) for name, default in _merged(cls) if name in given},
+        }
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -101,6 +126,17 @@ class Section(FrozenModel):
                     "decides('checkpoint', since='stage')] with the kinds of artifacts that its value changes "
                     f"({', '.join(get_args(Decided))}), or decides('nothing')"
                 )
+
+
+@cache
+def _merged(model: type[BaseModel]) -> list[tuple[str, dict[Any, Any]]]:
+    """Return the mapping fields that are merged over their default, and the default."""
+    defaults = [
+        (field.alias or name, field.get_default(call_default_factory=True))
+        for name, field in model.model_fields.items()
+        if not field.is_required() and not any(isinstance(mark, Replaced) for mark in field.metadata)
+    ]
+    return [(name, default) for name, default in defaults if isinstance(default, dict) and default]
 
 
 def _leads_to_sections(annotation: Any) -> bool:

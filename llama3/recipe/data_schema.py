@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, FiniteFloat, field_validator, model_validator
 
-from herd.llama3.recipe.base import DOMAINS, Domain, Name, Section, decides, left_out
+from herd.llama3.recipe.base import DOMAINS, Domain, Name, Section, decides, left_out, merge_mappings
 from herd.llama3.recipe.units import Bytes, Share, Tokens
 
 # Published rule sets (`rules: [gopher, fineweb]`); a bound in the recipe wins over them, and null switches one off.
@@ -160,7 +160,7 @@ class Quality(Section):
     @model_validator(mode="before")
     @classmethod
     def _published(cls, given: Any) -> Any:
-        return {**rule_set_bounds(given.get("rules")), **given} if isinstance(given, dict) else given
+        return merge_mappings(rule_set_bounds(given.get("rules")), given) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -190,15 +190,25 @@ class Quality(Section):
         } - set(but)
         return self.model_copy(update={field: bound for field, bound in bounds.items() if field in defaults})
 
+    def describe(self) -> str:
+        """Return the rule sets, and the bounds that differ from theirs and from the defaults, in a line."""
+        usual = Quality(rules=self.rules)
+        own = {
+            name: getattr(self, name) for name in Quality.model_fields if getattr(self, name) != getattr(usual, name)
+        }
+        bounds = [f"{name} {value}" if value not in (None, {}) else f"no {name}" for name, value in own.items()]
+        return ", ".join([*self.rules, *bounds]) or "the defaults"
+
     def changed(self, fields: dict[str, Any]) -> Quality:
         """Return these rules with other values in `fields`, validated again.
 
-        New `rules` replace the old ones: bounds that only the old rule sets set go back to their defaults.
+        New `rules` replace the old ones: bounds that only the old rule sets set go back to their defaults. Mappings are
+        merged by key, as in a recipe.
         """
         kept = self.model_dump()
         if "rules" in fields:
             kept = {name: value for name, value in kept.items() if rule_set_bounds(self.rules).get(name, ...) != value}
-        return self.model_validate({**kept, **rule_set_bounds(fields.get("rules", [])), **fields})
+        return self.model_validate(merge_mappings({**kept, **rule_set_bounds(fields.get("rules", []))}, fields))
 
 
 class Dedup(Section):
@@ -336,10 +346,13 @@ class Curate(Section):
     lines: Lines = Lines()
     quality: Quality = Quality()
     quality_for: Annotated[dict[str, dict[str, Any]], decides("annotated", "curated")] = Field(
-        default_factory=lambda: {"code": {"max_symbol_chars": 0.8, "max_duplicate_lines": 0.75}}
+        default_factory=lambda: {
+            "code": {"rules": [], "max_symbol_chars": 0.8, "max_duplicate_lines": 0.75, "max_top_ngram": {}}
+        }
     )
     """Domain or two-letter language -> its changes to `quality`; a language wins over its domain. `rules` here replace
-    those of `quality`."""
+    those of `quality`. Entries are merged with the default, in which code has no rules that were made for prose; `{}`
+    removes it."""
     dirty_words: Annotated[list[str], decides("annotated")] = Field(default_factory=list)
     """Files of words, one per line, to count in each document; `quality.max_dirty_words` bounds the count."""
     scores: list[QualityScore] = Field(default_factory=list)
@@ -376,7 +389,9 @@ class Curate(Section):
 
     def quality_of(self, domain: str, language: str) -> Quality:
         """Return the rules for documents of `domain` in `language`."""
-        merged = {**self.quality_for.get(domain, {}), **self.quality_for.get(language, {})}
+        merged = self.quality_for.get(domain, {})
+        if own := self.quality_for.get(language):
+            merged = merge_mappings(merged, own)
         return (self.quality.changed(merged) if merged else self.quality).for_language(language, merged)
 
     @property

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, PlainSerializer, PlainValidator, field_validator, model_validator
 
-from herd.llama3.recipe.base import Name, Section, chosen_fields, decides, left_out
+from herd.llama3.recipe.base import Name, Replaced, Section, chosen_fields, decides, left_out
 from herd.llama3.recipe.gates import GateRule, Metric, StageRate, default_policy
 from herd.llama3.recipe.lr import Rate
 from herd.llama3.recipe.units import Cadence, Duration, Share, Tokens, _Quantity
@@ -467,9 +467,10 @@ class Tracking(Section):
 class Promote(Section):
     to: Annotated[Name, decides("promotion")] = "champion"
     """Alias of the registered model that a candidate gets when it passes."""
-    when: Annotated[dict[Metric, GateRule], decides("promotion")] = Field(default_factory=default_policy)
+    when: Annotated[dict[Metric, GateRule], decides("promotion"), Replaced()] = Field(default_factory=default_policy)
     """Score, or pattern of scores -> rule: `better`, `no worse than 0.5%`, `no drop over 5 points`, `no significant
-    drop`, `at most 2.5`, `at least 0.3`. `*` matches any text between two slashes; the most exact pattern applies."""
+    drop`, `at most 2.5`, `at least 0.3`. `*` matches any text between two slashes; the most exact pattern applies. Rules
+    of a recipe replace the default as a whole: they are judged together."""
     approval: Annotated[Literal["none", "manual"], decides("promotion")] = "none"
     """`manual`: a candidate that passes is the `challenger` until a person approves or rejects it."""
     mlflow_timeout: Annotated[Duration, decides("nothing")] = Duration.parse("1 h")

@@ -299,6 +299,7 @@ def summary_lines(plan: RunPlan) -> list[str]:
         lines.append(f"start    from {plan.recipe.init_from.path}; {tokens(trained)} tokens are trained here")
     for source in plan.sources:
         lines.append(f"source   {source.title}: {_survey_line(plan.recipe, source)}")
+    lines += _rule_lines(plan.recipe)
     lines += _gate_lines(plan.gate)
     lines += copies_lines(plan.recipe)
     for chats in plan.conversations:
@@ -310,6 +311,19 @@ def summary_lines(plan: RunPlan) -> list[str]:
             replayed = f", replay {span.stage.replay} of {span.stage.mix}" if span.stage.replay else ""
             lines.append(f"epochs   {span.name}: about {(span.tokens - span.mix_tokens) / once:.2g}{replayed}")
     return lines
+
+
+def _rule_lines(recipe: Recipe) -> list[str]:
+    """Return the document rules that each domain gets, and each language with rules of its own."""
+    found: dict[str, list[str]] = {}
+    for domain in recipe.sources:
+        found.setdefault(recipe.curate.quality_of(domain, "").describe(), []).append(domain)
+    for language in (key for key in recipe.curate.quality_for if key not in DOMAINS):
+        for domain in ("general", "multilingual"):
+            if domain in recipe.sources:
+                text = recipe.curate.quality_of(domain, language).describe()
+                found.setdefault(text, []).append(f"{domain} in {language}")
+    return [f"rules    {', '.join(names)}: {text}" for text, names in found.items()]
 
 
 def _gate_lines(gate: Sequence[RulePower]) -> list[str]:

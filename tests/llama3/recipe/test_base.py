@@ -9,9 +9,9 @@ import pytest
 from herd.llama3.recipe.load import RecipeError, base_changes, digest, load_recipe, resolved
 
 PUBLISHED = {
-    "llama3-8b": "5048c23e2ede3c3f98d16765952be8cffa386122e79d7951c370672cb47a3b27",
-    "llama3-70b": "22f6faf49e410fbcb6876b1cefe9ad8639dfdd174bb8ca2a5bd2326ea134ed86",
-    "llama3-405b": "8dcb67ef1d56fb35b7015a9691011a0391e93cd1272723767763399ae6b792c5",
+    "llama3-8b": "0e6399e83a4635e188b2e5053e83f04197be6869c00b4fccb045bd3550b02e4c",
+    "llama3-70b": "52fe025467deb28ac59ed11c12822fbc1fd2f2dca878ce76dc911495ed8debf7",
+    "llama3-405b": "e22326a43fd0354650be6951ef2a995ca7f9c3a6fadc564b7ce2121130b535d4",
 }
 """Digests of the three recipes when each was written out in full."""
 QUICKSTART = Path("recipes/quickstart.yaml")

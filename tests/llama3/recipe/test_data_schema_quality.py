@@ -3,7 +3,10 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from herd.llama3.recipe.base import Replaced
 from herd.llama3.recipe.data_schema import PUBLISHED, Curate, Quality
+from herd.llama3.recipe.reference import sections
+from herd.llama3.recipe.schema import Recipe
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -24,11 +27,56 @@ def test_rules_survive_being_written_and_read() -> None:
 
 def test_override_changes_its_fields_alone() -> None:
     curate = Curate.model_validate(
-        {"quality": {"rules": ["gopher"], "min_words": 20}, "quality_for": {"code": {"max_braces": 5}, "zh": {}}}
+        {"quality": {"rules": ["gopher"], "min_words": 20}, "quality_for": {"math": {"max_braces": 5}, "zh": {}}}
     )
-    code = curate.quality_of("code", "en")
-    assert (code.max_braces, code.min_words, code.max_words) == (5, 20, 100_000)
+    math = curate.quality_of("math", "en")
+    assert (math.max_braces, math.min_words, math.max_words) == (5, 20, 100_000)
     assert curate.quality_of("general", "zh") == curate.quality
+
+
+def test_an_entry_does_not_remove_what_code_has_by_default() -> None:
+    usual = Curate().quality_of("code", "en")
+    assert (usual.max_duplicate_lines, usual.max_symbol_chars, usual.max_top_ngram) == (0.75, 0.8, {})
+    for entry in ({"de": {"min_words": 5}}, {"multilingual": {"min_words": 5}}, {"code": {"rules": []}}):
+        assert Curate.model_validate({"quality_for": entry}).quality_of("code", "en") == usual, entry
+    longer = Curate.model_validate({"quality_for": {"code": {"min_chars": 500}}}).quality_of("code", "en")
+    assert longer == usual.model_copy(update={"min_chars": 500})
+    for off in ({}, {"code": {}}):
+        curate = Curate.model_validate({"quality_for": off})
+        assert curate.quality_of("code", "en") == curate.quality, off
+
+
+def test_code_has_no_rule_that_was_made_for_prose() -> None:
+    prose = Curate.model_validate({"quality": {"rules": ["gopher", "repetition", "fineweb"]}})
+    assert prose.quality_of("code", "en") == Curate().quality_of("code", "en")
+    named = Curate.model_validate({"quality": {"rules": ["gopher"]}, "quality_for": {"code": {"rules": ["gopher"]}}})
+    assert named.quality_of("code", "en").max_words == 100_000
+
+
+def test_bounds_of_ngrams_are_merged_by_length() -> None:
+    rules = Quality.model_validate({"rules": ["repetition"], "max_top_ngram": {3: 0.5}})
+    assert rules.max_top_ngram == {2: 0.2, 3: 0.5, 4: 0.16}
+    assert Quality.model_validate({"rules": ["repetition"], "max_top_ngram": {}}).max_top_ngram == {}
+    changed = rules.changed({"max_duplicate_ngrams": {5: 0.9}})
+    assert (changed.max_duplicate_ngrams[5], changed.max_duplicate_ngrams[6]) == (0.9, 0.14)
+
+
+def test_every_mapping_with_a_default_is_merged_or_says_that_it_is_replaced() -> None:
+    checked = []
+    for section in sections(Recipe):
+        for name, field in section.model_fields.items():
+            default = None if field.is_required() else field.get_default(call_default_factory=True)
+            if not isinstance(default, dict) or not default:
+                continue
+            checked.append(name)
+            if any(isinstance(mark, Replaced) for mark in field.metadata):
+                assert "replace the default" in " ".join((field.description or "").split()), name
+            else:
+                key, value = next(iter(default.items()))
+                other = {max(default) + 1 if isinstance(key, int) else "math": type(value)()}
+                assert getattr(section.model_validate({name: other}), name) == {**default, **other}
+                assert getattr(section.model_validate({name: {}}), name) == {}
+    assert {"quality_for", "max_top_ngram", "when"} <= set(checked)
 
 
 def test_override_may_name_a_rule_set() -> None:

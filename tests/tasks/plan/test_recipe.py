@@ -108,6 +108,18 @@ def test_markdown_and_summary_hold_the_same_facts() -> None:
     assert "math: 4.0 MB in 10 documents, about 3 (1.2 MB) held out, 25% of it generated problems" in text
 
 
+def test_the_plan_prints_the_rules_that_each_domain_and_language_gets() -> None:
+    recipe = load_recipe(QUICKSTART, ["curate.quality_for.de={min_words: 9}"])
+    rules = [line for line in summary_lines(make_plan(recipe, [])) if line.startswith("rules")]
+    assert rules == [
+        "rules    general: repetition, max_divergence 6.0",
+        "rules    math, multilingual: repetition, no max_duplicate_ngrams, max_divergence 6.0",
+        "rules    code: max_symbol_chars 0.8, max_duplicate_lines 0.75, no max_top_ngram",
+        "rules    general in de: repetition, min_words 9, max_divergence 6.0",
+        "rules    multilingual in de: repetition, min_words 9, no max_duplicate_ngrams, max_divergence 6.0",
+    ]
+
+
 def test_tokens_needed_add_up_to_the_run() -> None:
     recipe = load_recipe(QUICKSTART)
     assert sum(tokens_needed(recipe, domain) for domain in DOMAINS) == pytest.approx(Schedule(recipe).tokens, abs=4)
