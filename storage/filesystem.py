@@ -21,9 +21,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from glob import escape as glob_escape
 from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
+
+from herd.storage.globs import alternatives, compile_glob, is_glob, split_glob
 
 TRIES, FIRST_WAIT_S = 4, 0.5
 """Tries of a call, and seconds to wait after the first; each later wait is twice as long."""
@@ -42,7 +45,6 @@ FETCHED = "HERD_FETCHED"
 """Environment variable: the folder with copies of remote files (see `herd.storage.fetch`)."""
 LISTINGS = "listings"
 """Folder of the manifests inside FETCHED."""
-_MAGIC = re.compile(r"[*?\[]")
 _QUERY = re.compile(r"\?[^\s'\"<>]*[=&][^\s'\"<>]*")
 
 
@@ -250,15 +252,27 @@ def _remote_files(uri: str) -> dict[str, dict[str, Any]]:
             info = None
         if info is not None:
             return dict(filesystem.find(uri, detail=True)) if info["type"] == "directory" else {uri: info}
-    if not _MAGIC.search(uri):
+    if not is_glob(uri):
         return {}
+
+    def is_folder(name: str) -> bool:
+        try:
+            return "*" not in name and filesystem.info(name)["type"] == "directory"
+        except Exception as error:
+            if not _is_not_found(error):
+                raise
+            return False
+
     try:
         if is_object_store(uri):  # fsspec's own glob skips folders that the store refuses to list
-            root, pattern, depth = _glob(str(filesystem._strip_protocol(uri)))
+            root, pattern = split_glob(str(filesystem._strip_protocol(uri)), is_folder)
+            matcher, depth = compile_glob(root, pattern)
             strict = {"maxdepth": depth, "on_error": "raise"} if depth else {}
-            files = filesystem.find(root, detail=True, **strict)
-            return {name: info for name, info in files.items() if pattern.match(name)}
-        return dict(filesystem.glob(uri, detail=True))
+            files = filesystem.find(root.rstrip("/"), detail=True, **strict)
+            return {name: info for name, info in files.items() if matcher.match(name)}
+        root, pattern = split_glob(uri, is_folder)
+        found = (filesystem.glob(glob_escape(root) + each, detail=True) for each in alternatives(pattern))
+        return {name: info for files in found for name, info in files.items()}
     except Exception as error:
         if _is_not_found(error):
             return {}
@@ -271,11 +285,12 @@ def _local_files(path: str) -> dict[str, dict[str, Any]]:
         return dict(_walk(os.path.abspath(path), None, set()))
     if os.path.lexists(path):
         return {path: _local_info(path)}
-    if not _MAGIC.search(path):
+    if not is_glob(path):
         return {}
-    root, pattern, depth = _glob(os.path.abspath(path))
-    files = _walk(root, depth, set()) if os.path.isdir(root) else ()
-    return {name: info for name, info in files if pattern.match(name)}
+    root, pattern = split_glob(os.path.abspath(path), os.path.isdir)
+    matcher, depth = compile_glob(root, pattern)
+    files = _walk(root.rstrip("/") or "/", depth, set()) if os.path.isdir(root) else ()
+    return {name: info for name, info in files if matcher.match(name)}
 
 
 def _walk(folder: str, depth: int | None, seen: set[tuple[int, int]]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -300,17 +315,6 @@ def _local_info(path: str) -> dict[str, Any]:
         status = os.lstat(path)
     kind = "file" if stat.S_ISREG(status.st_mode) else "directory" if stat.S_ISDIR(status.st_mode) else "other"
     return {"name": path, "size": status.st_size, "type": kind, "mtime": status.st_mtime}
-
-
-def _glob(path: str) -> tuple[str, re.Pattern[str], int | None]:
-    """Return the folder above the first wildcard, the compiled pattern, and its depth below the folder."""
-    from fsspec.utils import glob_translate
-
-    mark = _MAGIC.search(path)
-    assert mark is not None
-    cut = path.rfind("/", 0, mark.start())
-    depth = None if "**" in path else path.count("/", cut)
-    return path[: max(cut, 0)] or "/", re.compile(glob_translate(path)), depth
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:

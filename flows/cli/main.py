@@ -334,7 +334,7 @@ def try_data(
         problems.print(f"[dim]reading up to {sample:,} documents of each source[/]")
         try:
             with at_work("sample"):
-                curate_sample(loaded, sample, Path(folder))
+                curate_sample(loaded, sample, Path(folder), lambda line: problems.print(f"[yellow]{escape(line)}[/]"))
         except ValueError as error:  # a domain that keeps nothing: the tables say why
             emptied = str(error)
             if not (Path(folder) / "curated" / "ledger.parquet").exists():

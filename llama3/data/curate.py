@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,9 @@ from herd.llama3.data.dedup.minhash import MinHash
 from herd.llama3.data.filters import Filters
 from herd.llama3.data.mapreduce import FAN, CurationJob, CurationStage, Runner, read_table, run_serial, write_table
 from herd.llama3.data.readers.document import Document
-from herd.llama3.data.readers.files import File, ReadErrors, source_files
+from herd.llama3.data.readers.files import File, ReadErrors, SourceError, list_source
 from herd.llama3.data.readers.records import UNREAD
-from herd.llama3.data.readers.sources import INSTALLED, naming, read_source
+from herd.llama3.data.readers.sources import INSTALLED, left_out, listing_fault, naming, read_source
 from herd.llama3.data.topics import TopicCaps
 from herd.llama3.data.write_shards import write_documents
 from herd.llama3.recipe.base import Domain
@@ -101,12 +101,12 @@ def curate(
     return metadata
 
 
-def curate_sample(recipe: Recipe, count: int, folder: Path) -> None:
+def curate_sample(recipe: Recipe, count: int, folder: Path, note: Callable[[str], None] = lambda line: None) -> None:
     """Curate `count` documents of each source, the first ones of files spread over it, into `folder`/curated.
 
     They are read from 8 files in turns, and from further ones where these end; of a source with a limit, in file order.
-    The ledger and the samples there say what each rule drops; few duplicates show in few documents. Raises ValueError
-    as `collect` and `curate` do.
+    The ledger and the samples there say what each rule drops; few duplicates show in few documents. `note` gets a line
+    about files that are not read. Raises ValueError as `collect` and `curate` do.
     """
     sources: dict[Domain, list[Source]] = {}
     unread: list[tuple[Any, ...]] = []
@@ -115,9 +115,15 @@ def curate_sample(recipe: Recipe, count: int, folder: Path) -> None:
         for number, source in enumerate(given):
             path = folder / "sample" / f"{domain}-{number}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
-            errors = ReadErrors(recipe.curate.on_error == "fail")
+            errors = ReadErrors(fail := recipe.curate.on_error == "fail")
             with naming(f"sources.{domain}.{number}"):
-                path.write_bytes(b"".join(_lines(source, domain, recipe, count, errors)))
+                listing = list_source(source) if source.uri != INSTALLED else None
+                if listing is not None and (fault := listing_fault(source, listing, fail)):
+                    raise SourceError(fault)
+                for amount in left_out(listing) if listing else ():
+                    note(f"sources.{domain}.{number}: {amount}")
+                readable = [file for file in listing.files if file.kind not in UNREAD] if listing else None
+                path.write_bytes(b"".join(_lines(source, domain, recipe, count, errors, readable)))
             unread += errors.rows(domain, path.stem)
             local = {"uri": str(path), "format": "jsonl", "text": "text", "contents": None, "limit": None}
             sources[domain].append(source.model_copy(update=local))
@@ -131,14 +137,15 @@ def curate_sample(recipe: Recipe, count: int, folder: Path) -> None:
     curate(sampled, folder / "collected", folder / "annotated", folder / "curated", folder / "scratch")
 
 
-def _lines(source: Source, domain: Domain, recipe: Recipe, count: int, errors: ReadErrors) -> Iterator[bytes]:
-    """Yield `count` documents of `source` as JSON lines."""
+def _lines(
+    source: Source, domain: Domain, recipe: Recipe, count: int, errors: ReadErrors, readable: Sequence[File] | None
+) -> Iterator[bytes]:
+    """Yield `count` documents of `source`, or of its `readable` files, as JSON lines."""
 
     def documents(files: Sequence[File] | None) -> Iterator[Document]:
         batches = read_source(source, domain, recipe.documents_seed, errors, files, most=count * 100)
         return chain.from_iterable(batch.documents("") for batch in batches)
 
-    readable = [file for file in source_files(source) if file.kind not in UNREAD] if source.uri != INSTALLED else None
     if readable is None or source.limit is not None:
         streams = iter([documents(readable)])
     else:

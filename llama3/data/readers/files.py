@@ -31,6 +31,7 @@ from herd.storage.filesystem import (
     version_of,
     with_retries,
 )
+from herd.storage.globs import split_glob
 
 # Bad input: stop by default, or skip and count with `curate.on_error: skip`.
 
@@ -42,7 +43,8 @@ UNREAD_DATE = "unread_date"
 """Reason for documents that were read without their date, which was unreadable."""
 NO_LOSS = (OVER_LIMIT, EMPTY, PASSED_OVER, NO_PAGE)
 """Reasons that are not errors of the input."""
-REMEDY = "or set curate.on_error: skip"
+SKIP = "curate.on_error: skip"
+REMEDY = f"or set {SKIP}"
 MOST_NAMED = 10_000
 """Skipped lines named per file and reason; the rest is one row with the file and a count."""
 SCHEMA = pa.schema(
@@ -185,11 +187,11 @@ def list_source(source: Source, named: list[tuple[str, dict[str, Any]]] | None =
             f"{source.uri!r} cannot be listed ({error}); check the address and your access to it"
         ) from error
     # The folder above the first wildcard of a glob, and the pattern below it ("" without a glob)
-    root, pattern = os.path.abspath(local_path(source.uri)) if is_local(source.uri) else source.uri.rstrip("/"), ""
-    wildcard = re.search(r"[*?\[]", root)
-    if wildcard is not None and not (is_local(source.uri) and os.path.lexists(root)):
-        cut = root.rfind("/", 0, wildcard.start())
-        root, pattern = root[:cut], root[cut:]
+    root = os.path.abspath(local_path(source.uri)) if is_local(source.uri) else source.uri.rstrip("/")
+    pattern = ""
+    if not (is_local(source.uri) and os.path.lexists(root)):
+        root, pattern = split_glob(root, lambda folder: all(uri.startswith(f"{folder}/") for uri, _ in named))
+        root = root.rstrip("/")
     kinds = {}
     for uri, info in named:
         auto = file_format(uri) or UNKNOWN
@@ -225,7 +227,7 @@ def _passed_over(below: str, pattern: str, source: Source, kind: str, beside_rec
     name = names[-1]
     if any(fnmatch.fnmatchcase(below, glob) or fnmatch.fnmatchcase(name, glob) for glob in source.ignore):
         return True
-    asked = re.findall(r"[/{,]([._])", pattern)
+    asked = re.findall(r"(?:^|[/{,])([._])", pattern)
     if any(_is_hidden(part, source.format) and part[0] not in asked for part in names):
         return True
     if pattern.rsplit("/", 1)[-1].strip("*") and kind != UNKNOWN:
@@ -251,6 +253,12 @@ def file_format(uri: str) -> str | None:
         parts.pop()
     kind = _FORMATS.get(parts[-1]) if len(parts) > 1 else None
     return None if packed and kind in COLUMNS else kind
+
+
+def file_ending(uri: str) -> str:
+    """Return the ending of a name, with that of its packing (`.tar.gz`); "" without one."""
+    parts = uri.rsplit("/", 1)[-1].rsplit(".", 2)
+    return "" if len(parts) == 1 else f".{'.'.join(parts[1 if parts[-1].lower() in _PACKED else -1 :])}"
 
 
 def is_unchanged(file: File) -> bool:

@@ -28,10 +28,13 @@ from herd.llama3.data.readers.files import (
     DAMAGE,
     OVER_LIMIT,
     READ,
+    SKIP,
     File,
     ReadErrors,
     SourceError,
+    SourceListing,
     decompress,
+    file_ending,
     list_source,
     open_raw,
     source_files,
@@ -45,6 +48,8 @@ from herd.storage.filesystem import cache_folder, fetched_listing, is_local, loc
 INSTALLED = "installed"
 PASSED_OVER = 100
 """Documents that do not fit under a limit after which its source ends."""
+MOST_ENDINGS = 30
+"""Endings of unreadable files that a message names."""
 SURVEYED = 64_000_000
 """Maximum bytes of text per source that a survey reads."""
 
@@ -78,7 +83,7 @@ def source_names(sources: Sequence[Source | ConversationSource]) -> list[str]:
     """
     names: list[str] = []
     for source in sources:
-        parts = [part for part in source.uri.split("://")[-1].split("/") if part and not set(part) & set("*?[")]
+        parts = [part for part in source.uri.split("://")[-1].split("/") if part and not set(part) & set("*?[{")]
         parts = [part for part in parts if part not in (".", "..", "~")][-2:] or ["files"]
         short, number = "/".join([*parts[:-1], parts[-1].split(".")[0] or parts[-1]]), 2
         name = short
@@ -201,23 +206,10 @@ def _faults(source: Source, field: str, fail: bool, listed: list[File]) -> list[
         return any(len(batch) for batch in read_files([file], source, errors, most=1))
 
     try:
-        files, passed_over, _ = list_source(source)
-        if all(file.kind in UNREAD for file in files):
-            if files:
-                endings = f"{READ}; .gz, .zst, .bz2, .xz"
-                reason = f"has no file with a known ending ({endings}), but {describe_unreadable(files)}; write format:"
-            elif passed_over:
-                names = "names with _ or . at the beginning, README, checksums, ignore:"
-                reason = f"has nothing but {passed_over:,} files that are passed over ({names}); name their folder"
-            elif is_local(source.uri) and local_path(source.uri).is_dir():
-                reason = "is an empty folder; put files there or correct the path"
-            else:
-                reason = "matches no file; correct the path (it is relative to where herd runs)"
-            return [f"{field}.uri: {source.uri!r} {reason}"]
-        listed += files
-        if fail and (unread := describe_unreadable(files)):
-            remedy = "convert them, name them under ignore: or set curate.on_error: skip"
-            return [f"{field}.uri: {source.uri!r} also holds what cannot be read: {unread}; {remedy}"]
+        listing = list_source(source)
+        if fault := listing_fault(source, listing, fail):
+            return [f"{field}.uri: {fault}"]
+        listed += (files := listing.files)
         if fail or not any(begins(file, ReadErrors(fail=False)) for file in files):
             for file in files:
                 begins(file, ReadErrors())
@@ -226,6 +218,26 @@ def _faults(source: Source, field: str, fail: bool, listed: list[File]) -> list[
     except Exception as error:  # every file system raises its own errors for a missing bucket or key
         return [f"{field}.uri: {source.uri!r} cannot be listed ({error}); check the address and your access to it"]
     return []
+
+
+def listing_fault(source: Source, listing: SourceListing, fail: bool) -> str:
+    """Return why no file of `source` can be read, or with `fail` which ones cannot; "" if nothing is wrong."""
+    unread = describe_unreadable(listing.files)
+    if all(file.kind in UNREAD for file in listing.files):
+        if listing.files:
+            reason = f"has no file with a known ending ({READ}; .gz, .zst, .bz2, .xz), but {unread}; write format:"
+        elif listing.passed_over:
+            names = "names with _ or . at the beginning, README, checksums, ignore:"
+            reason = f"has nothing but {listing.passed_over:,} files that are passed over ({names}); name their folder"
+        elif is_local(source.uri) and local_path(source.uri).is_dir():
+            reason = "is an empty folder; put files there or correct the path"
+        else:
+            reason = "matches no file; correct the path (it is relative to where herd runs)"
+    elif fail and unread:
+        reason = f"also holds what cannot be read: {unread}; convert them, name them under ignore: or set {SKIP}"
+    else:
+        return ""
+    return f"{source.uri!r} {reason}"
 
 
 def _named(field: str, error: SourceError) -> str:
@@ -242,13 +254,22 @@ def naming(field: str) -> Iterator[None]:
         raise SourceError(_named(field, error)) from error
 
 
+def left_out(listing: SourceListing) -> list[str]:
+    """Return what of a source is not read: files with endings that are not, and those that are no data."""
+    unread = describe_unreadable(listing.files)
+    over = f"passed over: {listing.passed_over:,} (names with . or _ first, README, checksums, ignore:)"
+    return [*([f"cannot read {unread}"] if unread else []), *([over] if listing.passed_over else [])]
+
+
 def describe_unreadable(files: Sequence[File]) -> str:
-    """Return a description of those of `files` that cannot be read: the number by ending, and the first; "" if none."""
-    unread = [file for file in files if file.kind in UNREAD]
-    names = [file.uri.rsplit("/", 1)[-1] for file in unread]
-    counts = Counter(name[name.find(".") :] if "." in name else "without ending" for name in names)
-    endings = ", ".join(f"{ending} {count:,}" for ending, count in counts.most_common(5))
-    return f"{endings} (the first is {unread[0].uri!r})" if unread else ""
+    """Return those of `files` that cannot be read, "" if none: the first, and how many more of each ending."""
+    first, *others = [file.uri for file in files if file.kind in UNREAD] or [""]
+    if not others:
+        return repr(first) if first else ""
+    counts = Counter(file_ending(uri) or "without ending" for uri in others).most_common()
+    endings = [f"{count:,} {ending}" for ending, count in counts[:MOST_ENDINGS]]
+    rest = [f"{len(counts) - MOST_ENDINGS:,} other endings"] if len(counts) > MOST_ENDINGS else []
+    return f"{first!r} and {len(others):,} more: {', '.join(endings + rest)}"
 
 
 def fingerprint(recipe: Recipe) -> str:

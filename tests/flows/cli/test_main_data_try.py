@@ -102,3 +102,22 @@ def test_a_domain_that_keeps_nothing_is_shown_and_is_a_fault(workspace: Path) ->
     assert found.exit_code == 1
     assert "100.0%" in found.output
     assert "sources.code: nothing is left to train on (too_short 9)" in " ".join(found.output.split())
+
+
+def test_what_is_not_read_is_named_or_refused_as_by_plan(workspace: Path) -> None:
+    for name in ("general/a.pdf", "general/b.pdf", "general/c.yml", "general/_temporary/a.jsonl"):
+        path = workspace / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+    refused = ask("sampled.yaml")
+    assert refused.exit_code == 2
+    told = "sources.general.0.uri: 'general' also holds what cannot be read: '%s/general/a.pdf' and 2 more: 1 .pdf, "
+    assert told % workspace in re.sub(r"\s+", " ", refused.output)
+    found = ask("sampled.yaml", "--set", "curate.on_error=skip", "--sample", 30)
+    assert found.exit_code == 0, found.output
+    output = re.sub(r"\s+", " ", found.output)
+    assert f"sources.general.0: cannot read '{workspace}/general/a.pdf' and 2 more: 1 .pdf, 1 .yml" in output
+    assert "sources.general.0: passed over: 1 (names with" in output
+    assert "general 30 documents" in output
+    none = ask("sampled.yaml", "--set", "sources.general=[{uri: 'general/*.{kt,rs}'}]")
+    assert "'general/*.{kt,rs}' matches no file; correct the path" in re.sub(r"\s+", " ", none.output)

@@ -442,7 +442,7 @@ def test_pipes_loops_and_broken_links_are_named_and_counted(tmp_path: Path, make
     os.utime(tmp_path / "else/there.jsonl", (1, 1))  # a link has a time of its own
     source = {"general": [{"uri": str(tmp_path / "in")}]}
     [fault] = check_sources(make_recipe(source))
-    assert ".jsonl 3 (the first is" in fault
+    assert "gone.jsonl' and 2 more: 2 .jsonl;" in fault
     facts = collect(make_recipe(source, on_error="skip", max_lost="30%"), tmp_path / "skip")
     assert [(line["reason"], line["documents"]) for line in facts["skipped"]] == [("not_a_file", 3)]
     found = [row["text"] for row in rows_of(tmp_path / "skip")]

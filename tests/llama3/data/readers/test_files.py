@@ -9,7 +9,7 @@ from typing import Any
 
 from herd.llama3.data.collect import collect
 from herd.llama3.data.readers.files import list_source
-from herd.llama3.data.readers.sources import check_sources
+from herd.llama3.data.readers.sources import check_sources, source_names
 from herd.llama3.recipe.data_schema import Source
 from herd.llama3.recipe.schema import Recipe
 
@@ -53,3 +53,27 @@ def test_a_folder_of_nothing_else_says_so(tmp_path: Path, make_recipe: Make) -> 
     (fault,) = check_sources(make_recipe({"general": [{"uri": str(tmp_path)}]}))
     assert "has nothing but 2 files that are passed over (names with _ or . at the beginning," in fault
     assert check_sources(make_recipe({"general": [{"uri": str(tmp_path / "_posts")}]})) == []
+
+
+def test_globs_have_braces_and_folders_may_have_brackets(tmp_path: Path, make_recipe: Make) -> None:
+    put(tmp_path, "a.jsonl", "b.json", "c.txt", "x [v1]/.d/e.jsonl", "x [v1]/f.jsonl", "x v/g.jsonl")
+    assert names_of(tmp_path, "*.{jsonl,json}") == ["a.jsonl", "b.json"]
+    assert names_of(tmp_path, "x [v1]/**/*.jsonl") == ["x [v1]/f.jsonl"]
+    assert source_names([Source(uri="web/*.{jsonl,json}"), Source(uri="{a,b}/c.jsonl")]) == ["web", "c"]
+    (fault,) = check_sources(make_recipe({"general": [{"uri": f"{tmp_path}/*.{{kt,rs}}"}]}))
+    assert f"sources.general.0.uri: '{tmp_path}/*.{{kt,rs}}' matches no file; correct the path" in fault
+
+
+def test_every_ending_that_is_not_read_is_named_at_once(tmp_path: Path, make_recipe: Make) -> None:
+    endings = ["pdf"] * 44 + ["yml"] * 2 + ["tar.gz", "v2.docx", "PDF"]
+    put(tmp_path, "a.jsonl", "Makefile", *(f"f{number:02}.{ending}" for number, ending in enumerate(endings)))
+    recipe = make_recipe({"general": [{"uri": str(tmp_path)}]})
+    (fault,) = check_sources(recipe)
+    assert f"'{tmp_path}/Makefile' and 49 more: 44 .pdf, 2 .yml, 1 .tar.gz, 1 .docx, 1 .PDF; convert them" in fault
+    put(tmp_path, *(f"z.{number}e" for number in range(40)))
+    (fault,) = check_sources(recipe)
+    assert "1 .30e, 1 .31e, 15 other endings; convert" in fault, fault
+    (tmp_path / "one").mkdir()
+    put(tmp_path / "one", "a.jsonl", "b.yml")
+    (fault,) = check_sources(make_recipe({"general": [{"uri": str(tmp_path / "one")}]}))
+    assert f"cannot be read: '{tmp_path}/one/b.yml'; convert them" in fault

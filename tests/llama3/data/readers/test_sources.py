@@ -389,18 +389,21 @@ def test_what_is_not_read_is_named_before_work_and_counted(tmp_path: Path, make_
     source = {"uri": str(folder)}
     [fault] = check_sources(make_recipe({"general": [source]}))
     assert (
-        f"{str(folder)!r} also holds what cannot be read: .pdf 2, .tar.gz 1, .parquet.gz 1, without ending 1" in fault
+        f"{str(folder)!r} also holds what cannot be read: '{folder}/b.pdf' and 4 more: 1 .pdf, 1 .tar.gz, "
+        "1 .parquet.gz, 1 without ending; convert them" in fault
     )
     assert "name them under ignore:" in fault
     with pytest.raises(SourceError, match="has an ending that is not read"):
         collect(make_recipe({"general": [source]}), tmp_path / "fail")
     [fault] = check_sources(make_recipe({"general": [source]}, on_error="skip"))
-    assert fault.startswith("sources.general: 5 of 305 files, 50 of 5,450 bytes, cannot be read: .pdf 2")
+    assert fault.startswith(
+        f"sources.general: 5 of 305 files, 50 of 5,450 bytes, cannot be read: '{folder}/b.pdf' and 4 more"
+    )
     with pytest.raises(SourceError, match="5 of 305 files could not be read"):
         collect(make_recipe({"general": [source]}, on_error="skip"), tmp_path / "lost")
     allowed = make_recipe({"general": [source]}, on_error="skip", max_lost="2%")
     assert check_sources(allowed) == []
-    assert survey(allowed)[0].left_out.startswith(".pdf 2")
+    assert survey(allowed)[0].left_out.startswith(f"'{folder}/b.pdf' and 4 more: 1 .pdf")
     facts = collect(allowed, tmp_path / "skip")
     assert [(line["reason"], line["documents"]) for line in facts["skipped"]] == [
         ("passed_over", 7), ("unknown_format", 5),
