@@ -458,7 +458,7 @@ class Source(Section):
     """Documents of one domain."""
 
     uri: Annotated[str, decides("collected")]
-    """`installed` (text on this machine), or a file, folder or glob: `data/*.jsonl.gz`, `s3://...`, `hf://...`. A
+    """`installed` (text on this machine), or a file, folder or glob: `data/*.{csv,tsv}`, `s3://...`, `hf://...`. A
     recipe with a `<placeholder>` in any text can be planned but not run."""
     format: Annotated[
         Literal["auto", "txt", "md", "html", "json", "jsonl", "csv", "tsv", "warc", "parquet", "arrow"],
@@ -466,10 +466,10 @@ class Source(Section):
     ] = "auto"
     """File format; `auto`: from the file name. Compressed files (.gz, .zst, .bz2, .xz) are unpacked."""
     ignore: Annotated[list[str], decides("collected"), left_out([])] = Field(default_factory=list)
-    """Globs of file names, or of paths below the folder, to skip: `["*.png", "old/*"]`. Hidden files, checksums and,
-    beside records, README and LICENSE are always skipped; any other file that is not text is an error."""
+    """Globs of file names, or of paths below the folder, to skip: `["*.png", "old/*"]`. Names with `.` or `_` first,
+    checksums and, beside records, README are always skipped; any other file that is not text is an error."""
     text: Annotated[str, decides("collected")] = "text"
-    """Column or JSON field of the text."""
+    """Column or JSON field of the text; `data.content`: in an object. Strings of a list become paragraphs."""
     contents: Annotated[str | None, decides("collected"), left_out(None)] = None
     """Where the texts are, if the column `text` has ids: a remote address with `{}` for the id, such as
     `https://softwareheritage.s3.amazonaws.com/content/{}`. Gzip is unpacked. A content is checked against an id that is

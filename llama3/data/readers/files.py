@@ -68,7 +68,7 @@ class Fault(NamedTuple):
     """Why something cannot be read."""
 
     reason: str
-    """Name to count it under: bad_json, null_text, ..."""
+    """Name to count it under: bad_json, not_text, ..."""
     message: str
     """The fault and its remedy; the end of a sentence that begins with the location."""
 

@@ -23,12 +23,23 @@ from typing import Any, NoReturn
 import numpy as np
 import orjson
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 
 from herd.llama3.data.readers.document import FIELDS, BatchBuilder, DocumentBatch, Row, format_of, record_date
+from herd.llama3.data.readers.fields import (
+    MISSING,
+    column_path,
+    column_type,
+    field_names,
+    is_text,
+    may_be_text,
+    path_columns,
+    text_column,
+    text_of,
+    value_of,
+)
 from herd.llama3.data.readers.files import (
     COLUMNS,
     DAMAGE,
@@ -75,17 +86,17 @@ UNREAD = {
 def parquet_batches(raw: Any, file: File, source: Source, skips: ReadErrors, most: int) -> Iterator[DocumentBatch]:
     """Yield the rows of `file` in batches of about `most` bytes. Raises SourceError, or Arrow's and OS errors."""
     parquet = pq.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
-    fault = _fault_of(parquet.schema_arrow, source.text)
+    path = column_path(parquet.schema_arrow, source.text)
     metadata = parquet.metadata
-    if fault:
+    if fault := _fault_of(parquet.schema_arrow, source.text, path):
         skips.fault(file.uri, file.uri, fault, file.size, documents=metadata.num_rows)
         return
     # bytes of all columns, not of the text: pyarrow 25 aborts the process at a damaged description of one column
     size = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
     batch_rows = max(1, min(_MOST_ROWS, most * int(metadata.num_rows) // max(size, 1)))
     rows_read = 0
-    for batch in parquet.iter_batches(batch_rows, columns=_columns(parquet.schema_arrow, source.text)):
-        yield _batch(batch, rows_read, file, source, skips)
+    for batch in parquet.iter_batches(batch_rows, columns=[".".join(path), *_columns(parquet.schema_arrow, path)]):
+        yield _batch(batch, rows_read, file, source, path, skips)
         rows_read += len(batch)
 
 
@@ -95,24 +106,24 @@ def arrow_batches(raw: Any, file: File, source: Source, skips: ReadErrors, most:
     raw.seek(0)
     reader = pa.ipc.open_file(raw) if is_file else pa.ipc.open_stream(raw)
     batches = (reader.get_batch(index) for index in range(reader.num_record_batches)) if is_file else iter(reader)
-    fault = _fault_of(reader.schema, source.text)
-    if fault:
+    path = column_path(reader.schema, source.text)
+    if fault := _fault_of(reader.schema, source.text, path):
         documents = sum(len(batch) for batch in batches)
         skips.fault(file.uri, file.uri, fault, file.size, documents=documents)
         return
-    columns, rows_read = _columns(reader.schema, source.text), 0
+    columns, rows_read = [path[0], *_columns(reader.schema, path)], 0
     for batch in batches:
         chosen = batch.select(columns)
-        step = max(1, min(_MOST_ROWS, most * len(batch) // max(batch[source.text].nbytes, 1)))
+        step = max(1, min(_MOST_ROWS, most * len(batch) // max(batch[path[0]].nbytes, 1)))
         for start in range(0, len(batch), step):
             piece = chosen.slice(start, step)
-            yield _batch(piece, rows_read, file, source, skips)
+            yield _batch(piece, rows_read, file, source, path, skips)
             rows_read += len(piece)
 
 
-def _columns(schema: Any, text: str) -> list[str]:
-    """Return the columns to read. A name that occurs twice is ambiguous and skipped."""
-    used = {text, "url", "language", *_LICENSE, "format", *FIELDS}
+def _columns(schema: Any, path: list[str]) -> list[str]:
+    """Return the columns to read beside the text. A name that occurs twice is ambiguous and skipped."""
+    used = {"url", "language", *_LICENSE, "format", *FIELDS} - {path[0]}
     return [name for name in schema.names if name in used and schema.names.count(name) == 1]
 
 
@@ -127,44 +138,46 @@ def _column_fault(names: Collection[str], field: str) -> Fault:
     return Fault("no_text_field", f"has no text column {field!r}; name one of {known} with text:")
 
 
-def _fault_of(schema: Any, field: str) -> Fault | None:
-    if schema.names.count(field) != 1:
-        return _column_fault(schema.names, field)
-    kind = schema.field(field).type
-    if not _is_text(kind) and not pa.types.is_null(kind):
-        return Fault("not_text", f"{field!r} holds {kind}, not text; name another column with text:")
-    return None
+def _fault_of(schema: Any, field: str, path: list[str]) -> Fault | None:
+    if not path:
+        return _column_fault([field] if field in schema.names else field_names(schema), field)
+    kind = column_type(schema, path)
+    if may_be_text(kind):
+        return None
+    inner = [f"{field}.{name}" for name in field_names(kind)] if pa.types.is_struct(kind) else []
+    return _not_text(field, kind, inner, "column")
 
 
-def _is_text(kind: Any) -> bool:
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+def _not_text(field: str, kind: object, inner: list[str], what: str) -> Fault:
+    other = f"one of {', '.join(inner)}" if inner else f"another {what}"
+    return Fault("not_text", f"{field!r} holds {kind}, not text; name {other} with text:")
 
 
-def _batch(batch: Any, before: int, file: File, source: Source, skips: ReadErrors) -> DocumentBatch:
+def _batch(batch: Any, before: int, file: File, source: Source, path: list[str], skips: ReadErrors) -> DocumentBatch:
     """Return the readable rows of an Arrow batch that starts at row `before` of the file."""
     locations = [f"{file.uri}:{number}" for number in range(before + 1, before + len(batch) + 1)]
-    text = batch[source.text].cast(pa.large_string())
-    good = ~np.asarray(text.is_null())
-    for index in np.flatnonzero(~good):
-        skips.fault(file.uri, locations[index], Fault("null_text", "is a row whose text is null; remove it"))
-    text = pc.fill_null(text, "")
+    text, good = text_column(batch, path), np.ones(len(batch), np.bool_)
     for index in _not_utf8(text):
         fault = Fault("bad_utf8", "is a row whose text is not UTF-8; convert it")
         skips.fault(file.uri, locations[index], fault, len(text[index].as_buffer()))
         good[index] = False
     url, language, license = (_texts(batch, *names) for names in (("url",), ("language",), _LICENSE))
-    urls = [own or location for own, location in zip(url, locations, strict=True)]
-    languages = [source.language or own for own in language]
-    licenses = [source.license if source.license != "unknown" else own or "unknown" for own in license]
-    formats = list(map(format_of, _texts(batch, "format")))
-    return DocumentBatch(text, locations, urls, languages, licenses, formats, _dates(batch)).keep(good)
+    named = path_columns(file.uri)
+    urls = [own or named.get("url") or location for own, location in zip(url, locations, strict=True)]
+    languages = [source.language or own or named.get("language") for own in language]
+    stated = named.get("license", "unknown")
+    licenses = [source.license if source.license != "unknown" else own or stated for own in license]
+    formats = [format_of(own or named.get("format")) for own in _texts(batch, "format")]
+    dates = _dates(batch)
+    if date := record_date(dict(named)):
+        dates = [own or date for own in dates]
+    return DocumentBatch(text, locations, urls, languages, licenses, formats, dates).keep(good)
 
 
 def _texts(batch: Any, *names: str) -> list[str | None]:
     """Return the first text column among `names`, or None for every row."""
     for name in names:
-        if name in batch.schema.names and _is_text(batch.schema.field(name).type):
+        if name in batch.schema.names and is_text(batch.schema.field(name).type):
             column = batch[name].cast(pa.large_string())
             bad = set(_not_utf8(column).tolist())
             return [None if i in bad else column[i].as_py() for i in range(len(column))] if bad else column.to_pylist()
@@ -336,7 +349,7 @@ def _json_lines(
             if isinstance(line, int):
                 skips.fault(file.uri, location, TOO_LONG, line)
             elif line and not line.isspace():
-                row = _record(parse_json(line), location, source)
+                row = _record(parse_json(line), location, source, file)
                 if isinstance(row, Fault):
                     skips.fault(file.uri, location, row, len(line))
                 elif builder.add(row):
@@ -367,7 +380,7 @@ def _json(raw: Any, file: File, source: Source, skips: ReadErrors, builder: Batc
     size = data if isinstance(data, int) else len(data)
     for number, record in enumerate(value if isinstance(value, list) else [value], 1):
         location = f"{file.uri}:{number}" if isinstance(value, list) else file.uri
-        row = _record(record, location, source)
+        row = _record(record, location, source, file)
         if isinstance(row, Fault):
             lost = size
             if isinstance(value, list):
@@ -417,7 +430,7 @@ def _csv(raw: Any, file: File, source: Source, skips: ReadErrors, builder: Batch
                 skips.fault(file.uri, location, BAD_UTF8, sum(sizes))
                 continue
             clean = {name: cell for name, cell in record.items() if not _SURROGATE.search(cell)}
-            if builder.add(_fields(clean, clean[source.text], location, source)):
+            if builder.add(_fields(clean, clean[source.text], location, source, file)):
                 del cells, record, clean
                 yield from builder.take()
 
@@ -463,7 +476,7 @@ def _warc(raw: Any, file: File, source: Source, skips: ReadErrors, builder: Batc
             continue
         url = headers.get("warc-target-uri", "").strip("<>")
         record = {"url": url, "date": headers.get("warc-date"), "format": form}
-        if builder.add(_fields(record, text, location, source)):
+        if builder.add(_fields(record, text, location, source, file)):
             del page, body, text
             yield from builder.take()
 
@@ -542,7 +555,7 @@ def _whole(raw: Any, file: File, source: Source, skips: ReadErrors, builder: Bat
     text = _decoded(data, file.kind) if isinstance(data, bytes) else TOO_LONG
     if isinstance(text, Fault):
         skips.fault(file.uri, file.uri, text, data if isinstance(data, int) else len(data))
-    elif builder.add(_fields({"format": file.kind}, text, file.uri, source)):
+    elif builder.add(_fields({"format": file.kind}, text, file.uri, source, file)):
         del data, text
         yield from builder.take()
 
@@ -560,21 +573,19 @@ def _decoded(data: bytes, kind: str, charset: str = "") -> str | Fault:
     return str(bytes_to_str(data, encoding))
 
 
-def _record(record: Any, location: str, source: Source) -> Row | Fault:
+def _record(record: Any, location: str, source: Source, file: File) -> Row | Fault:
     """Return the document in a JSON object, or the fault."""
     if isinstance(record, Fault):
         return record
     if not isinstance(record, dict):
         return Fault("bad_json", f"holds {type(record).__name__}, not an object; write one object a line")
     field = source.text
-    if field not in record:
-        return _column_fault(record, field)
-    text = record[field]
-    if text is None:
-        return Fault("null_text", f"has null in {field!r}; remove the record")
-    if not isinstance(text, str):
-        return Fault("not_text", f"{field!r} holds {type(text).__name__}, not text; name another field with text:")
-    return _fields(record, text, location, source)
+    if (value := value_of(record, field)) is MISSING:
+        return _column_fault(field_names(record), field)
+    if not isinstance(text := text_of(value), str):
+        inner = [f"{field}.{name}" for name in field_names(value)] if isinstance(value, dict) else []
+        return _not_text(field, type(value).__name__, inner, "field")
+    return _fields(record, text, location, source, file)
 
 
 def parse_json(data: bytes | bytearray) -> Any:
@@ -590,8 +601,10 @@ def parse_json(data: bytes | bytearray) -> Any:
         return Fault("bad_json", f"is not JSON ({error}); write one object a line")
 
 
-def _fields(record: dict[str, Any], text: str, location: str, source: Source) -> Row:
-    """Return the row for `text`. Settings of the source win over fields of the record."""
+def _fields(record: dict[str, Any], text: str, location: str, source: Source, file: File) -> Row:
+    """Return the row for `text`. Settings of the source win over fields of the record, these over those of the path."""
+    if named := path_columns(file.uri):
+        record = named | {name: value for name, value in record.items() if value is not None}
     get = record.get
     url, language, license = get("url"), source.language or get("language"), source.license
     if license == "unknown":

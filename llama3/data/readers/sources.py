@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 
 from herd.llama3.data.demo.installed import installed_documents, installed_fingerprint, installed_state
 from herd.llama3.data.readers.document import BatchBuilder, Document, DocumentBatch
+from herd.llama3.data.readers.fields import text_of, value_of
 from herd.llama3.data.readers.files import (
     DAMAGE,
     OVER_LIMIT,
@@ -332,7 +333,8 @@ def estimate_text(source: Source, files: Sequence[File] | None = None) -> int:
             metadata = pq.read_metadata(raw)
         for group in range(metadata.num_row_groups):
             chunks = (metadata.row_group(group).column(index) for index in range(metadata.num_columns))
-            text += sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == source.text)
+            named = (chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{source.text}."))
+            text += sum(chunk.total_uncompressed_size for chunk in named)
         stored += file.size
     parquet = text / stored if stored else EXPANSION
     total = 0.0
@@ -361,7 +363,7 @@ def text_per_byte(source: Source, file: File) -> float:
     if file.kind == "jsonl" and any(lines):
         for line in filter(None, lines):
             with suppress(ValueError):
-                text += len(str(orjson.loads(line).get(source.text, "")).encode())
+                text += len(str(text_of(value_of(orjson.loads(line), source.text))).encode())
         return text / sum(map(len, lines)) * len(data) / len(packed)
     return len(data) / max(1, len(packed))
 

@@ -143,7 +143,6 @@ BAD_LINES = {
     "bad_json": b'{"text": "cut',
     "bad_utf8": b'{"text": "\xff\xfe"}',
     "no_text_field": b'{"body": "x"}',
-    "null_text": b'{"text": null}',
     "not_text": b'{"text": [1]}',
     "line_too_long": b'{"text": "' + b"x" * 3_000_000 + b'"}',
 }
@@ -151,7 +150,6 @@ SAID = {
     "bad_json": "is not JSON",
     "bad_utf8": "is not UTF-8",
     "no_text_field": "has no text column 'text'; name one of body with text:",
-    "null_text": "has null in 'text'",
     "not_text": "'text' holds list, not text; name another field with text:",
     "line_too_long": "is longer than",
 }
@@ -248,10 +246,10 @@ def test_bad_rows_of_parquet_are_told_by_number(tmp_path: Path, make_recipe: Mak
     broken = pa.Array.from_buffers(pa.string(), 4, data.buffers())
     pq.write_table(pa.table({"text": broken, "url": ["a", "b", "c", None], "date": [1, 2, 3, 1_700_000_000]}), path)
     source = {"general": [{"uri": str(path)}]}
-    with pytest.raises(SourceError, match=r"a\.parquet:2 is a row whose text is null"):
+    with pytest.raises(SourceError, match=r"a\.parquet:3 is a row whose text is not UTF-8"):
         collect(make_recipe(source), tmp_path / "fail")
     collect(make_recipe(source, on_error="skip", max_lost="100%"), tmp_path / "skip")
-    assert reasons_of(tmp_path / "skip") == {"null_text": "a.parquet:2", "bad_utf8": "a.parquet:3"}
+    assert reasons_of(tmp_path / "skip") == {"empty": "a.parquet:2", "bad_utf8": "a.parquet:3"}
     told = {row["text"]: (row["url"], row["date"]) for row in rows_of(tmp_path / "skip")}
     assert told == {"one": ("a", ""), "four": (f"{path}:4", "2023-11-14T22:13:20Z")}
 
@@ -284,7 +282,7 @@ def test_shards_may_differ_in_their_columns(tmp_path: Path, make_recipe: Make) -
         (row["location"].split("/")[-1], row["reason"]): row["documents"] for row in skipped_of(tmp_path / "out")
     }
     assert counted == {
-        ("d.parquet", "no_text_field"): 2, ("e.parquet", "not_text"): 3, ("f.parquet:1", "null_text"): 1,
+        ("d.parquet", "no_text_field"): 2, ("e.parquet", "not_text"): 3, ("f.parquet:1", "empty"): 1,
     }  # fmt: skip
 
 

@@ -176,8 +176,8 @@ def test_an_extractor_that_is_not_there_is_said_before_work(
 
 def test_a_later_broken_record_stops_the_reading(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "fine"}\n{"text": null}\n')
-    with pytest.raises(SourceError, match=r"a\.jsonl:2 has null in 'text'"):
+    path.write_text('{"text": "fine"}\n{"text": 2}\n')
+    with pytest.raises(SourceError, match=r"a\.jsonl:2 'text' holds int, not text"):
         texts_of(uri=str(path))
 
 
