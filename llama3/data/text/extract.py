@@ -1,8 +1,7 @@
 """HTML and Markdown to plain text, with bounds on the time that one document may take.
 
 resiliparse finds the main content of a page (about 40 MB/s per core). trafilatura, on request, is ten to twenty times
-slower and removes boilerplate more precisely. Markdown loses its markers, because they hurt a model that is trained
-mostly on the web (arXiv 2407.21783, section 3.1.1).
+slower and removes boilerplate more precisely. `markdown.py` reads Markdown.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from resiliparse.extract.html2text import extract_plain_text
 from resiliparse.parse.html import HTMLTree
 
 from herd.llama3.data.readers.files import Fault, SourceError
+from herd.llama3.data.text.markdown import strip_markdown
 
 _FRAME = ["nav", "footer", "aside", "form", "script", "style", "template", "[role=navigation]", "[role=banner]"]
 _BULLET = re.compile(r"^(\s*)- ", re.MULTILINE)
@@ -80,99 +80,6 @@ def _replace(tree: Any, element: Any, name: str, text: str | None) -> None:
         replacement = tree.create_element(name)
         replacement.text = text.strip()
         element.parent_node.replace_child(replacement, element)
-
-
-# Markdown
-#
-# Not markdown-it-py: 3 MB/s instead of 16, and its tokens have lost blank lines, the numbers of lists and indentation,
-# so that text without any marker would change (measured on 55 documents: none is equal).
-# Tables and the numbers of lists stay, because they carry meaning; front matter (YAML or TOML) goes. Emphasis over
-# several lines or SPAN characters and reference links keep their markers. 5 to 30 MB/s.
-
-SPAN = 300
-"""Characters between two markers of a pair; an unbounded search takes hours on a megabyte of stars."""
-_FRONT_MATTER = re.compile(r"\s*(---|\+\+\+)[ \t]*\n((?:.*\n){1,300}?)(?:\1|\.\.\.)[ \t]*(?:\n|\Z)")
-_KEY = re.compile(r"(?:[ \t]*(?:#.*)?\n)*[\"']?[\w.-]+[\"']?[ \t]*[:=](?:\s|$)")
-"""How front matter begins; a text between two rules does not."""
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})[^`]*$")
-_HEADING = re.compile(r" {0,3}#{1,6}(?:[ \t]+|$)")
-_UNDERLINE = re.compile(r" {0,3}(?:=+|-+)[ \t]*$")
-_RULE = re.compile(r" {0,3}(?:(?:\*[ \t]*){3,}|(?:_[ \t]*){3,}|(?:-[ \t]*){3,})$")
-_MARKER = re.compile(r"(\s*)(?:>[ \t]?|[-*+][ \t]+(?:\[[ xX]\][ \t]+)?)(?=\S|$)")
-_CODE_LINE = re.compile(r"(?: {4}|\t)")
-_TARGET = rf"\((?:[^()\s]|\([^()\s]*\)){{0,2000}}(?:\s+[\"'(][^\n]{{0,{SPAN}}}?[\"')])?\)"
-_IMAGE = re.compile(rf"!\[([^\[\]]*)\]{_TARGET}")
-_LINK = re.compile(rf"\[([^\[\]]*)\]{_TARGET}")
-_AUTOLINK = re.compile(r"<((?:https?://|mailto:)[^<>\s]+)>")
-_CODE = re.compile(rf"(?<!`)(`+)(?!`)(.{{1,{SPAN}}}?)(?<!`)\1(?!`)")
-_STARS = re.compile(rf"(?<![*\\\w])(\*{{1,3}})(?=[^\s*])(.{{1,{SPAN}}}?)(?<=[^\s*])\1(?![*\w])")
-_BARS = re.compile(rf"(?<![_\\\w])(_{{1,3}})(?=[^\s_])(.{{1,{SPAN}}}?)(?<=[^\s_])\1(?![_\w])")
-_STRUCK = re.compile(rf"(~~)(?=\S)(.{{1,{SPAN}}}?)(?<=\S)\1")
-_CODE_SPAN, _LOST_SPAN = "\0", "\1"
-"""Replace a span of code while the markers around it go; the second if it goes too, in the target of a link."""
-_SPANS = re.compile("[\0\1]")
-_ESCAPED = re.compile(r"\\([!-/:-@\[-`{-~])")
-
-
-def strip_markdown(text: str) -> str:
-    """Return `text` without Markdown markers: headings, emphasis, links, images, quotes, lists, fences of code."""
-    text = _SPANS.sub("", text.replace("\r\n", "\n")).removeprefix("\ufeff")
-    front = _FRONT_MATTER.match(text)
-    if front and _KEY.match(front[2]):
-        text = text[front.end() :]
-    kept: list[str] = []
-    fence = before = ""
-    for line in text.split("\n"):
-        fenced = _FENCE.match(line)
-        if fence:
-            if fenced and fenced[1].startswith(fence) and not line.strip().strip(fence[0]):
-                fence = ""
-            else:
-                kept.append(line)
-        elif fenced:
-            fence = fenced[1]
-        elif before.strip() and _UNDERLINE.match(line):
-            line = ""  # the line before it is a heading
-        elif not _RULE.match(line):
-            is_code = _CODE_LINE.match(line) and not before.strip()
-            kept.append(line if is_code else _strip_line(line))
-        before = line
-    return "\n".join(kept)
-
-
-def _strip_line(line: str) -> str:
-    """Return a line of prose without its markers; spans of code keep theirs."""
-    heading = _HEADING.match(line)
-    if heading:
-        line = line[heading.end() :].rstrip(" \t")
-        open_end = line.rstrip("#")  # number signs that close a heading follow a blank
-        line = open_end.rstrip(" \t") if open_end != line and open_end[-1:] in (" ", "\t") else line
-    else:
-        indents, start = [], 0
-        while (marker := _MARKER.match(line, start)) is not None:
-            indents.append(marker[1])
-            start = marker.end()
-        line = "".join(indents) + line[start:]
-    if "`" not in line:
-        return _strip_inline(line)
-    spans = (match[2].strip() or match[2] for match in _CODE.finditer(line))
-    stripped = _strip_inline(_CODE.sub(_CODE_SPAN, line))
-    return _SPANS.sub(lambda match: next(spans) if match[0] == _CODE_SPAN else next(spans)[:0], stripped)
-
-
-def _link_text(match: re.Match[str]) -> str:
-    return match[1] + _LOST_SPAN * match[0].count(_CODE_SPAN, len(match[1]) + 2)
-
-
-def _strip_inline(text: str) -> str:
-    if "](" in text:
-        text = _LINK.sub(_link_text, _IMAGE.sub(_link_text, text))
-    if "<" in text:
-        text = _AUTOLINK.sub(r"\1", text)
-    for sign, marks in (("*", _STARS), ("_", _BARS), ("~~", _STRUCK)):
-        if sign in text:
-            text = marks.sub(r"\2", text)
-    return _ESCAPED.sub(r"\1", text) if "\\" in text else text
 
 
 # Bounds
