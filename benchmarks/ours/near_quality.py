@@ -17,7 +17,7 @@ from herd.llama3.data.mapreduce import read_table, run_serial
 
 
 def work(source: Path, folder: Path) -> dict[str, Any]:
-    """Return the cluster of each row, named by the document that stays, and the verified pairs of rows."""
+    """Return the cluster of each row, named by its first document, and the verified pairs of rows."""
     job = one_shard(source, folder, {"dedup": {"jaccard": 0.8}}, Exact(), MinHash())
     documents = pq.read_table(source)
     bands = band_hashes(documents["text"], job.recipe.curate.dedup)

@@ -1,8 +1,9 @@
-"""Near-duplicate removal: MinHash LSH, verification by true Jaccard, connected components, one document kept of each.
+"""Near-duplicate removal: MinHash LSH, verification by true Jaccard, clusters, and in each a choice of who stays.
 
-LSH alone joins many unlike pairs (a fifth of the edges, on technical text) and components chain them, so every edge is
-verified. The shuffles, all under `minhash/`: `bands` by bucket; in rounds `pairs`, `center_requests` and `centers` by
-shard and `verdicts` by bucket; `edges` and the rounds of `stars` by document; `labels` by shard; `members` by cluster.
+LSH alone joins many unlike pairs (a fifth of the edges, on technical text), so every edge is verified. A cluster is a
+connected component; it may be a chain, so a document leaves only if it is similar to one that stays. The shuffles, all
+under `minhash/`: `bands` by bucket; in rounds `pairs`, `center_requests` and `centers` by shard and `verdicts` by
+bucket; `edges` and the rounds of `stars` by document; `labels` by shard; `members` and `similar` by cluster.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from herd.llama3.data.accounting import CLUSTERS as SHOWN
 from herd.llama3.data.accounting import LARGEST
 from herd.llama3.data.dedup.exact import KEEP, KEEP_COLUMNS
 from herd.llama3.data.kernels.arrow import Offsets, list_buffers
-from herd.llama3.data.kernels.shingles import jaccard_pairs, mix_hashes, shingle_sets
+from herd.llama3.data.kernels.shingles import jaccard_pairs, keep_first, mix_hashes, shingle_sets
 from herd.llama3.data.mapreduce import (
     CurationJob,
     CurationStage,
     Runner,
     Shuffle,
+    Work,
     aggregate,
     key_partitions,
     open_parquet,
@@ -40,23 +42,27 @@ from herd.storage.files import atomic_file
 
 ROUNDS = 8
 """Maximum number of centers that a bucket is compared with."""
+CLOSING_ROUNDS = 4
+"""Maximum number of rounds that compare documents of a cluster which would all stay."""
 SETS = "minhash/sets"
 """Step with the shingle sets of the documents that share a bucket: row, shingles; 8 bytes a word."""
 CLUSTERS = "minhash/clusters"
-"""Step of the partitions with the clusters: cluster (id of the kept document), id, row, jaccard (largest verified one
-with another document of the cluster), size (documents of the cluster)."""
+"""Step of the partitions with the clusters: cluster (id of its first document in KEEP order), id, row, size (documents
+of the cluster), kept (id of the document that stays instead; its own if it stays), jaccard (with `kept`)."""
+ORDERED = "minhash/ordered"
+"""Step of the partitions with the documents of clusters: row, id, label; by label, in KEEP order."""
 SETS_PER_GROUP = 64
 """A row group of sets takes half a megabyte for usual documents, so late rounds read little that they do not need."""
 LISTS = pa.large_list(pa.uint64())
 _BATCH = 1024
 """Documents whose text is in memory at a time."""
-_CLUSTERS = schema_of("cluster string, id string, row int64, jaccard float64, size int64")
+_CLUSTERS = schema_of("cluster string, id string, row int64, size int64, kept string, jaccard float64")
 _MOST = f"FROM rows ORDER BY documents DESC, cluster LIMIT {SHOWN}"
 Columns = dict[str, NDArray[Any]]
 
 
 class MinHash(CurationStage):
-    """Keep one document of each cluster of near duplicates."""
+    """Drop the near duplicates of documents that stay."""
 
     name, title, section = "minhash", "near duplicates", ("dedup",)
     reasons: ClassVar = {"near_duplicate": "Nearly the same text exists elsewhere in its domain and language."}
@@ -69,13 +75,15 @@ class MinHash(CurationStage):
         run_step(runner, job, _bands(job).step(), map_bands, shards)
         _bands(job).merge(runner, job)
         rounds = verify_candidates(runner, job)
-        run_step(runner, job, job.by_partition("minhash/jaccard"), partial(largest_jaccard, rounds), partitions)
         last = join_components(runner, job, rounds)
         run_step(runner, job, _labels(job).step(), partial(send_labels, last, rounds), partitions)
         _labels(job).merge(runner, job)
+        _similar(job).merge(runner, job)
         run_step(runner, job, _members(job).step(), map_members, shards)
         _members(job).merge(runner, job)
-        run_step(runner, job, _drops(job).step(), reduce_clusters, partitions)
+        run_step(runner, job, job.by_partition(ORDERED), order_members, partitions)
+        closed = close_clusters(runner, job, rounds)
+        run_step(runner, job, _drops(job).step(), partial(write_clusters, rounds, closed), partitions)
         largest = aggregate(runner, job, job.by_partition(LARGEST), job.partitions, _MOST)
         write_table(largest, job.file(LARGEST, 0))
         self.apply_drops(runner, job, _drops(job))
@@ -93,13 +101,17 @@ def _members(job: CurationJob) -> Shuffle:
     return job.by_key("minhash/members")
 
 
+def _similar(job: CurationJob) -> Shuffle:
+    return job.by_key("minhash/similar", job.partitions)
+
+
 def _drops(job: CurationJob) -> Shuffle:
     return job.by_shard("minhash/drops")
 
 
 def map_bands(job: CurationJob, index: int) -> None:
-    """Send the bands of the documents of a shard to their buckets: key (of the bucket), id_prefix, row."""
-    documents = job.survivors(index, "minhash", ("row", "id", "language", "bands"))
+    """Send the bands of the documents of a shard to their buckets: key (of the bucket), order, id_prefix, row."""
+    documents = job.survivors(index, "minhash", ("row", "id", "rank", "date", "language", "bands"))
     bands, offsets = list_buffers(documents["bands"])
     document = np.repeat(np.arange(documents.num_rows), np.diff(offsets))
     # A document is compared only within its domain and language, so their hash goes into the key.
@@ -109,15 +121,28 @@ def map_bands(job: CurationJob, index: int) -> None:
     groups = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)[language]
     id_prefix = np.array([int(document_id[:16], 16) for document_id in documents["id"].to_pylist()], np.uint64)
     key = mix_hashes(bands[offsets[0] : offsets[-1]] ^ groups[document])
-    table = pa.table({"key": key, "id_prefix": id_prefix[document], "row": documents["row"].to_numpy()[document]})
+    columns = {"order": keep_order(documents), "id_prefix": id_prefix, "row": documents["row"].to_numpy()}
+    table = pa.table({"key": key} | {name: values[document] for name, values in columns.items()})
     _bands(job).write(job, index, table, key_partitions(key, job.partitions))
 
 
-# Verification rounds. In each round the first open member of a bucket is its center, and all other members of the
-# bucket are compared with it by true Jaccard; a member stays open until it is like a center. So a hot bucket costs its
-# size and not its square. All members are compared, not only open ones: of two similar documents, perhaps only one is
-# like an earlier center. On technical text with planted copies, 8 rounds find 99.7 % of the pairs with Jaccard >= 0.8;
-# comparing open members alone found 99.1 % in 16 rounds.
+def keep_order(documents: pa.Table) -> NDArray[np.uint64]:
+    """Return numbers that ascend in KEEP order, up to the precision of float32 for `rank` and of an hour for `date`."""
+    rank = (documents["rank"].to_numpy().astype(np.float32) + np.float32(0)).view(np.uint32)  # -0 becomes 0
+    rank = np.where(rank >> 31, rank, ~rank & np.uint32(0x7FFFFFFF))  # IEEE 754: sign and magnitude
+    dates = documents["date"].combine_chunks().dictionary_encode()
+    digits = ("".join(filter(str.isdigit, date))[:10].ljust(10, "0") for date in dates.dictionary.to_pylist())
+    hours = np.array([min(int(digit), 0xFFFFFFFF) for digit in digits], np.uint64)
+    hour = hours[dates.indices.to_numpy()]
+    order: NDArray[np.uint64] = (rank.astype(np.uint64) << np.uint64(32)) | (np.uint64(0xFFFFFFFF) - hour)
+    return order
+
+
+# Verification rounds. In each round the first open member of a bucket, in KEEP order, is its center, and all other
+# members of the bucket are compared with it by true Jaccard; a member stays open until it is like a center. So a hot
+# bucket costs its size and not its square. All members are compared, not only open ones: of two similar documents,
+# perhaps only one is like an earlier center. On technical text with planted copies, 8 rounds find 99.7 % of the pairs
+# with Jaccard >= 0.8; comparing open members alone found 99.1 % in 16 rounds.
 #
 # Pairs are verified in the shard of the member, which computes the sets of its documents once. Each center's set is
 # copied once to every shard that needs it, so a work item holds the sets of a shard and those of its centers.
@@ -126,22 +151,29 @@ def map_bands(job: CurationJob, index: int) -> None:
 def verify_candidates(runner: Runner, job: CurationJob) -> int:
     """Run rounds until no bucket has a pair left to compare; return their number.
 
-    Verdicts: key (bucket), id_prefix, row (member), center, jaccard, similar, open (unlike every center so far).
+    Verdicts: key (bucket), place (in KEEP order), row (member), center, jaccard, similar, open (unlike every center so
+    far).
     """
-    shards, partitions = range(len(job.shards)), range(job.partitions)
     for number in range(ROUNDS):
-        shuffles = round_shuffles(job, number)
-        run_step(runner, job, shuffles.pairs.step(), partial(choose_pairs, number), partitions)
-        if not job.files(job.by_partition(_open(number))):
+        if not verify_round(runner, job, number, partial(choose_pairs, number)):
             return number
-        shuffles.pairs.merge(runner, job)
-        shuffles.center_requests.merge(runner, job)
-        run_step(runner, job, shuffles.centers.step(), partial(copy_centers, number), shards)
-        shuffles.centers.merge(runner, job)
-        run_step(runner, job, shuffles.verdicts.step(), partial(verify_pairs, number), shards)
-        shuffles.verdicts.merge(runner, job)
-        shuffles.edges.merge(runner, job)
     return ROUNDS
+
+
+def verify_round(runner: Runner, job: CurationJob, number: int, choose: Work) -> bool:
+    """Verify the pairs that `choose` sends for the partitions; return whether there were any."""
+    shards, shuffles = range(len(job.shards)), round_shuffles(job, number)
+    run_step(runner, job, shuffles.pairs.step(), choose, range(job.partitions))
+    if not job.files(job.by_partition(_open(number))):
+        return False
+    shuffles.pairs.merge(runner, job)
+    shuffles.center_requests.merge(runner, job)
+    run_step(runner, job, shuffles.centers.step(), partial(copy_centers, number), shards)
+    shuffles.centers.merge(runner, job)
+    run_step(runner, job, shuffles.verdicts.step(), partial(verify_pairs, number), shards)
+    shuffles.verdicts.merge(runner, job)
+    shuffles.edges.merge(runner, job)
+    return True
 
 
 class RoundShuffles(NamedTuple):
@@ -171,11 +203,7 @@ def _open(number: int) -> str:
 
 
 def choose_pairs(number: int, job: CurationJob, partition: int) -> None:
-    """Send the pairs of the buckets of `partition` to the shards of their members, and request their centers' sets.
-
-    Pairs: bucket, id_prefix, member, center, open. Requests: center, shard (of a member, which needs the set).
-    """
-    pairs, center_requests, *_ = round_shuffles(job, number)
+    """Send the pairs of the buckets of `partition` to the shards of their members, and request their centers' sets."""
     members = _columns((_bands(job) if number == 0 else round_shuffles(job, number - 1).verdicts).read(job, partition))
     if number == 0:
         members["open"] = np.ones(len(members["key"]), bool)
@@ -184,25 +212,39 @@ def choose_pairs(number: int, job: CurationJob, partition: int) -> None:
     has_open = np.zeros(len(size), bool)
     has_open[bucket[members["open"]]] = True
     comparable = (has_open & (size > 1))[bucket]
-    members = _sorted({name: values[comparable] for name, values in members.items()}, "key", "id_prefix", "row")
+    members = {name: values[comparable] for name, values in members.items()}
+    if number == 0:
+        members = _sorted(members, "key", "order", "id_prefix", "row")
+        members["place"] = np.arange(len(members["key"]))
+    else:
+        members = _sorted(members, "place")
     _, bucket = np.unique(members["key"], return_inverse=True)
     open_members = np.flatnonzero(members["open"])
     _, first = np.unique(bucket[open_members], return_index=True)
     center = open_members[first][bucket]
     chosen = np.flatnonzero(center != np.arange(len(center)))
-    member, center = members["row"][chosen], members["row"][center[chosen]]
-    shard = job.shard_of(member)
-    needed, needed_by = _distinct(center, shard)
-    center_requests.write(job, partition, pa.table({"center": needed, "shard": needed_by}), job.shard_of(needed))
     columns = {
         "bucket": members["key"][chosen],
-        "id_prefix": members["id_prefix"][chosen],
-        "member": member,
-        "center": center,
+        "place": members["place"][chosen],
+        "member": members["row"][chosen],
+        "center": members["row"][center[chosen]],
+        "open": members["open"][chosen],
     }
-    if len(chosen):
+    send_pairs(number, job, partition, columns)
+
+
+def send_pairs(number: int, job: CurationJob, partition: int, columns: Columns) -> None:
+    """Send pairs (bucket, place, member, center, open) to the shards of their members; request their centers' sets.
+
+    Requests: center, shard (of a member, which needs the set).
+    """
+    pairs, center_requests, *_ = round_shuffles(job, number)
+    shard = job.shard_of(columns["member"])
+    needed, needed_by = _distinct(columns["center"], shard)
+    center_requests.write(job, partition, pa.table({"center": needed, "shard": needed_by}), job.shard_of(needed))
+    if len(shard):
         write_table(pa.table({}), job.file(job.by_partition(_open(number)), partition))
-    pairs.write(job, partition, pa.table(columns | {"open": members["open"][chosen]}), shard)
+    pairs.write(job, partition, pa.table(columns), shard)
 
 
 def copy_centers(number: int, job: CurationJob, index: int) -> None:
@@ -273,7 +315,7 @@ def verify_pairs(number: int, job: CurationJob, index: int) -> None:
     table = {"node": ends, "other": np.concatenate((right, left)), "jaccard": np.tile(similarity, 2)}
     shuffles.edges.write(job, index, pa.table(table), _node_partitions(job, ends))
     pair = np.cumsum(first) - 1
-    columns = {"key": pairs["bucket"], "id_prefix": pairs["id_prefix"], "row": member, "center": center}
+    columns = {"key": pairs["bucket"], "place": pairs["place"], "row": member, "center": center}
     columns |= {"jaccard": jaccard[pair], "similar": similar[pair], "open": pairs["open"] & ~similar[pair]}
     shuffles.verdicts.write(job, index, pa.table(columns), key_partitions(pairs["bucket"], job.partitions))
 
@@ -389,23 +431,21 @@ def _neighbors(node: Offsets, other: Offsets) -> tuple[Offsets, Offsets, NDArray
     return node, other, np.diff(node, prepend=node[:1] - 1) != 0
 
 
-def largest_jaccard(rounds: int, job: CurationJob, partition: int) -> None:
-    """Write node and jaccard, the largest of its edges, for the nodes of a partition, ordered by node."""
-    edges = _columns(_edges(job, rounds, partition))
-    nodes, node_indices = np.unique(edges["node"], return_inverse=True)
-    largest = np.zeros(len(nodes))
-    np.maximum.at(largest, node_indices, edges["jaccard"])
-    write_table(pa.table({"node": nodes, "jaccard": largest}), job.file(job.by_partition("minhash/jaccard"), partition))
-
-
 def send_labels(last: int, rounds: int, job: CurationJob, partition: int) -> None:
-    """Send row, label (smallest row of its component) and jaccard of the nodes of a partition to their shards."""
+    """Send row and label (smallest row of its component) of the nodes of a partition to their shards.
+
+    Their edges (label, node, other, jaccard; node > other) go to the partition of their component.
+    """
+    edges = _sorted(_columns(_edges(job, rounds, partition)), "node", "other")
+    nodes, node_index = np.unique(edges["node"], return_inverse=True)
     stars = _columns(_stars(job, last)[1].read(job, partition))
-    known = _columns(read_table(job.file(job.by_partition("minhash/jaccard"), partition)))
-    label = known["node"].copy()
-    np.minimum.at(label, np.searchsorted(known["node"], stars["node"]), stars["other"])
-    table = pa.table({"row": known["node"], "label": label, "jaccard": known["jaccard"]})
-    _labels(job).write(job, partition, table, job.shard_of(known["node"]))
+    label = nodes.copy()
+    np.minimum.at(label, np.searchsorted(nodes, stars["node"]), stars["other"])
+    once = edges["node"] > edges["other"]
+    once[1:] &= (np.diff(edges["node"]) != 0) | (np.diff(edges["other"]) != 0)
+    similar = {"label": label[node_index][once]} | {name: values[once] for name, values in edges.items()}
+    _similar(job).write(job, partition, pa.table(similar), _node_partitions(job, similar["label"]))
+    _labels(job).write(job, partition, pa.table({"row": nodes, "label": label}), job.shard_of(nodes))
 
 
 def map_members(job: CurationJob, index: int) -> None:
@@ -415,17 +455,113 @@ def map_members(job: CurationJob, index: int) -> None:
     _members(job).write(job, index, table, _node_partitions(job, table["label"].to_numpy()))
 
 
-def reduce_clusters(job: CurationJob, partition: int) -> None:
-    """Write the clusters of a partition, each with the document that comes first in KEEP order, and drop all others."""
-    query = f"""SELECT first_value(id) OVER (PARTITION BY label ORDER BY {KEEP}) AS cluster, id, "row", jaccard,
-            count(*) OVER (PARTITION BY label) AS size
-        FROM members ORDER BY cluster, id"""
-    clusters = job.query(query, members=_members(job).read(job, partition)).cast(_CLUSTERS)
+# Who stays. In each component, documents are taken in KEEP order, and one stays unless it is similar to one that stays.
+# Only verified edges count, so two documents that are both similar to a third were perhaps never compared: usually the
+# third stays, but if it leaves for a fourth, both would stay. So rounds of verification compare those that stay among
+# the neighbors of one that leaves, like the members of a bucket.
+
+
+def order_members(job: CurationJob, partition: int) -> None:
+    """Write row, id and label of the documents of a partition by component, in KEEP order."""
+    query = f'SELECT "row", id, label FROM members ORDER BY label, {KEEP}'
+    ordered = job.query(query, members=_members(job).read(job, partition))
+    write_table(ordered, job.file(job.by_partition(ORDERED), partition))
+
+
+class Choice(NamedTuple):
+    """The documents of a partition, by component in KEEP order, and who stays. Numbers are places in this order."""
+
+    documents: pa.Table
+    """row, id, label"""
+    left: Offsets
+    right: Offsets
+    """The similar pairs, left < right, sorted by both."""
+    jaccard: NDArray[np.float64]
+    """Of each similar pair."""
+    unlike: Offsets
+    """The pairs that closing rounds found unlike, as `left * len(documents) + right`."""
+    kept: Offsets
+    """For each document the first one that stays and is similar to it; itself if it stays."""
+
+
+def choose_kept(job: CurationJob, rounds: int, closed: int, partition: int) -> Choice:
+    """Choose who stays by all verified pairs; `rounds` compared buckets, `closed` more compared who would stay."""
+    documents = read_table(job.file(job.by_partition(ORDERED), partition))
+    pairs = [_similar(job).read(job, partition).select(["node", "other", "jaccard"])]
+    for number in range(rounds, rounds + closed):
+        verdicts = round_shuffles(job, number).verdicts.read(job, partition)
+        pairs.append(verdicts.select(["row", "center", "jaccard"]).rename_columns(pairs[0].column_names))
+    node, other, jaccard = _columns(pa.concat_tables(pairs)).values()
+    rows, size = documents["row"].to_numpy(), len(documents)
+    by_row = np.argsort(rows)
+    ends = [by_row[np.searchsorted(rows, end, sorter=by_row)] for end in (node, other)]
+    pair, first = np.unique(np.minimum(*ends) * size + np.maximum(*ends), return_index=True)
+    similar = jaccard[first] >= job.recipe.curate.dedup.jaccard
+    left, right = np.divmod(pair[similar], max(size, 1))
+    kept = keep_first(np.searchsorted(left, np.arange(size + 1)), right)
+    return Choice(documents, left, right, jaccard[first][similar], pair[~similar], kept)
+
+
+def close_clusters(runner: Runner, job: CurationJob, rounds: int) -> int:
+    """Compare documents that stay although they are similar to the same one; return the number of rounds."""
+    for closed in range(CLOSING_ROUNDS):
+        if not verify_round(runner, job, rounds + closed, partial(choose_closing, rounds, closed)):
+            return closed
+    return CLOSING_ROUNDS
+
+
+def choose_closing(rounds: int, closed: int, job: CurationJob, partition: int) -> None:
+    """Send the pairs of documents of a partition to compare in the closing round `closed`."""
+    choice = choose_kept(job, rounds, closed, partition)
+    center, member = closing_pairs(choice)
+    rows, labels = (choice.documents[name].to_numpy() for name in ("row", "label"))
+    columns = {"bucket": mix_hashes(labels[center].astype(np.uint64)), "place": center}  # verdicts: to the component
+    columns |= {"member": rows[member], "center": rows[center], "open": np.zeros(len(center), bool)}
+    send_pairs(rounds + closed, job, partition, columns)
+
+
+def closing_pairs(choice: Choice) -> tuple[Offsets, Offsets]:
+    """Return the pairs of staying neighbors of leaving documents to compare next: two numbers each, the smaller first.
+
+    All pairs of up to ROUNDS neighbors; of more, those of the first neighbor that was not compared with all.
+    """
+    size = len(choice.kept)
+    stays = choice.kept == np.arange(size)
+    hub, neighbor = np.concatenate((choice.left, choice.right)), np.concatenate((choice.right, choice.left))
+    hub, neighbor = _distinct(*(ends[stays[neighbor] & ~stays[hub]] for ends in (hub, neighbor)))
+    _, start, group, count = np.unique(hub, return_index=True, return_inverse=True, return_counts=True)
+    place = np.arange(len(hub)) - start[group]
+    chosen, ended = [np.zeros(0, np.int64)], np.zeros(len(start), bool)
+    for first in range(ROUNDS):
+        later = np.flatnonzero((place > first) & ~ended[group])
+        pair = neighbor[start[group[later]] + first] * size + neighbor[later]
+        new = ~np.isin(pair, choice.unlike)
+        chosen.append(pair[new])
+        ended[group[later[new]]] = True
+        ended[count <= ROUNDS] = False
+    center, member = np.divmod(np.unique(np.concatenate(chosen)), max(size, 1))
+    return center, member
+
+
+def write_clusters(rounds: int, closed: int, job: CurationJob, partition: int) -> None:
+    """Write the clusters of a partition, and drop the documents that do not stay."""
+    choice = choose_kept(job, rounds, closed, partition)
+    size, kept, ids = len(choice.kept), choice.kept, choice.documents["id"]
+    _, first, component, count = np.unique(
+        choice.documents["label"].to_numpy(), return_index=True, return_inverse=True, return_counts=True
+    )
+    gone = np.flatnonzero(kept != np.arange(size))
+    jaccard = np.ones(size)
+    pairs = choice.left * size + choice.right
+    jaccard[gone] = choice.jaccard[np.searchsorted(pairs, kept[gone] * size + gone)]
+    columns = {"cluster": ids.take(pa.array(first[component])), "id": ids, "row": choice.documents["row"]}
+    columns |= {"size": count[component], "kept": ids.take(pa.array(kept)), "jaccard": jaccard}
+    clusters = pa.table(columns).cast(_CLUSTERS).sort_by([("cluster", "ascending"), ("id", "ascending")])
     write_table(clusters, job.file(job.by_partition(CLUSTERS), partition))
-    query = f"""SELECT cluster, any_value(size) AS documents, min("row") FILTER (id = cluster) AS kept_row,
-            min_by("row", (jaccard, id)) FILTER (id <> cluster) AS copy_row,
-            min(jaccard) FILTER (id <> cluster) AS jaccard
-        FROM clusters GROUP BY cluster ORDER BY documents DESC, cluster LIMIT {SHOWN}"""
+    query = f"""SELECT kept AS cluster, count(*) AS documents, min("row") FILTER (id = kept) AS kept_row,
+            min_by("row", (jaccard, id)) FILTER (id <> kept) AS copy_row,
+            min(jaccard) FILTER (id <> kept) AS jaccard
+        FROM clusters GROUP BY kept HAVING count(*) > 1 ORDER BY documents DESC, cluster LIMIT {SHOWN}"""
     write_table(job.query(query, clusters=clusters), job.file(job.by_partition(LARGEST), partition))
-    query = """SELECT "row", 'near_duplicate' AS outcome, cluster AS kept FROM clusters WHERE id <> cluster"""
+    query = """SELECT "row", 'near_duplicate' AS outcome, kept FROM clusters WHERE id <> kept"""
     write_drops(job, _drops(job), partition, job.query(query, clusters=clusters))

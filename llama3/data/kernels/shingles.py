@@ -150,6 +150,23 @@ def jaccard_pairs(left: Sets, right: Sets, pairs: tuple[Offsets, Offsets]) -> ND
 
 
 @njit(cache=True, nogil=True)
+def keep_first(starts: Offsets, neighbors: Offsets) -> Offsets:
+    """Return for each node the first kept one among itself and its neighbors; int64[n].
+
+    Nodes are taken in order, and one is kept unless a neighbor is. The larger neighbors of node i are
+    `neighbors[starts[i] : starts[i + 1]]`.
+    """
+    kept = np.full(len(starts) - 1, -1, np.int64)
+    for node in range(len(kept)):
+        if kept[node] < 0:
+            kept[node] = node
+            for other in neighbors[starts[node] : starts[node + 1]]:
+                if kept[other] < 0:
+                    kept[other] = node
+    return kept
+
+
+@njit(cache=True, nogil=True)
 def mix_hashes(values: Hashes) -> Hashes:
     """Return shuffle keys: `values` with every bit mixed into all 64; uint64[len(values)]."""
     result = np.empty(len(values), np.uint64)

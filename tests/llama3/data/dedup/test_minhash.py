@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 import pytest
@@ -70,11 +70,20 @@ def texts_of(job: CurationJob) -> dict[str, str]:
     return {row["id"]: row["text"] for table in tables for row in table.to_pylist()}
 
 
-def clusters(job: CurationJob) -> dict[str, tuple[str, float, int]]:
-    """Return id -> (id of the one kept, jaccard, size) of every document in a cluster."""
+class Member(NamedTuple):
+    """A document of a cluster."""
+
+    cluster: str
+    size: int
+    kept: str
+    jaccard: float
+
+
+def clusters(job: CurationJob) -> dict[str, Member]:
+    """Return id -> member of every document in a cluster."""
     rows = [row for file in job.files(job.by_partition(CLUSTERS)) for row in pq.read_table(file).to_pylist()]
     assert all(row["id"] == attributes_of[row["row"]]["id"] for attributes_of in [attributes(job)] for row in rows)
-    return {row["id"]: (row["cluster"], row["jaccard"], row["size"]) for row in rows}
+    return {row["id"]: Member(*(row[name] for name in Member._fields)) for row in rows}
 
 
 def true_pairs(job: CurationJob) -> dict[frozenset[str], float]:
@@ -113,6 +122,28 @@ def apart(job: CurationJob, pairs: dict[frozenset[str], float]) -> list[float]:
     return [jaccard for pair, jaccard in pairs.items() if len({found.get(one, (one,))[0] for one in pair}) == 2]
 
 
+def check_choice(job: CurationJob, pairs: dict[frozenset[str], float]) -> list[float]:
+    """Check who leaves for whom against all `pairs`; return the Jaccard of those of which both stay."""
+    gone = {one: str(kept) for one, (_, kept) in drops(job, "minhash").items()}
+    documents = {one["id"]: one for one in attributes(job).values()}
+    for one, kept in gone.items():
+        assert kept not in gone
+        assert pairs[frozenset((one, kept))] >= 0.8
+        assert first_of([documents[one], documents[kept]])["id"] == kept
+    ids = {row: one["id"] for row, one in attributes(job).items()}
+    for row in verdicts(job):
+        assert not row["similar"] or {ids[row["row"]], ids[row["center"]]} & set(gone)
+    assert {one: found.kept for one, found in clusters(job).items() if found.kept != one} == gone
+    return [jaccard for pair, jaccard in pairs.items() if jaccard >= 0.8 and not pair & set(gone)]
+
+
+def first_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the first of the documents in KEEP order."""
+    newest = [one for one in documents if one["rank"] == max(other["rank"] for other in documents)]
+    newest = [one for one in newest if one["date"] == max(other["date"] for other in newest)]
+    return min(newest, key=lambda one: one["id"])
+
+
 def test_only_bands_lose_pairs(planted_job: CurationJob, pairs: dict[frozenset[str], float]) -> None:
     """A pair shares no band with probability (1 - J^rows)^bands; what follows loses none of the rest."""
     alike = {pair: jaccard for pair, jaccard in pairs.items() if jaccard >= 0.8}
@@ -134,10 +165,10 @@ def test_clusters_are_components_of_pairs_that_are_alike(
     planted_job: CurationJob, pairs: dict[frozenset[str], float]
 ) -> None:
     truth = joined([pair for pair, jaccard in pairs.items() if jaccard >= 0.8])
-    for name, (cluster, jaccard, size) in clusters(planted_job).items():
-        assert cluster in truth[name]
-        assert 1 < size <= len(truth[name])
-        assert jaccard in [value for pair, value in pairs.items() if name in pair and value >= 0.8]
+    for name, found in clusters(planted_job).items():
+        assert {found.cluster, found.kept} <= truth[name]
+        assert 1 < found.size <= len(truth[name])
+        assert found.jaccard == (pairs[frozenset((name, found.kept))] if name != found.kept else 1)
 
 
 def test_every_edge_has_its_true_jaccard(planted_job: CurationJob, pairs: dict[frozenset[str], float]) -> None:
@@ -150,15 +181,54 @@ def test_every_edge_has_its_true_jaccard(planted_job: CurationJob, pairs: dict[f
     assert not all(row["similar"] for row in rows)  # bands alone would join these
 
 
-def test_the_keep_rule_chooses_in_each_cluster(planted_job: CurationJob) -> None:
+def test_the_keep_rule_chooses_in_each_cluster(planted_job: CurationJob, pairs: dict[frozenset[str], float]) -> None:
     documents = {one["id"]: one for one in attributes(planted_job).values()}
-    dropped = drops(planted_job, "minhash")
+    assert not check_choice(planted_job, pairs)
     found = clusters(planted_job)
-    assert dropped == {one: ("near_duplicate", kept) for one, (kept, _, _) in found.items() if one != kept}
-    for kept in {kept for kept, _, _ in found.values()}:
-        members = [documents[one] for one in found if found[one][0] == kept]
-        assert len(members) == found[kept][2]
-        assert kept == min(members, key=lambda one: (-one["rank"], one["id"]))["id"]
+    for cluster in {one.cluster for one in found.values()}:
+        members = [documents[name] for name, one in found.items() if one.cluster == cluster]
+        assert len(members) == found[cluster].size
+        assert first_of(members)["id"] == cluster == found[cluster].kept
+
+
+def test_a_chain_keeps_what_resembles_nothing_that_stays(tmp_path: Path) -> None:
+    """60 documents, each 0.867 similar to the next and 0.75 to the one after it."""
+    documents = [{"text": " ".join(VOCABULARY[7 * i : 7 * i + 102])} for i in range(60)]
+    job = ran(tmp_path, documents, shards=3, partitions=2)
+    assert not check_choice(job, true_pairs(job))
+    assert 20 <= len(documents) - len(drops(job, "minhash")) <= 31
+    assert max(found.size for found in clusters(job).values()) > 30
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_leaves_is_similar_to_what_stays(tmp_path: Path, seed: int) -> None:
+    """Families in which each document is an edit of an earlier one, so that many are only similar to some."""
+    rng = random.Random(seed)
+    documents: list[Document] = []
+    for _ in range(6):
+        family = [rng.choices(VOCABULARY, k=rng.randint(80, 200))]
+        rate = rng.choice((0.002, 0.01, 0.02))
+        for _ in range(rng.randint(1, 40)):
+            parent = family[0] if rng.random() < 0.5 else rng.choice(family)
+            family.append([rng.choice(VOCABULARY) if rng.random() < rate else word for word in parent])
+        ranks = rng.choice(((0.0,), (0.0, 0.5), (-1.5, 0.25, 0.25 + 1e-12)))
+        dates = rng.choice((("",), ("", "2024-01-31", "2024-01-31T10:20:30Z", "2024-01-31T10:40:00Z")))
+        documents += [{"text": " ".join(text), "rank": rng.choice(ranks), "date": rng.choice(dates)} for text in family]
+    documents = list({document["text"]: document for document in documents}.values())
+    job = ran(tmp_path, documents, rng.randint(1, 3), rng.randint(1, 3), rng.choice((2, 256)), bands=20, rows=5)
+    pairs = true_pairs(job)
+    assert len(check_choice(job, pairs)) <= 0.005 * sum(jaccard >= 0.8 for jaccard in pairs.values())
+
+
+def test_copies_of_one_that_leaves_leave_too(tmp_path: Path) -> None:
+    """All resemble the second best document, which leaves for the best, and they do not resemble the best."""
+    page = VOCABULARY[:104]
+    copies = [[*page[:-8], *VOCABULARY[200 + 8 * i : 208 + 8 * i]] for i in range(30)]
+    texts = [[*VOCABULARY[192:200], *page[8:]], page, *copies]
+    documents = [{"text": " ".join(text), "rank": max(1 - i / 2, 0)} for i, text in enumerate(texts)]
+    job = ran(tmp_path, documents, shards=2, partitions=2, bands=4, rows=1)
+    assert not check_choice(job, true_pairs(job))
+    assert len(documents) - len(drops(job, "minhash")) == 2  # the best, and one of the copies
 
 
 @pytest.mark.parametrize(("shards", "partitions", "fan"), [(16, 1, 256), (3, 7, 2)])
@@ -217,7 +287,7 @@ def test_one_centre_is_not_enough(tmp_path: Path) -> None:
     page, tails = VOCABULARY[:150], (VOCABULARY[500:570], VOCABULARY[600:670])
     documents = [{"text": " ".join([*page, *tail, f"x{i}"])} for tail in tails for i in range(2)]
     job = ran(tmp_path, documents, bands=20, rows=1)
-    assert sorted(size for _, _, size in clusters(job).values()) == [2, 2, 2, 2]
+    assert sorted(found.size for found in clusters(job).values()) == [2, 2, 2, 2]
 
 
 def test_short_documents_and_scripts_without_spaces(tmp_path: Path) -> None:
