@@ -24,6 +24,7 @@ from herd.llama3.data.mapreduce import (
     schema_of,
     write_table,
 )
+from herd.llama3.data.readers.code import LEFT_OUT
 from herd.llama3.data.write_shards import STEP as WRITTEN
 from herd.llama3.recipe.data_schema import few_held_out
 
@@ -67,6 +68,7 @@ EXPLAINED = {
     "held_out": "Kept out of training for evaluation, chosen by a hash of the text.",
     "over_limit": "Exceeds the limit of its source.",
     "passed_over": "A file that is not data (name with . or _ at the beginning, README, checksum), or of `ignore`.",
+    **LEFT_OUT,
     "unknown_format": "A file with an unknown extension.",
     "not_a_file": "A pipe, a device or a broken link.",
     "truncated_file": "In a damaged file; the whole lines before the damage were read.",
@@ -78,7 +80,6 @@ EXPLAINED = {
     "bad_json": "A line that is not a JSON object.",
     "bad_utf8": "A line that is not UTF-8.",
     "no_text_field": "A record without the text field.",
-    "null_text": "A record whose text is null.",
     "not_text": "A record whose text is not a string.",
     "empty": "No text is left after extraction and normalization.",
     "line_too_long": "A line longer than the reader accepts.",

@@ -35,8 +35,7 @@ from herd.llama3.data.filters import Filters
 from herd.llama3.data.mapreduce import FAN, CurationJob, CurationStage, Runner, read_table, run_serial, write_table
 from herd.llama3.data.readers.document import Document
 from herd.llama3.data.readers.files import File, ReadErrors, SourceError, list_source
-from herd.llama3.data.readers.records import UNREAD
-from herd.llama3.data.readers.sources import INSTALLED, left_out, listing_fault, naming, read_source
+from herd.llama3.data.readers.sources import INSTALLED, is_read, left_out, listing_fault, naming, read_source
 from herd.llama3.data.topics import TopicCaps
 from herd.llama3.data.write_shards import write_documents
 from herd.llama3.recipe.base import Domain
@@ -122,7 +121,7 @@ def curate_sample(recipe: Recipe, count: int, folder: Path, note: Callable[[str]
                     raise SourceError(fault)
                 for amount in left_out(listing) if listing else ():
                     note(f"sources.{domain}.{number}: {amount}")
-                readable = [file for file in listing.files if file.kind not in UNREAD] if listing else None
+                readable = [file for file in listing.files if is_read(file)] if listing else None
                 path.write_bytes(b"".join(_lines(source, domain, recipe, count, errors, readable)))
             unread += errors.rows(domain, path.stem)
             local = {"uri": str(path), "format": "jsonl", "text": "text", "contents": None, "limit": None}

@@ -461,10 +461,11 @@ class Source(Section):
     """`installed` (text on this machine), or a file, folder or glob: `data/*.{csv,tsv}`, `s3://...`, `hf://...`. A
     recipe with a `<placeholder>` in any text can be planned but not run."""
     format: Annotated[
-        Literal["auto", "txt", "md", "html", "json", "jsonl", "csv", "tsv", "warc", "parquet", "arrow"],
+        Literal["auto", "txt", "md", "html", "code", "json", "jsonl", "csv", "tsv", "warc", "parquet", "arrow"],
         decides("collected"),
     ] = "auto"
-    """File format; `auto`: from the file name. Compressed files (.gz, .zst, .bz2, .xz) are unpacked."""
+    """File format; `auto`: from the file name, also of compressed files (.gz, .zst, .bz2, .xz). `code`: a repository;
+    only programs by their endings, without vendored, generated and binary files."""
     ignore: Annotated[list[str], decides("collected"), left_out([])] = Field(default_factory=list)
     """Globs of file names, or of paths below the folder, to skip: `["*.png", "old/*"]`. Names with `.` or `_` first,
     checksums and, beside records, README are always skipped; any other file that is not text is an error."""

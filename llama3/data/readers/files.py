@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from herd.llama3.data.readers.code import LEFT_OUT, NOT_CODE, reason_to_leave
 from herd.llama3.recipe.data_schema import Source
 from herd.storage.files import RemoteFile
 from herd.storage.filesystem import (
@@ -41,7 +42,7 @@ PASSED_OVER = "passed_over"
 NO_PAGE = "no_page"
 UNREAD_DATE = "unread_date"
 """Reason for documents that were read without their date, which was unreadable."""
-NO_LOSS = (OVER_LIMIT, EMPTY, PASSED_OVER, NO_PAGE)
+NO_LOSS = (OVER_LIMIT, EMPTY, PASSED_OVER, NO_PAGE, *LEFT_OUT)
 """Reasons that are not errors of the input."""
 SKIP = "curate.on_error: skip"
 REMEDY = f"or set {SKIP}"
@@ -139,7 +140,7 @@ _FORMATS = {ending: name for name, endings in _ENDINGS.items() for ending in end
 READ = ", ".join(_ENDINGS)
 COLUMNS = ("parquet", "arrow")
 """Formats that need random access, so they are never packed as a whole."""
-_DOCUMENTS = ("txt", "md", "html")
+_DOCUMENTS = ("txt", "md", "html", "code")
 """Formats of which a file is one document."""
 _RECORDS = ("json", "jsonl", "csv", "tsv", "warc", *COLUMNS)
 _PACKED = {"gz": "gz", "gzip": "gz", "zst": "zst", "zstd": "zst", "bz2": "bz2", "xz": "xz"}
@@ -161,7 +162,7 @@ class File(NamedTuple):
 
     uri: str
     kind: str
-    """A format, or UNKNOWN or SPECIAL."""
+    """A format, UNKNOWN or SPECIAL, or why a repository's file is left out (LEFT_OUT)."""
     size: int
     changed: str
     """The modification time, or the object store's tag."""
@@ -195,6 +196,10 @@ def list_source(source: Source, named: list[tuple[str, dict[str, Any]]] | None =
     kinds = {}
     for uri, info in named:
         auto = file_format(uri) or UNKNOWN
+        if info["type"] != "other" and source.format == "code":
+            reason = reason_to_leave(uri[len(root) :] if uri.startswith(f"{root}/") else uri.rsplit("/", 1)[-1])
+            kinds[uri] = "code" if reason == NOT_CODE and _selects(pattern) else reason or "code"
+            continue
         kinds[uri] = SPECIAL if info["type"] == "other" else auto if source.format == "auto" else source.format
     beside_records = any(kind in _RECORDS and not _is_paper(uri) for uri, kind in kinds.items())
     files, over = [], []
@@ -230,9 +235,14 @@ def _passed_over(below: str, pattern: str, source: Source, kind: str, beside_rec
     asked = re.findall(r"(?:^|[/{,])([._])", pattern)
     if any(_is_hidden(part, source.format) and part[0] not in asked for part in names):
         return True
-    if pattern.rsplit("/", 1)[-1].strip("*") and kind != UNKNOWN:
-        return False  # the glob selects it explicitly
+    if _selects(pattern) and kind != UNKNOWN:
+        return False
     return bool(_MARKS.fullmatch(name)) or (_is_paper(name) and (kind == UNKNOWN or beside_records))
+
+
+def _selects(pattern: str) -> bool:
+    """Return whether a glob names files, not only their folders."""
+    return bool(pattern.rsplit("/", 1)[-1].strip("*"))
 
 
 def _is_hidden(name: str, form: str) -> bool:

@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 
+from herd.llama3.data.readers.code import BINARY, GENERATED, LEFT_OUT, is_binary, is_generated, language_of
 from herd.llama3.data.readers.document import FIELDS, BatchBuilder, DocumentBatch, Row, format_of, record_date
 from herd.llama3.data.readers.fields import (
     MISSING,
@@ -260,6 +261,9 @@ def _read(file: File, source: Source, skips: ReadErrors, builder: BatchBuilder) 
     """Read one file and handle errors of the whole file, among them a change since it was listed."""
     if file.kind in UNREAD:
         skips.fault(file.uri, file.uri, UNREAD[file.kind], file.size)
+        return
+    if file.kind in LEFT_OUT:
+        skips.count(file.uri, file.uri, file.kind, file.size)
         return
     raw = None
     try:
@@ -553,9 +557,16 @@ def _whole(raw: Any, file: File, source: Source, skips: ReadErrors, builder: Bat
     """Read a file that is one document."""
     data = read_all(decompress(raw, file.uri), MAX_LINE)
     text = _decoded(data, file.kind) if isinstance(data, bytes) else TOO_LONG
+    record = {"format": file.kind}
+    if file.kind == "code":
+        record["language"] = language_of(file.uri.rsplit("/", 1)[-1])
+        reason = BINARY if isinstance(data, bytes) and is_binary(data) else ""
+        if reason := reason or (GENERATED if isinstance(text, str) and is_generated(text) else ""):
+            skips.count(file.uri, file.uri, reason, file.size)
+            return
     if isinstance(text, Fault):
         skips.fault(file.uri, file.uri, text, data if isinstance(data, int) else len(data))
-    elif builder.add(_fields({"format": file.kind}, text, file.uri, source, file)):
+    elif builder.add(_fields(record, text, file.uri, source, file)):
         del data, text
         yield from builder.take()
 

@@ -23,6 +23,7 @@ import orjson
 import pyarrow.parquet as pq
 
 from herd.llama3.data.demo.installed import installed_documents, installed_fingerprint, installed_state
+from herd.llama3.data.readers.code import LEFT_OUT
 from herd.llama3.data.readers.document import BatchBuilder, Document, DocumentBatch
 from herd.llama3.data.readers.fields import text_of, value_of
 from herd.llama3.data.readers.files import (
@@ -224,8 +225,12 @@ def _faults(source: Source, field: str, fail: bool, listed: list[File]) -> list[
 def listing_fault(source: Source, listing: SourceListing, fail: bool) -> str:
     """Return why no file of `source` can be read, or with `fail` which ones cannot; "" if nothing is wrong."""
     unread = describe_unreadable(listing.files)
-    if all(file.kind in UNREAD for file in listing.files):
-        if listing.files:
+    if all(file.kind in UNREAD or file.kind in LEFT_OUT for file in listing.files):
+        if listing.files and not unread:
+            counts = Counter(file.kind for file in listing.files)
+            kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common())
+            reason = f"has no code, but {kinds}; correct the path, or name the files in a glob"
+        elif listing.files:
             reason = f"has no file with a known ending ({READ}; .gz, .zst, .bz2, .xz), but {unread}; write format:"
         elif listing.passed_over:
             names = "names with _ or . at the beginning, README, checksums, ignore:"
@@ -255,11 +260,21 @@ def naming(field: str) -> Iterator[None]:
         raise SourceError(_named(field, error)) from error
 
 
+def is_read(file: File) -> bool:
+    """Return whether documents may come from `file`."""
+    return file.kind not in UNREAD and file.kind not in LEFT_OUT
+
+
 def left_out(listing: SourceListing) -> list[str]:
     """Return what of a source is not read: files with endings that are not, and those that are no data."""
     unread = describe_unreadable(listing.files)
+    kinds = Counter(file.kind for file in listing.files if file.kind in LEFT_OUT)
     over = f"passed over: {listing.passed_over:,} (names with . or _ first, README, checksums, ignore:)"
-    return [*([f"cannot read {unread}"] if unread else []), *([over] if listing.passed_over else [])]
+    return [
+        *([f"cannot read {unread}"] if unread else []),
+        *([over] if listing.passed_over else []),
+        *(f"{kind}: {count:,} ({LEFT_OUT[kind].rstrip('.')})" for kind, count in kinds.most_common()),
+    ]
 
 
 def describe_unreadable(files: Sequence[File]) -> str:
@@ -325,7 +340,7 @@ def estimate_text(source: Source, files: Sequence[File] | None = None) -> int:
 
     The footers of a few Parquet files say how much text a byte of them holds.
     """
-    files = [file for file in (source_files(source) if files is None else files) if file.kind not in UNREAD]
+    files = [file for file in (source_files(source) if files is None else files) if is_read(file)]
     columns = [file for file in files if file.kind == "parquet"][:FOOTERS]
     text, stored = 0, 0
     for file in columns:
