@@ -7,13 +7,21 @@ Unicode tables decide.
 
 from __future__ import annotations
 
+import unicodedata
+
 import numpy as np
 from numba import njit
 
 from herd.llama3.data.kernels.arrow import Bytes, Offsets
+from herd.llama3.data.kernels.words import code_point
 
-UNCLEAN, UNCOMPOSED, GARBLED = np.uint8(1), np.uint8(2), np.uint8(4)
-"""Flags of `scan`: `clean` would change the text; NFC may change it; it may have been decoded wrongly."""
+UNCLEAN, UNCOMPOSED, GARBLED, LONG_RUN = np.uint8(1), np.uint8(2), np.uint8(4), np.uint8(8)
+"""Flags of `scan`: `clean` would change the text; NFC may change it; it may have been decoded wrongly; it may have
+MOST_MARKS combining marks in a row once it is clean."""
+MOST_MARKS = 1000
+IS_MARK = np.array([unicodedata.combining(chr(point)) != 0 for point in range(0x1F000)])
+"""Whether a code point is a combining mark; none above is."""
+_DELETE = np.uint8(127)
 _TAB, _NEWLINE, _RETURN, _BLANK = np.uint8(9), np.uint8(10), np.uint8(13), np.uint8(32)
 _MOST_NEWLINES = 3
 _KEEP, _DROP, _BREAK = 0, 1, 2
@@ -100,18 +108,27 @@ def _scan_ascii(text: Bytes) -> tuple[bool, bool]:
 def _scan_wide(text: Bytes) -> np.uint8:
     """Return the flags of the non-ASCII characters."""
     unclean, uncomposed, garbled, size = False, False, False, len(text)
-    at = 0
+    at = marks = most = 0
     while at < size:
         kind = _LEADS[text[at]]
         if kind < _LOOK:
+            if text[at] >= _BLANK and text[at] != _DELETE:  # `clean` drops controls, which joins the marks around them
+                marks = 0
             at += int(kind)
             continue
-        width = _width(text[at])
-        unclean |= _action(text, at, width) != _KEEP
+        width, action = _width(text[at]), _action(text, at, _width(text[at]))
+        unclean |= action != _KEEP
         garbled |= _garbled(text, at, size)
-        uncomposed |= not _composed(text, at)
+        unsure = not _composed(text, at)
+        uncomposed |= unsure
+        if unsure and _is_mark(text, at):
+            marks += 1
+            most = max(most, marks)
+        elif action == _KEEP:
+            marks = 0
         at += width
-    return np.uint8((UNCLEAN if unclean else 0) | (UNCOMPOSED if uncomposed else 0) | (GARBLED if garbled else 0))
+    flags = (UNCLEAN if unclean else 0) | (UNCOMPOSED if uncomposed else 0) | (GARBLED if garbled else 0)
+    return np.uint8(flags | (LONG_RUN if most >= MOST_MARKS else 0))
 
 
 @njit(cache=True, nogil=True)
@@ -170,6 +187,12 @@ def _composed(text: Bytes, at: int) -> bool | np.bool_:
     if lead == np.uint8(0xEA):
         return second >= np.uint8(0xB0)
     return np.uint8(0xE4) <= lead <= np.uint8(0xED)
+
+
+@njit(cache=True, nogil=True)
+def _is_mark(text: Bytes, at: int) -> bool:
+    point, _ = code_point(text, at)
+    return bool(point < len(IS_MARK) and IS_MARK[point])
 
 
 @njit(cache=True, nogil=True)

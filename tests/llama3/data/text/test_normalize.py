@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import time
 import unicodedata
 from typing import Any
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from herd.llama3.data.kernels.arrow import text_buffers
-from herd.llama3.data.kernels.text import GARBLED, UNCOMPOSED, scan
+from herd.llama3.data.kernels.text import GARBLED, LONG_RUN, UNCOMPOSED, scan
 from herd.llama3.data.text.normalize import SIGNS, fix_mojibake, normalize, normalize_texts
 
 TRICKY = st.text(
@@ -110,6 +111,36 @@ def test_repair_looks_only_where_the_scan_saw_something(text: str) -> None:
         assert fix_mojibake(text) == text
     else:
         assert flags_of([text])[0] & GARBLED or SIGNS.search(text.strip("\n\t ")) is None
+
+
+RUN = re.compile(
+    "[" + "".join(chr(point) for point in range(0x300, 0x110000) if unicodedata.combining(chr(point))) + "]{1000}"
+)
+PIECES = st.lists(
+    st.one_of(
+        # marks of two, three and four bytes in UTF-8, some of which move in NFC
+        st.tuples(st.sampled_from("\u0301\u0316\u034f\u1dc2\u20d0\u3099\U0001d165\U0001e944"), st.integers(1, 700)),
+        # what cleaning drops, turns into a newline or keeps
+        st.tuples(st.sampled_from("a \n\t\r\x00\x7f\x85\x9f\u2028\ufeff\uffffé漢क😀"), st.integers(1, 2)),
+        st.tuples(st.sampled_from("\u0301\u0316\u1dc2\U0001d165"), st.sampled_from((999, 1000, 1001, 2000))),
+    ),
+    max_size=6,
+).map(lambda pieces: "".join(letter * times for letter, times in pieces))
+
+
+@given(PIECES)
+def test_long_runs_of_marks_are_split_as_by_the_definition(text: str) -> None:
+    assert normalize_texts(column([text, "e\u0301"])).to_pylist() == [normalize(text), "é"]
+    lines = re.sub("\r\n?|[\x0b\x0c\x85\u2028\u2029]", "\n", text)
+    cleaned = re.sub("[\x00-\x08\x0e-\x1f\x7f-\x9f\ufeff\ufffe\uffff]", "", lines)
+    assert not RUN.search(cleaned) or flags_of([text])[0] & LONG_RUN
+
+
+def test_usual_text_of_any_script_is_not_searched_for_runs() -> None:
+    texts = ["e\u0301" * 2000, "नमस्ते दुनिया" * 500, "สวัสดีชาวโลก" * 500, "שָׁלוֹם" * 500, "a" + "\u0301" * 999]
+    assert not any(flags & LONG_RUN for flags in flags_of(texts))
+    marks = [chr(point) for point in range(0x300, 0x110000) if unicodedata.combining(chr(point))]
+    assert all(flags & LONG_RUN for flags in flags_of([mark * 1000 for mark in marks]))
 
 
 def test_endless_marks_on_one_letter_take_time_by_their_number() -> None:
