@@ -50,6 +50,7 @@ from herd.llama3.data.readers.sources import INSTALLED, naming, read_source, sou
 from herd.llama3.data.text.extract import plain_text
 from herd.llama3.data.text.language import UNDETERMINED, detect_language, primary_subtag
 from herd.llama3.data.text.normalize import normalize_texts, replace_texts
+from herd.llama3.data.text.tex import plain_tex
 from herd.llama3.data.write_shards import ITEM_BITS, ShardWriter
 from herd.llama3.data.write_shards import SHARD_BYTES as MOST_TEXT
 from herd.llama3.recipe.base import Domain
@@ -257,7 +258,8 @@ def _without_markup(batch: DocumentBatch, extractor: str, skips: ReadErrors) -> 
 
     def plain(text: str) -> str:
         index = next(following)
-        converted = plain_text(text, batch.format[index], extractor)
+        form = batch.format[index]
+        converted = plain_tex(text) if form == "tex" else plain_text(text, form, extractor)
         if isinstance(converted, Fault):
             name, good[index] = batch.location[index], False
             skips.fault(name.rpartition(":")[0], name, converted, int(sizes[index]))

@@ -14,7 +14,7 @@ from herd.llama3.recipe.units import Bytes, Share, Tokens
 # Gopher: arXiv 2112.11446, appendix A.1.1 and table A1; C4: arXiv 1910.10683, section 2.2; FineWeb: arXiv 2406.17557,
 # section 3.4; FineWeb-2: arXiv 2506.20920 and the language configurations of huggingface/fineweb-2 (commits 05e6729 and
 # d331bee). `llama3/data/kernels/statistics.py` measures the statistics.
-RuleSet = Literal["gopher", "repetition", "c4", "fineweb", "fineweb2"]
+RuleSet = Literal["gopher", "repetition", "c4_strict", "c4_fineweb", "fineweb", "fineweb2"]
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gopher": {
         "min_words": 50, "max_words": 100_000, "min_mean_word": 3, "max_mean_word": 10, "max_symbols_per_word": 0.1,
@@ -25,7 +25,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "max_duplicate_paragraph_chars": 0.2, "max_top_ngram": {2: 0.20, 3: 0.18, 4: 0.16},
         "max_duplicate_ngrams": {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10},
     },
-    "c4": {"min_sentences": 5, "max_braces": 0, "max_placeholder_text": 0},
+    "c4_strict": {"min_sentences": 5, "max_braces": 0, "max_placeholder_text": 0},
+    "c4_fineweb": {"min_sentences_any_line": 5, "max_braces": 0, "max_placeholder_text": 0},
     "fineweb": {
         "min_punctuated_lines": 0.12, "max_short_lines": 0.67, "max_duplicate_line_chars_strict": 0.01,
         "max_newlines_per_word": 0.3,
@@ -96,8 +97,9 @@ class Quality(Section):
     """Bounds on the statistics of a document. The first violated bound is the reason to drop it; null: no bound."""
 
     rules: Annotated[list[RuleSet], decides("curated")] = Field(default_factory=list)
-    """Published rule sets: gopher, repetition, c4, fineweb, fineweb2. `fineweb2` has bounds for 30 languages; in other
-    languages and in English it uses the bounds of Gopher and FineWeb."""
+    """Published rule sets; all drop documents, none removes lines. `c4_strict`, as in C4's paper, counts sentences only
+    in lines that end with punctuation, `c4_fineweb` in all, as FineWeb does. `fineweb2` has bounds for 30 languages; in
+    other languages and in English it uses the bounds of Gopher and FineWeb."""
     min_chars: Count = 100
     """Minimum characters; short documents teach little, and each costs a begin and an end token."""
     max_chars: Count = 2_000_000
@@ -148,6 +150,8 @@ class Quality(Section):
     """Maximum line ends between non-blank lines per word; lists have many."""
     min_sentences: Count = None
     """Minimum sentences, in lines of three words or more that end with punctuation."""
+    min_sentences_any_line: Count = None
+    """Minimum sentences, in lines of three words or more."""
     max_braces: Count = None
     """Maximum curly braces; code and templates have many."""
     max_placeholder_text: Count = None
@@ -156,6 +160,13 @@ class Quality(Section):
     """Maximum words from `curate.dirty_words` per word."""
     max_divergence: Annotated[float | None, Field(ge=0), decides("annotated", "curated")] = None
     """Maximum KL divergence from the words of the document's domain, in nats per word (arXiv 2407.21783, 3.1.1)."""
+
+    @field_validator("rules", mode="before")
+    @classmethod
+    def _c4_has_two_forms(cls, rules: Any) -> Any:
+        if isinstance(rules, list) and "c4" in rules:
+            raise ValueError("c4 has two forms; write c4_fineweb, as in FineWeb, or c4_strict, which drops more")
+        return rules
 
     @model_validator(mode="before")
     @classmethod
@@ -461,7 +472,7 @@ class Source(Section):
     """`installed` (text on this machine), or a file, folder or glob: `data/*.{csv,tsv}`, `s3://...`, `hf://...`. A
     recipe with a `<placeholder>` in any text can be planned but not run."""
     format: Annotated[
-        Literal["auto", "txt", "md", "html", "code", "json", "jsonl", "csv", "tsv", "warc", "parquet", "arrow"],
+        Literal["auto", "txt", "md", "html", "tex", "code", "json", "jsonl", "csv", "tsv", "warc", "parquet", "arrow"],
         decides("collected"),
     ] = "auto"
     """File format; `auto`: from the file name, also of compressed files (.gz, .zst, .bz2, .xz). `code`: a repository;

@@ -18,8 +18,11 @@ from numpy.typing import NDArray
 
 GENERATED = "problems/"
 """Prefix of the URL of a generated document."""
-Format = Literal["text", "html", "md"]
-_FORMATS: dict[object, Format] = {"html": "html", "xhtml": "html", "text/html": "html", "md": "md", "markdown": "md"}
+Format = Literal["text", "html", "md", "tex"]
+_FORMATS: dict[object, Format] = {
+    **{"html": "html", "xhtml": "html", "text/html": "html", "md": "md", "markdown": "md"},
+    **{"tex": "tex", "latex": "tex"},
+}
 Row = tuple[str, str, str, str | None, str, Format, str]
 """text, location, url, language, license, format, date."""
 
@@ -31,7 +34,7 @@ def format_of(name: object) -> Format:
 
 class Document(NamedTuple):
     text: str
-    """The raw text; HTML or Markdown if `format` says so."""
+    """The raw text; HTML, Markdown or LaTeX if `format` says so."""
     url: str
     """A URL, or a path that does not depend on where packages are installed."""
     language: str | None

@@ -128,6 +128,7 @@ _ENDINGS = {
     "txt": ("txt",),
     "md": ("md", "markdown"),
     "html": ("html", "htm", "xhtml"),
+    "tex": ("tex", "latex"),
     "json": ("json",),
     "jsonl": ("jsonl", "ndjson"),
     "csv": ("csv",),
@@ -140,7 +141,7 @@ _FORMATS = {ending: name for name, endings in _ENDINGS.items() for ending in end
 READ = ", ".join(_ENDINGS)
 COLUMNS = ("parquet", "arrow")
 """Formats that need random access, so they are never packed as a whole."""
-_DOCUMENTS = ("txt", "md", "html", "code")
+_DOCUMENTS = ("txt", "md", "html", "tex", "code")
 """Formats of which a file is one document."""
 _RECORDS = ("json", "jsonl", "csv", "tsv", "warc", *COLUMNS)
 _PACKED = {"gz": "gz", "gzip": "gz", "zst": "zst", "zstd": "zst", "bz2": "bz2", "xz": "xz"}

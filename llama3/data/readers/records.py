@@ -1,6 +1,6 @@
 """Read documents from files in batches: Parquet, Arrow, JSON lines, JSON, CSV, web archives, whole documents.
 
-Fields or columns `url`, `language`, `license` (or `licence`), `format` (`text`, `md` or `html`) and the date fields of
+Fields or columns `url`, `language`, `license` (or `licence`), `format` (`text`, `md`, `html`, `tex`) and those of
 `document.FIELDS` are read if they exist; settings of the recipe's source win. Every input error is either a SourceError
 or counted by reason (`ReadErrors`).
 """
