@@ -514,8 +514,9 @@ class ConversationSource(Section):
     """Conversations for stages of kind `sft`: JSON lines, one conversation per line.
 
     A line is `{"messages": [{"role": "user", "content": "..."}, ...]}` with an optional first `system` message, then
-    `user` and `assistant` in turns, the last one `assistant`; or `{"prompt": "...", "response": "..."}` (also
-    `completion`). The first line of a file decides its form. A broken line is an error before any work starts.
+    `user` and `assistant` in turns, the last one `assistant`; ShareGPT's `conversations`; `prompt` and `response` (or
+    `completion`); or Alpaca's `instruction`, `input`, `output`. The first line of a file decides its form. A broken
+    line, and one with tools, is an error before any work starts.
     """
 
     uri: Annotated[str, decides("conversations", since="use")]

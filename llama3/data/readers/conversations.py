@@ -1,4 +1,4 @@
-"""Read conversations from JSON lines: lists of messages, or pairs of prompt and response.
+"""Read conversations from JSON lines: lists of messages (OpenAI, ShareGPT), or pairs (prompt and response, Alpaca).
 
 The first line of a file decides its form. Unlike documents, a broken line is never skipped: SourceError names file,
 line, field, and what to write. The uri `problems` generates conversations about worked math problems instead.
@@ -31,8 +31,24 @@ LONGEST_LINE = 16_000_000
 """Maximum bytes of a line."""
 COUNTED = 1000
 """Conversations of a source whose tokens a survey counts."""
-FORMS = '{"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": "...", "response": "..."}'
-RESPONSES = ("response", "completion")
+FORMS = (
+    '{"messages": [{"role": "user", "content": "..."}, ...]}, {"conversations": [{"from": "human", "value": "..."}, '
+    '...]}, {"prompt": "...", "response": "..."} or {"instruction": "...", "input": "...", "output": "..."}'
+)
+LISTS = {"messages": ("role", "content"), "conversations": ("from", "value")}
+"""Field with a list of messages -> the fields of a message: as for OpenAI's API, and as ShareGPT has them."""
+PAIRS = {"response": "prompt", "completion": "prompt", "output": "instruction"}
+"""Field of the answer -> that of the question. `output` is Alpaca's, with `input` added to `instruction`."""
+SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
+NOT_READ = {
+    "tools": "tools are not supported",
+    "functions": "functions are not supported",
+    "tool_calls": "calls of tools are not supported",
+    "function_call": "calls of functions are not supported",
+    "history": "earlier turns are read only as messages",
+}
+"""Fields of a row or a message whose loss would change the conversation."""
+TOOLS = ("tool", "function", "tool_call", "function_call", "tool_response", "observation")
 TURNS = ("user", "assistant")
 
 
@@ -155,48 +171,77 @@ def _read_file(file: File, source: ConversationSource) -> Iterator[Conversation]
 
 
 def _form(row: Any) -> str:
-    """Return the field by which the rows of a file are read: `messages`, or that of the response."""
+    """Return the field by which the rows of a file are read: a list of messages, or that of the response."""
     names = row if isinstance(row, dict) else {}
-    if "messages" in names:
-        return "messages"
-    responses = [name for name in RESPONSES if name in names]
-    if "prompt" in names and responses:
-        return responses[0]
+    for form in (*LISTS, *PAIRS):
+        if form in names and PAIRS.get(form, form) in names:
+            return form
     known = ", ".join(map(repr, names)) or "no field"
     raise ValueError(f"has {known}; write {FORMS}")
 
 
+class _Message(NamedTuple):
+    """A message as the row has it, and the names of its fields for what is said about it."""
+
+    role: Any
+    content: Any
+    role_field: str
+    content_field: str
+
+
+def _given(row: Any, form: str) -> list[_Message]:
+    """Return the messages of a row, whatever they are. Raises ValueError that begins with the field."""
+    names = row if isinstance(row, dict) else {}
+    for field in (PAIRS.get(form, form), form):
+        if field not in names:
+            raise ValueError(f"{field}: is missing, and the file begins with rows that have it; write {FORMS}")
+    for field in (field for field in NOT_READ if row.get(field)):
+        raise ValueError(f"{field}: {NOT_READ[field]}; remove it, or the conversation")
+    system = row.get("system") if form in ("conversations", "output") else None
+    messages = [_Message("system", system, "system", "system")] if system else []
+    if form in PAIRS:
+        question, more = row[PAIRS[form]], row.get("input")
+        if form == "output" and more:
+            if not isinstance(more, str):
+                raise ValueError(f"input: is {type(more).__name__}, not text; write a text, or remove the conversation")
+            question = f"{question}\n\n{more}" if isinstance(question, str) else question
+        asked, answer = PAIRS[form], form
+        return [*messages, _Message("user", question, asked, asked), _Message("assistant", row[form], answer, answer)]
+    if not isinstance(row[form], list) or not row[form]:
+        raise ValueError(f"{form}: {str(row[form])[:40]!r} is not a list of messages; write {FORMS}")
+    for number, message in enumerate(row[form]):
+        given, at = message if isinstance(message, dict) else {}, f"{form}.{number}"
+        role, content = LISTS["messages" if "role" in given else form]
+        for field in (field for field in NOT_READ if given.get(field)):
+            raise ValueError(f"{at}.{field}: {NOT_READ[field]}; remove it, or the conversation")
+        own = given.get(role)
+        if own in TOOLS:
+            raise ValueError(f"{at}.{role}: {own!r} is of a tool, which is not supported; remove the conversation")
+        if given.get("weight") == 0:
+            raise ValueError(f"{at}.weight: 0 is not supported; remove the field, or the conversation")
+        named = SPEAKERS.get(own, own) if form == "conversations" and isinstance(own, str) else own
+        messages.append(_Message(named, given.get(content), f"{at}.{role}", f"{at}.{content}"))
+    return messages
+
+
 def _messages(row: Any, form: str) -> list[dict[str, str]]:
-    """Return the messages of a row. Raises ValueError that begins with the field."""
-    if not isinstance(row, dict) or form not in row or (form != "messages" and "prompt" not in row):
-        missing = "prompt" if isinstance(row, dict) and form in row else form
-        raise ValueError(f"{missing}: is missing, and the file begins with rows that have it; write {FORMS}")
-    if form == "messages":
-        given = row["messages"]
-        if not isinstance(given, list) or not given:
-            raise ValueError(f"messages: {str(given)[:40]!r} is not a list of messages; write {FORMS}")
-        named = [(f"messages.{number}", message) for number, message in enumerate(given)]
-    else:
-        named = [("", {"role": "user", "content": row["prompt"]}), ("", {"role": "assistant", "content": row[form]})]
+    """Return the messages of a row, checked. Raises ValueError that begins with the field."""
     messages: list[dict[str, str]] = []
-    for number, (at, message) in enumerate(named):
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    given = _given(row, form)
+    for number, (role, content, role_field, content_field) in enumerate(given):
         turns = len(messages) - (bool(messages) and messages[0]["role"] == "system")
         due = TURNS[turns % 2]
         if role != due and not (role == "system" and number == 0):
             expected = f"{due!r} or 'system'" if number == 0 else repr(due)
             raise ValueError(
-                f"{at}.role: {role!r} where {expected} is expected; write user and assistant in turns, after at most "
-                "one system message at the beginning"
+                f"{role_field}: {role!r} where {expected} is expected; write user and assistant in turns, after at "
+                "most one system message at the beginning"
             )
-        field = f"{at}.content" if at else ("prompt", form)[number]
         if not isinstance(content, str) or not content.strip():
             what = "is empty" if isinstance(content, str) else f"is {type(content).__name__}, not text"
-            raise ValueError(f"{field}: {what}; write a text, or remove the conversation")
-        if message.get("weight") == 0:
-            raise ValueError(f"{at}.weight: 0 is not supported; remove the field, or the conversation")
+            raise ValueError(f"{content_field}: {what}; write a text, or remove the conversation")
         messages.append({"role": role, "content": content})
     if messages[-1]["role"] != "assistant":
-        last = len(messages) - 1
-        raise ValueError(f"messages.{last}.role: the last message is of {messages[-1]['role']!r}; end with 'assistant'")
+        last = given[-1]
+        raise ValueError(f"{last.role_field}: the last message is of {last.role!r}; end with 'assistant'")
     return messages

@@ -81,6 +81,19 @@ BROKEN = {
     "no mapping": (chat("hello"), "2 messages.0.role: None where"),
     "empty": (chat(USER, {"role": "assistant", "content": " \n"}), "2 messages.1.content: is empty; write a text"),
     "parts": (chat({"role": "user", "content": [{"type": "text"}]}, ANSWER), "2 messages.0.content: is list, not text"),
+    "tools": (
+        {"messages": [USER, ANSWER], "tools": [{"type": "function"}]},
+        "2 tools: tools are not supported; remove",
+    ),
+    "a call": (chat(USER, {**ANSWER, "tool_calls": [{"id": "1"}]}), "2 messages.1.tool_calls: calls of tools are not"),
+    "old call": (
+        chat(USER, {"role": "assistant", "function_call": {"name": "f"}}),
+        "2 messages.1.function_call: calls",
+    ),
+    "a result": (
+        chat(USER, ANSWER, {"role": "tool", "content": "3"}),
+        "2 messages.2.role: 'tool' is of a tool, which is",
+    ),
     "no loss": (chat(USER, {**ANSWER, "weight": 0}), "2 messages.1.weight: 0 is not supported"),
 }
 
@@ -103,6 +116,51 @@ def test_a_broken_pair_is_named(tmp_path: Path) -> None:
             read(write(tmp_path / "a.jsonl", good, row))
     with pytest.raises(SourceError, match=r"a.jsonl:1 has 'text'; write"):
         read(write(tmp_path / "a.jsonl", {"text": "a"}))
+
+
+def test_sharegpt_and_alpaca_are_read(tmp_path: Path) -> None:
+    turns = [("human", "1 + 1?"), ("gpt", "2")]
+    said = [{"from": speaker, "value": text, "weight": None} for speaker, text in turns]
+    first = {"from": "system", "value": "Be brief."}
+    rows = [{"id": 1, "conversations": [first, *said]}, {"conversations": said, "system": "Be brief.", "tools": []}]
+    rows.append({"conversations": [SYSTEM, USER, ANSWER]})
+    assert read(write(tmp_path / "a.jsonl", *rows)) == [[SYSTEM, USER, ANSWER]] * 3
+    rows = [
+        {"instruction": "1 + 1?", "input": "", "output": "2"},
+        {"instruction": "1 + 1?", "output": "2", "system": "Be brief.", "history": []},
+        {"instruction": "Add.", "input": "1 and 1", "output": "2"},
+    ]
+    added = [{"role": "user", "content": "Add.\n\n1 and 1"}, ANSWER]
+    assert read(write(tmp_path / "b.jsonl", *rows)) == [[USER, ANSWER], [SYSTEM, USER, ANSWER], added]
+    both = {"messages": [USER, ANSWER], "prompt": "x", "response": "y"}
+    assert read(write(tmp_path / "c.jsonl", both)) == [[USER, ANSWER]]
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ({"conversations": [{"from": "human", "value": "a"}]}, "conversations.0.from: the last message is of 'user'"),
+        ({"conversations": [{"from": "bot", "value": "a"}]}, "conversations.0.from: 'bot' where 'user' or 'system'"),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "{}"}]},
+            "conversations.1.from: 'function_call' is of a tool",
+        ),
+        ({"conversations": [{"from": "human", "value": ""}]}, "conversations.0.value: is empty"),
+        ({"conversations": []}, r"conversations: '\[\]' is not a list"),
+        ({"instruction": "a", "input": "b"}, "has 'instruction', 'input'; write"),
+        ({"instruction": "a", "input": ["b"], "output": "c"}, "input: is list, not text"),
+        ({"instruction": "", "output": "c"}, "instruction: is empty"),
+        ({"instruction": "a", "output": None}, "output: is NoneType, not text"),
+        (
+            {"instruction": "a", "output": "b", "history": [["c", "d"]]},
+            "history: earlier turns are read only as messages",
+        ),
+        ({"prompt": "a", "response": "b", "functions": [1]}, "functions: functions are not supported"),
+    ],
+)
+def test_broken_rows_of_other_shapes_are_named(tmp_path: Path, row: dict[str, Any], fault: str) -> None:
+    with pytest.raises(SourceError, match=f"a.jsonl:1 {fault}"):
+        read(write(tmp_path / "a.jsonl", row))
 
 
 def test_half_pairs_are_dropped_as_in_documents(tmp_path: Path) -> None:
