@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from herd.llama3.data.text.language import detector_fault
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.recipe.schema import Recipe
@@ -89,6 +90,7 @@ def diagnose(root: Root, cluster: Cluster, recipe: Recipe | None = None) -> list
         *((name, rows) for name, rows, since in shared if since == TRAINING),
         ("gpu", lambda: check_gpus(visible_gpus())),
         ("machine", check_limits),
+        ("languages", check_languages),
         ("root", lambda: check_root(root)),
         *((name, rows) for name, rows, since in shared if since != TRAINING),
         ("ports", check_ports),
@@ -166,6 +168,12 @@ def check_compiler() -> CheckResult:
         return CheckResult("C compiler", "ok", compiler)
     what = "none, and Triton needs one for `compile: true` and for FlexAttention"
     return CheckResult("C compiler", "fail", what, "install gcc and libc6-dev, or set CC")
+
+
+def check_languages() -> Iterator[CheckResult]:
+    """Look for a package beside herd that breaks the detection of languages."""
+    fault, _, remedy = detector_fault().rpartition("; ")
+    yield CheckResult("languages", "fail" if fault else "ok", fault or "can be detected", remedy)
 
 
 def check_limits() -> Iterator[CheckResult]:

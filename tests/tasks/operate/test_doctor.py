@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,15 @@ def test_gpus_that_a_cluster_promises_must_be_there() -> None:
     for cluster in (as_on_node(NODES), Cluster(device="cuda")):
         lacking = one(check_devices(Surroundings(cluster, root)), "gpu")
         assert (lacking.state, lacking.what) == ("fail", "none is visible here, and the cluster file promises GPUs")
+
+
+def test_a_package_that_breaks_the_detection_of_languages_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [row.state for row in doctor.check_languages()] == ["ok"]
+    monkeypatch.setitem(sys.modules, "fasttext", None)
+    (row,) = doctor.check_languages()
+    assert (row.check, row.state) == ("languages", "fail")
+    assert row.what.startswith("the module fasttext cannot be imported (")
+    assert row.todo.startswith("pip install --force-reinstall --no-deps fasttext-predict")
 
 
 def test_the_c_compiler_that_triton_needs_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,11 @@ import bz2
 import gzip
 import json
 import lzma
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pyarrow as pa
@@ -24,6 +26,7 @@ from herd.llama3.data.readers.sources import (
     source_names,
     survey,
 )
+from herd.llama3.data.text import language
 from herd.llama3.recipe.data_schema import Source
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import Bytes
@@ -172,6 +175,27 @@ def test_an_extractor_that_is_not_there_is_said_before_work(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     [fault] = check_sources(recipe)
     assert fault.startswith("curate.extractor: trafilatura is not installed; pip install trafilatura")
+
+
+def test_a_package_that_breaks_the_detection_of_languages_is_found_before_work(
+    write_jsonl: Write, make_recipe: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, deprecated = write_jsonl("a.jsonl", ["words"]), ModuleType("fasttext")
+    deprecated.train_supervised = print  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fasttext", deprecated)
+    recipe = make_recipe({"code": [{"uri": path}], "math": [{"uri": path}], "general": [{"uri": path}]})
+    (fault,) = check_sources(recipe)
+    assert fault.startswith("sources.math: languages cannot be detected: the package fasttext does not work with NumPy")
+    assert "; pip uninstall -y fasttext, then pip install --force-reinstall --no-deps fasttext-predict" in fault
+    named = make_recipe({"code": [{"uri": path}], "general": [{"uri": path, "language": "en"}]})
+    assert check_sources(named) == [], "no language is detected"
+    monkeypatch.setattr("herd.llama3.data.text.language.np.__version__", "1.26.4")
+    assert check_sources(recipe) == []
+    monkeypatch.setitem(sys.modules, "fasttext", None)
+    (fault,) = check_sources(recipe)
+    assert "fasttext cannot be imported (ModuleNotFoundError: " in fault
+    with pytest.raises(ValueError, match=r"^languages cannot be detected: the module fasttext"):
+        language._model.__wrapped__()
 
 
 def test_a_later_broken_record_stops_the_reading(tmp_path: Path) -> None:
