@@ -43,7 +43,7 @@ from herd.llama3.recipe.data_schema import Source
 from herd.llama3.recipe.schema import Recipe
 from herd.storage.filesystem import is_local
 
-VERSION = 5
+VERSION = 6
 """Version of curated artifacts; a higher number makes them again although the recipe is the same."""
 CURATION: tuple[CurationStage, ...] = (
     Filters(),  # first: rules and block lists are cheap

@@ -1,9 +1,9 @@
 """Replace personal data in text: e-mail addresses and public IPv4 and IPv6 addresses.
 
 Replacements come from the ranges reserved for documentation (RFC 2606, RFC 5737, RFC 3849), so text stays well formed
-for a model of code and logs. Versions, sections and expressions stay (v2.0.0.1, see 12.4.2.1, W@x.to(device)), and so
-do user:password@host in a URL, special-purpose addresses (RFC 6890) and the service git@. Names, telephone numbers and
-postal addresses stay, because no pattern finds them reliably.
+for a model of code and logs. Any marks, blanks or quotes may enclose an address. Code, users in URLs and versions stay
+(`_is_code`, `_in_url`, `_is_version`), unless the text has the same address elsewhere. Special-purpose addresses
+(RFC 6890) stay. Names, telephone numbers and postal addresses stay, because no pattern finds them reliably.
 """
 
 from __future__ import annotations
@@ -11,74 +11,35 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import regex
 from numpy.typing import NDArray
+from publicsuffixlist import PSLFILE
 
 from herd.llama3.data.text.words import ALONE
 
-Span = tuple[int, int, str]
-"""Start and stop of a piece of personal data, and its replacement."""
 EMAIL = "email@example.com"
 ADDRESS = "192.0.2.1"
 ADDRESS_6 = "2001:db8::1"
-_GENERIC = (
-    "com|org|net|edu|gov|mil|int|info|biz|name|pro|mobi|asia|cat|coop|jobs|travel|museum|aero|tel|dev|app|xyz|online"
-    "|site|shop|store|tech|cloud|blog|email|news|live|space|world|club|academy|systems|solutions|digital|agency|studio"
-)
-"""Top-level domains with more than two letters. With any word allowed, x@self.weight would be an address."""
-_IDN = "рф|укр|бел|срб|мкд|қаз|ελ|ευ|中国|中國|公司|网络|香港|台灣|台湾|한국|भारत|ไทย|ایران|مصر|السعودية|امارات"
-"""Non-ASCII top-level domains."""
-_SOLID = "".join(f"{chr(low)}-{chr(high)}" for low, high in (*ALONE, (0xAC00, 0xD7A3)))
-"""Scripts without spaces between words: at most four characters before the @ are part of an address."""
-_LETTER = rf"(?:(?![_{_SOLID}])\w)"
-_LABEL = rf"(?:{_LETTER}(?:(?:{_LETTER}|-){{0,61}}{_LETTER})?|[{_SOLID}]{{1,20}})"
-_LOCAL = re.compile(
-    rf"(?<![.%+'@_-])(?<!{_LETTER}){_LETTER}(?:(?:{_LETTER}|[._%+'-]){{0,62}}(?:{_LETTER}|[_+-]))?$|[{_SOLID}]{{1,4}}$"
-)
-_LONGEST_LOCAL = 64
-_DOMAIN = re.compile(
-    rf"(?:{_LABEL}\.){{1,8}}(?:[a-z]{{2}}|[A-Z]{{2}}|{_GENERIC}|{_GENERIC.upper()}|{_IDN})(?![a-zA-Z0-9_@(\[-]|\.\w)"
-)
-_USER = re.compile(r"(?<![A-Za-z0-9+.-])(?!mailto:)[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@<>\"']*$")
-"""The part of a URL with a user before the @."""
-_LONGEST_USER = 256
-_FILE = re.compile(r"[^.]+\.py")
-"""A name that ends in .py is more often a file than a host."""
-_OWN_DOMAINS = re.compile(r"(?:^|\.)example\.(?:com|net|org)$", re.IGNORECASE)
-_OCTET = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-_ADDRESS = re.compile(rf"(?<![\w.+-])(?:{_OCTET}\.){{3}}{_OCTET}(?![\w+-]|\.\w)", re.ASCII)
-_ADDRESS_6 = re.compile(r"(?<![\w:.])[23][0-9A-Fa-f]{3}:(?:[0-9A-Fa-f]{0,4}:){1,6}[0-9A-Fa-f]{0,4}(?![\w:]|\.\w)")
-"""All public addresses begin with 2 or 3 and write all four digits of their first group."""
-_GROUPS = 3
-"""Minimum written groups of an address; `2006::` may end a line of reStructuredText."""
-_VERSION = re.compile(
-    r"(?:\b(?:v|ver|version|release|rev|revision|build|firmware|kernel|driver|linux|windows|android|chrome|firefox|java"
-    r"|python|openssl|package|library|plugin|api|sdk|jdk|jre"
-    r"|see|cf|section|sect|sec|chapter|clause|rule|figure|fig|table|paragraph|para|article|appendix|annex|item)s?\.?:?"
-    r"|\b(?:upgrad|updat|bump|migrat)\w*\s(?:to|from)"
-    r"|(?<![\w.])[0-9]+\.(?:[0-9]+|x)(?:\.(?:[0-9]+|x))?\s(?:to|and|or|through|until|-|–|->|→)"
-    r"|==|>=|<=|~=|§)\s?$",
-    re.IGNORECASE,
-)
-_BEFORE = 40
-"""Characters before a number in which _VERSION is searched."""
-_SPECIAL = tuple(
-    IPv4Network(text)
-    for text in (
-        "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
-        "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24",
-        "224.0.0.0/4", "240.0.0.0/4",
-    )
-)  # fmt: skip
-_SPECIAL_6 = tuple(map(IPv6Network, ("2001::/23", "2001:db8::/32", "3fff::/20")))
-"""RFC 6890, written out because the result of Python's `is_global` differs between versions."""
 _SIGNS = {"email": "@", "ip": r"[0-9]\.[0-9]{1,3}\.[0-9]{1,3}\.[0-9]|[23][0-9A-Fa-f]{3}:[0-9A-Fa-f:]"}
 """Cheap test by kind: texts without a match are skipped."""
+
+
+class _Found(NamedTuple):
+    """An address in a text."""
+
+    start: int
+    stop: int
+    replacement: str
+    sure: bool
+    """False if it may be code, the user of a URL or a version."""
 
 
 def redact(texts: Any, kinds: Sequence[str]) -> tuple[Any, NDArray[np.int64]]:
@@ -104,39 +65,217 @@ def redact(texts: Any, kinds: Sequence[str]) -> tuple[Any, NDArray[np.int64]]:
 
 
 def redact_text(text: str, kind: str) -> tuple[str, int]:
-    """Return `text` without the personal data of `kind`, and the number of replacements."""
+    """Return `text` without the personal data of `kind`, and the number of replacements.
+
+    An address that is surely one at one place is replaced at every place.
+    """
+    found = list((_emails if kind == "email" else _addresses)(text))
+    known = {text[address.start : address.stop].lower() for address in found if address.sure}
     pieces, at, count = [], 0, 0
-    for start, stop, replacement in (_emails if kind == "email" else _addresses)(text):
-        pieces += [text[at:start], replacement]
-        at, count = stop, count + 1
+    for start, stop, replacement, sure in sorted(found) if known else ():
+        if start >= at and (sure or text[start:stop].lower() in known):
+            pieces += [text[at:start], replacement]
+            at, count = stop, count + 1
     return ("".join([*pieces, text[at:]]) if count else text), count
 
 
-def _emails(text: str) -> Iterator[Span]:
+# E-mail addresses
+
+_SOLID = "".join(f"{chr(low)}-{chr(high)}" for low, high in (*ALONE, (0xAC00, 0xD7A3)))
+"""Scripts without spaces between words: at most four characters before the @ are part of an address."""
+_LETTER = rf"[\w--[_{_SOLID}]]"
+_LOCAL = regex.compile(
+    rf"(?V1)(?=[\w+-])(?:{_LETTER}|[_%+-]|\.(?!\.)|(?<={_LETTER})'(?={_LETTER})){{1,64}}(?<={_LETTER})(?!{_LETTER})"
+    rf"|[{_SOLID}]{{1,4}}"
+)
+"""The part before the @, backwards. Marks belong to it after a letter or digit, an apostrophe between two of them."""
+_LONGEST_LOCAL = 64
+_NO_NAMES = "com|org|net|edu|gov"
+"""Top-level domains that are not also names in code."""
+_LABELS = rf"(?:(?>{_LETTER}(?:(?:{_LETTER}|-){{0,61}}{_LETTER})?|[{_SOLID}]{{1,20}})\.){{1,8}}"
+_NO_NAMES_DOMAIN = regex.compile(rf"(?V1){_LABELS}(?i:{_NO_NAMES})(?![A-Za-z0-9])")
+_ENDS_IN_NO_NAME = re.compile(rf"\.(?:{_NO_NAMES})$", re.IGNORECASE)
+_ESCAPES = {"\\": re.compile(r"u[0-9A-Fa-f]{4}|x[0-9A-Fa-f]{2}|[nrtfv]"), "%": re.compile(r"[2-7][0-9A-Fa-f]")}
+"""What belongs to the mark before a local part: `\\njane@`, `%3Cjane@`."""
+_STRING = re.compile(r"(?i:[bfru]|[bf]r|r[bf])|[NE]")
+"""Prefixes of strings in Python and SQL: `b'jane@acme.org'`."""
+_DIRECTIVE = re.compile(r"[sdiu]@")
+_CODE = re.compile(r"git@.*|.*@(?:(?:self|cls|this)\..*|[0-9]x\..*|[^.]+\.(?:py|zip|mov))")
+_CODE_NAMES = re.compile(
+    r"(?:this|super|return|break|continue)@.*|.*@[0-9]+\.[^.]*"
+    r"|(?:.*\.)?[A-Za-z][0-9]?@[A-Za-z][0-9]?\.(?:\w+\.)*[a-z]{3,}|(?=[A-Z]|.*@[A-Z])[A-Za-z][0-9]?@[A-Za-z][0-9]?\.[a-z]+"
+)
+_OWN_DOMAINS = re.compile(r"(?:^|\.)example\.(?:com|net|org)$", re.IGNORECASE)
+_USER = re.compile(r"(?<![A-Za-z0-9+.-])(?!mailto:)[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@<>\"']*\Z")
+"""The part of a URL with a user before the @."""
+_LONGEST_USER = 256
+
+
+@cache
+def top_level_domains() -> frozenset[str]:
+    """Return the top-level domains of the Public Suffix List, in lower case, those in other scripts also as `xn--`."""
+    icann, _, _ = Path(PSLFILE).read_text("utf-8").partition("// ===END ICANN DOMAINS===")
+    rules = (line.split()[0] for line in icann.splitlines() if line.strip() and not line.startswith("//"))
+    tlds = {rule.rpartition(".")[2] for rule in rules}
+    return frozenset(tlds | {tld.encode("idna").decode("ascii") for tld in tlds})
+
+
+@cache
+def _domain() -> Any:
+    """Return the pattern of a domain; its group `ascii` may be a top-level domain.
+
+    That label is in lower or upper case, so that `this@Main.Name` is not an address. After it, only a sentence may
+    begin without a blank: `jane@web.de.Please`.
+    """
+    idn = "|".join(sorted((tld for tld in top_level_domains() if not tld.isascii()), key=len, reverse=True))
+    tld = rf"(?=[a-z]*[^ -~])(?:{idn})(?!{_LETTER})|(?P<ascii>(?i:xn--[a-z0-9-]+)|[a-z]{{2,}}|[A-Z]{{2,}})"
+    return regex.compile(rf"(?V1){_LABELS}(?:{tld})(?![A-Za-z0-9]|\.(?![A-Z][a-z]){_LETTER})")
+
+
+def _match_domain(text: str, at: int) -> Any:
+    """Return the match of the domain that begins at `at`, or None."""
+    match = _domain().match(text, at)
+    if match and (not match["ascii"] or match["ascii"].lower() in top_level_domains()):
+        return match
+    return _NO_NAMES_DOMAIN.match(text, at)
+
+
+def _emails(text: str) -> Iterator[_Found]:
     """Yield the e-mail addresses, searched from each @ to both sides, because most text is not near one."""
-    at = text.find("@")
+    at, least = text.find("@"), 0
     while at >= 0:
-        domain = _DOMAIN.match(text, at + 1)
-        if domain and not _OWN_DOMAINS.search(domain[0]) and not _FILE.fullmatch(domain[0]):
-            local = _LOCAL.search(text[max(0, at - _LONGEST_LOCAL - 1) : at])
-            if local and local[0] != "git" and not _USER.search(text[max(0, at - _LONGEST_USER) : at]):
-                yield at - len(local[0]), domain.end(), EMAIL
+        domain = _match_domain(text, at + 1) if at and (text[at - 1].isalnum() or text[at - 1] in "_+-\\") else None
+        if domain and not _OWN_DOMAINS.search(domain[0]):
+            end = at - 1 if text[at - 1] == "\\" else at  # Perl: "jane\@acme.org"
+            start = _local_start(text, max(least, end - _LONGEST_LOCAL - 1), end, domain.end())
+            if start < end:
+                sure = not _is_code(text, start, end, domain[0], domain.end()) and not _in_url(text, at)
+                yield _Found(start, domain.end(), EMAIL.replace("@", text[end : at + 1]), sure)
+                least = domain.end() if sure else least
         at = text.find("@", at + 1)
 
 
-def _addresses(text: str) -> Iterator[Span]:
+def _local_start(text: str, least: int, end: int, stop: int) -> int:
+    """Return where the local part that ends at `end` begins, `least` or later, or `end` if there is none."""
+    match = _LOCAL.match(text[least:end][::-1])
+    if not match:
+        return end
+    start = end - len(match[0])
+    head, quote, _ = text[start:end].rpartition("'")
+    if quote and (_STRING.fullmatch(head) or text[stop : stop + 1] == "'" != text[start - 1 : start]):
+        start += len(head) + 1
+    escape = _ESCAPES.get(text[start - 1 : start]) if start else None
+    if escape and (escaped := escape.match(text, start, end)):
+        start = escaped.end()
+        start += len(text[start:end]) - len(text[start:end].lstrip("._%+'-"))
+    return start
+
+
+def _is_code(text: str, start: int, end: int, host: str, stop: int) -> bool:
+    """Return whether the address text[start:stop] is more often code.
+
+    Code is: the service `git@`, a file (`run@main.py`, `icon@2x.md`), a format (`%s@acme.org`), a product of three
+    matrices (`a@b.T@c.T`) and a host that begins with `self.`. If the host ends in none of _NO_NAMES, code is also: a
+    call, an index or a longer name (`W@x.to(device)`, `W@x.is_cuda`), names of one letter (`x@w.data`, `A@b.to`), a
+    version (`foo@1.bar`) and a label (`this@Main.name`).
+    """
+    name, before, after = f"{text[start:end]}@{host}", text[max(0, start - 2) : start], text[stop : stop + 2]
+    if _CODE.fullmatch(name) or (before[-1:] == "%" and _DIRECTIVE.match(name)):
+        return True
+    if (before[-1:] == "@" and before[0].isalnum()) or (after[:1] == "@" and after[1:].isalnum()):
+        return True
+    if _ENDS_IN_NO_NAME.search(host):
+        return False
+    longer = after[:1] in ("_", "-") and after[1:].isalnum()
+    return longer or after[:1] in ("(", "[") or _CODE_NAMES.fullmatch(name) is not None
+
+
+def _in_url(text: str, at: int) -> bool:
+    """Return whether the @ follows the user of a URL: `ftp://jane@ftp.uni.de`, `http://user:password@host.org`."""
+    before = text[max(0, at - _LONGEST_USER) : at]
+    return "://" in before and _USER.search(before) is not None
+
+
+# IP addresses
+
+_OCTET = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_DOTS = re.compile(r"\.(?<=[0-9]\.)[0-9]{1,3}\.[0-9]{1,3}\.[0-9]")
+_ADDRESS = re.compile(rf"(?:{_OCTET}\.){{3}}{_OCTET}(?![0-9A-Za-z]|\.[0-9])")
+_LONGER = re.compile(r"[0-9A-Za-z]\.?\Z")
+"""Before a number: it is a part of something longer."""
+_ADDRESS_6 = re.compile(r"[23][0-9A-Fa-f]{3}:(?:[0-9A-Fa-f]{0,4}:){1,6}[0-9A-Fa-f]{0,4}")
+"""All public addresses begin with 2 or 3 and write all four digits of their first group."""
+_AFTER_6 = re.compile(r"[0-9A-Za-z]|::|:(?![0-9]{1,5}(?![0-9A-Fa-f:]))[0-9A-Fa-f]|\.(?![A-Z][a-z])[0-9A-Za-z]")
+"""What shows that an address of IPv6 is a part of something longer; a port may follow."""
+_BEFORE_6 = re.compile(r"(?:[0-9A-Za-z]\.?|(?:^|[^0-9A-Za-z])[0-9A-Fa-f]{1,4}:|::)\Z")
+_GROUPS = 3
+"""Minimum written groups of an address; `2006::` may end a line of reStructuredText."""
+_VERSION = re.compile(
+    r"(?:(?:(?<![\w-])(?:v|ver|release|rev|revision|build|firmware)|version)s?(?:\W|_){0,4}"
+    r"|(?:\b(?:kernel|driver|linux|windows|android|chrome|firefox|java"
+    r"|python|openssl|package|library|plugin|api|sdk|jdk|jre"
+    r"|see|cf|section|sect|sec|chapter|clause|rule|figure|fig|table|paragraph|para|article|appendix|annex|item)s?\.?:?"
+    r"|\b(?:upgrad|updat|bump|migrat)\w*\s(?:to|from)"
+    r"|(?<![\w.])[0-9]+\.(?:[0-9]+|x)(?:\.(?:[0-9]+|x))?\s(?:to|and|or|through|until|-|–|->|→)"
+    r"|==|>=|<=|~=|§)\s?)\Z",
+    re.IGNORECASE,
+)
+_BEFORE = 40
+"""Characters before a number in which _VERSION is searched."""
+_PREFIX = re.compile(r"[0-9A-Za-z][+-]\Z")
+_RANGE = re.compile(rf"(?<![0-9A-Za-z.])(?:{_OCTET}\.){{3}}{_OCTET}-\Z")
+_JOINED = re.compile(
+    rf"-(?!(?:{_OCTET}\.){{3}}{_OCTET}(?![0-9A-Za-z]))[0-9A-Za-z]|\+[0-9A-Za-z]|\.(?![A-Z][a-z])[A-Za-z]"
+    r"|_(?:all|amd64|arm|aarch64|i[3-6]86|x64|x86|linux|darwin|mac|win)"
+)
+"""What follows the version in the name of a package: 93.184.21.3-rc1, tool_93.184.21.3_amd64.deb."""
+_SPECIAL = tuple(
+    IPv4Network(text)
+    for text in (
+        "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
+        "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24",
+        "224.0.0.0/4", "240.0.0.0/4",
+    )
+)  # fmt: skip
+_SPECIAL_6 = tuple(map(IPv6Network, ("2001::/23", "2001:db8::/32", "3fff::/20")))
+"""RFC 6890, written out because the result of Python's `is_global` differs between versions."""
+
+
+def _addresses(text: str) -> Iterator[_Found]:
     """Yield the public IP addresses."""
-    spans: list[Span] = []
-    for match in _ADDRESS.finditer(text):
+    for dots in _DOTS.finditer(text):
+        first = text[max(0, dots.start() - 3) : dots.start()]
+        start = dots.start() - len(first) + len(first.rstrip("0123456789"))
+        match = _ADDRESS.match(text, start)
+        before = text[max(0, start - 2) : start]
+        if not match or _LONGER.search(before):
+            continue
         address = IPv4Address(match[0])
         if all(byte < 10 for byte in address.packed) or any(address in network for network in _SPECIAL):
             continue
-        if not _VERSION.search(text[max(0, match.start() - _BEFORE) : match.start()]):
-            spans.append((*match.span(), ADDRESS))
+        yield _Found(start, match.end(), ADDRESS, not _is_version(text, start, match.end()))
     for match in _ADDRESS_6.finditer(text):
-        if len(match[0].replace("::", ":").strip(":").split(":")) >= _GROUPS:
-            with suppress(ValueError):  # a time, groups of hexadecimal digits
-                address_6 = IPv6Address(match[0])
-                if not any(address_6 in network for network in _SPECIAL_6):
-                    spans.append((*match.span(), ADDRESS_6))
-    yield from sorted(spans)
+        written, start = match[0], match.start()
+        if written[-1] == ":" != written[-2]:
+            written = written[:-1]
+        stop = start + len(written)
+        if len(written.replace("::", ":").strip(":").split(":")) < _GROUPS:
+            continue
+        if _AFTER_6.match(text, stop) or _BEFORE_6.search(text[max(0, start - 6) : start]):
+            continue
+        with suppress(ValueError):  # a time, groups of hexadecimal digits
+            address_6 = IPv6Address(written)
+            if not any(address_6 in network for network in _SPECIAL_6):
+                yield _Found(start, stop, ADDRESS_6, True)
+
+
+def _is_version(text: str, start: int, stop: int) -> bool:
+    """Return whether the number text[start:stop] is more often a version or a section.
+
+    It is after a word such as `version` or `see`, and if `+` or `-` joins it with a word (libx-93.184.21.3-rc1) but not
+    with another address (a range). It is also part of the name of a file or host: 93.184.21.3.tar.gz.
+    """
+    before = text[max(0, start - _BEFORE) : start]
+    if _PREFIX.search(before) and not _RANGE.search(before):
+        return True
+    return bool(_JOINED.match(text, stop) or _VERSION.search(before))

@@ -1,10 +1,19 @@
 from __future__ import annotations
 
+from itertools import product
+from string import punctuation
+
 import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from herd.llama3.data.text.pii import redact, redact_text
+from herd.llama3.data.text.pii import ADDRESS, ADDRESS_6, EMAIL, redact, redact_text, top_level_domains
+from tests.llama3.data.text.pii_samples import negatives, positives
+
+MARKS = [*punctuation, *" \t\n\u00a0", *"„“”«»‹›「」『』‘’‚…—、。（）¿·", ""]
+KINDS = {"jane@acme.org": ("email", EMAIL), "jane@web.de": ("email", EMAIL), "93.184.216.34": ("ip", ADDRESS)}
+KINDS["2606:4700:4700::1111"] = ("ip", ADDRESS_6)
 
 
 def test_mail_addresses_become_one_that_nobody_has() -> None:
@@ -45,6 +54,92 @@ def test_what_is_nobodys_mail_stays() -> None:
         assert redact_text(text, "email") == (text, 0)
 
 
+@pytest.mark.parametrize("address", KINDS)
+def test_an_address_between_any_marks_is_replaced_and_nothing_else(address: str) -> None:
+    kind, becomes = KINDS[address]
+    for left, right in product(MARKS, MARKS):
+        if address.endswith(".de") and right in ("(", "["):
+            continue  # a call or an index
+        for before, after in (("", ""), ("at\n", "\nnow"), (f"{left} ", f" {right}")):
+            text = f"{before}{left}{address}{right}{after}"
+            assert redact_text(text, kind) == (f"{before}{left}{becomes}{right}{after}", 1), text
+
+
+@pytest.mark.parametrize("address", KINDS)
+def test_all_places_of_an_address_agree(address: str) -> None:
+    kind, _ = KINDS[address]
+    for left, right in [*product(MARKS, MARKS), ("version ", "-rc1"), ("http://", "/"), ("W@", "@x.org")]:
+        if address[0] in "29" or "@" not in (left + right)[1:]:
+            found, count = redact_text(f"{left}{address.upper()}{right} is {address}", kind)
+            assert (address.upper() in found, count) == (False, 2), f"{left}{address}{right}"
+    assert redact_text("http://jane@acme.org, v 93.184.216.34", "email")[1] == 0
+    assert redact_text("http://jane@acme.org, v 93.184.216.34", "ip")[1] == 0
+
+
+def test_marks_belong_to_an_address_after_a_letter_or_digit() -> None:
+    for text, becomes in [
+        ("'o'brien@x.org'", f"'{EMAIL}'"),
+        ('("o\'brien@x.org")', f'("{EMAIL}")'),
+        ("_.-+%'a.b-c_d+e%f@x.org'", f"_.-+%'{EMAIL}'"),
+        ("'name'+'jane@x.org'+'.'", f"'name'+'{EMAIL}'+'.'"),
+        ("b'jane@x.org' br'jane@x.org is' N'jane@x.org, '", f"b'{EMAIL}' br'{EMAIL} is' N'{EMAIL}, '"),
+        ("x'jane@x.org'", f"x'{EMAIL}'"),
+        ("write to...jane@x.org...", f"write to...{EMAIL}..."),
+        ("a_@x.org b-@x.org", f"{EMAIL} {EMAIL}"),
+        ("jane@acme.org_jane@acme.org-bob@corp.com", f"{EMAIL}_{EMAIL}-{EMAIL}"),
+        ("jane@web.de.Please write to jane@x.org.please", f"{EMAIL}.Please write to {EMAIL}.please"),
+        (f"{'x' * 70}-jane@x.org", f"{'x' * 70}-{EMAIL}"),
+        (
+            r'"to\njane@x.org", \u003cjane@x.org\u003e, %3Cjane@x.org%3E',
+            rf'"to\n{EMAIL}", \u003c{EMAIL}\u003e, %3C{EMAIL}%3E',
+        ),
+        (r'my $mail = "jane\@x.org";', r'my $mail = "email\@example.com";'),
+    ]:
+        assert redact_text(text, "email") == (becomes, becomes.count("example"))
+
+
+def test_every_top_level_domain_is_known() -> None:
+    assert len(top_level_domains()) > 1000
+    for tld in top_level_domains() - {"py", "zip", "mov"}:
+        for host in (f"acme.{tld}", f"mail.acme.{tld}", *([] if tld.isascii() else [f"{tld}.{tld}", f"xn--a.{tld}"])):
+            assert redact_text(f"«jane@{host}»", "email") == (f"«{EMAIL}»", 1), host
+    for host in ("ACME.BERLIN", "Acme.Com", "acme.xn--p1ai", "पत्र.भारत", "mail.comи"):
+        assert redact_text(f"jane@{host}", "email")[1] == 1, host
+    for host in ("acme.weight", "acme.Berlin", "acme.xn--none", "acme.рфы", "acme.comet", "acme.de-x", "acme.de_x"):
+        assert redact_text(f"jane@{host}", "email")[1] == 0, host
+
+
+def test_samples_lose_their_addresses_and_nothing_else() -> None:
+    count = 0
+    for kind, address, around in positives():
+        becomes = EMAIL if kind == "email" else ADDRESS_6 if ":" in address else ADDRESS
+        places = around.count("{}")
+        found = redact_text(around.format(*[address] * places), kind)
+        assert found == (around.format(*[becomes] * places), places), (address, around)
+        count += 1
+    assert count > 1000
+
+
+def test_samples_without_addresses_stay() -> None:
+    texts = list(negatives())
+    assert len(texts) > 300
+    for kind, text in texts:
+        assert redact_text(text, kind) == (text, 0)
+
+
+def test_ranges_ports_and_suffixes_of_addresses() -> None:
+    for text, becomes in [
+        ("93.184.216.34-93.184.216.99", f"{ADDRESS}-{ADDRESS}"),
+        ("93.184.216.34-10.0.0.9", f"{ADDRESS}-10.0.0.9"),
+        ("ip:2606:4700:4700::1111:", f"ip:{ADDRESS_6}:"),
+        ("2400:CB00:2048:1:0:0:6810:2A4F:8080", f"{ADDRESS_6}:8080"),
+        ("93.184.216.34.The 2606:4700:4700::1111.The", f"{ADDRESS}.The {ADDRESS_6}.The"),
+        ("2606:4700:4700::1111-2606:4700:4700::2222", f"{ADDRESS_6}-{ADDRESS_6}"),
+        ("fd00:2606:4700:4700::1111 2606:4700:4700::1111.1", "fd00:2606:4700:4700::1111 2606:4700:4700::1111.1"),
+    ]:
+        assert redact_text(text, "ip")[0] == becomes
+
+
 def test_public_addresses_become_one_for_documentation() -> None:
     assert redact_text("ping 93.184.216.34.", "ip") == ("ping 192.0.2.1.", 1)
     assert redact_text("http://93.184.216.34:80/24 (8.8.18.8)", "ip") == ("http://192.0.2.1:80/24 (192.0.2.1)", 2)
@@ -78,7 +173,10 @@ def test_a_column_is_redacted_and_counted() -> None:
     assert redact(texts, [])[0] is texts
 
 
-@given(st.text("ab1289.@-_ \n", max_size=60), st.sampled_from(["email", "ip"]))
+MIXED = st.lists(st.sampled_from([*KINDS, "a@b.de", "http://", "v ", "x", *"@.-_'%(:1\\ "]), max_size=12).map("".join)
+
+
+@given(st.text("ab1289.@-_'(\\ \n", max_size=60) | MIXED, st.sampled_from(["email", "ip"]))
 def test_redacting_twice_changes_nothing(text: str, kind: str) -> None:
     once, _ = redact_text(text, kind)
     assert redact_text(once, kind) == (once, 0)
