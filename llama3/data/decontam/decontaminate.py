@@ -32,7 +32,7 @@ from herd.llama3.data.mapreduce import (
     schema_of,
     write_table,
 )
-from herd.llama3.data.text.words import WORD, split_words
+from herd.llama3.data.text.words import BARE_WORD
 from herd.llama3.recipe.data_schema import Curate
 
 MATCHED, FLAGGED, VERIFIED = "contaminated/matched", "contaminated/flagged", "contaminated/verified"
@@ -43,7 +43,7 @@ _EXCERPT = 300
 _LOWER = {upper: upper + 32 for upper in range(0x41, 0x5B)}
 _MATCHED = schema_of("key uint64, kind string, item int64, words int64, row int64, id string")
 """Rows by kind. `gram`: the gram with hash `key` occurs. `best`: the document that covers most own words
-(`split_words`) of example `item`. `document`: number of documents that contain an example of benchmark `item`."""
+(`BARE_WORD`) of example `item`. `document`: number of documents that contain an example of benchmark `item`."""
 _MERGE = """SELECT DISTINCT * FROM rows WHERE kind = 'gram'
     UNION ALL SELECT * FROM rows WHERE kind = 'best'
         QUALIFY row_number() OVER (PARTITION BY item ORDER BY words DESC, id, "row") = 1
@@ -166,13 +166,13 @@ class Overlap(NamedTuple):
 
 def overlap(example: str, own: Sequence[bool], document: str) -> Overlap:
     """Compare word by word, not by hashes; `own[i]`: gram i of the example is not template."""
-    example_words = split_words(example)
+    example_words = BARE_WORD.findall(example.translate(_LOWER))
     width = min(GRAM, len(example_words))
     positions: dict[tuple[str, ...], list[int]] = {}
     for position in range(len(example_words) - width + 1):
         positions.setdefault(tuple(example_words[position : position + width]), []).append(position)
-    spans = [match.span() for match in WORD.finditer(document.translate(_LOWER))]
-    document_words = split_words(document)
+    matches = list(BARE_WORD.finditer(document.translate(_LOWER)))
+    document_words = [match[0] for match in matches]
     covered: set[int] = set()
     longest, end = 0, 0
     before: dict[int, int] = {}
@@ -184,7 +184,7 @@ def overlap(example: str, own: Sequence[bool], document: str) -> Overlap:
                 covered.update(range(position, position + width))
             if length > longest:
                 longest, end = length, at + width
-    excerpt = document[spans[end - longest][0] : spans[end - 1][1]] if longest else ""
+    excerpt = document[matches[end - longest].start() : matches[end - 1].end()] if longest else ""
     return Overlap(len(covered), longest, excerpt[:_EXCERPT])
 
 

@@ -23,7 +23,7 @@ from herd.llama3.data.kernels.arrow import Hashes, Offsets, hash_lists, list_buf
 from herd.llama3.data.kernels.ngrams import NgramIndex, gram_endings, key_table, text_grams
 from herd.llama3.data.mapreduce import CurationJob, read_table, write_table
 from herd.llama3.data.readers.files import file_format
-from herd.llama3.data.text.words import WORD
+from herd.llama3.data.text.words import BARE_WORD
 from herd.llama3.recipe.data_schema import Benchmark
 from herd.llama3.recipe.units import Share
 from herd.storage.filesystem import filesystem_of, glob, is_local, local_path
@@ -106,7 +106,7 @@ def write_benchmarks(job: CurationJob, item: int) -> None:
     example_numbers = count()
     for number, benchmark in enumerate(job.recipe.curate.benchmarks):
         for fields, example in zip(read_benchmark(number, benchmark), example_numbers, strict=False):
-            long_fields = [text for text in fields if len(WORD.findall(text)) >= GRAM] if len(fields) > 1 else []
+            long_fields = [text for text in fields if len(BARE_WORD.findall(text)) >= GRAM] if len(fields) > 1 else []
             variants = ["\n".join(fields), *long_fields]
             numbers += [number] * len(variants)
             examples += [example] * len(variants)

@@ -18,6 +18,7 @@ from herd.llama3.data.kernels.words import find_words, mix64
 Positions = NDArray[np.int32]
 Flags = NDArray[np.uint8]
 _BASE = np.uint64(0x9E3779B97F4A7C15)
+_UNDERSCORE = np.uint8(ord("_"))
 _BLOCK_KEYS = 4
 """Keys per 64-bit block of the filter: three bits each, so about 1 % false positives."""
 
@@ -114,7 +115,7 @@ def text_grams(data: Bytes, offsets: Offsets, gram: int) -> tuple[Hashes, Offset
     words, last = np.zeros(len(offsets) - 1, np.int64), np.zeros(len(offsets) - 1, np.uint64)
     total = 0
     for text in range(len(offsets) - 1):
-        words[text] = find_words(data, offsets[text], offsets[text + 1], starts, stops, hashes)
+        words[text] = find_bare_words(data, offsets[text], offsets[text + 1], starts, stops, hashes)
         width, state = min(gram, words[text]), np.uint64(0)
         top = gram_weight(width)
         for at in range(words[text]):
@@ -126,6 +127,24 @@ def text_grams(data: Bytes, offsets: Offsets, gram: int) -> tuple[Hashes, Offset
             last[text] = hashes[words[text] - 1]
         ends[text + 1] = total
     return keys[:total].copy(), ends, words, last
+
+
+@njit(cache=True, nogil=True)
+def find_bare_words(data: Bytes, start: int, stop: int, starts: Offsets, stops: Offsets, hashes: Hashes) -> int:
+    """Find words as `find_words`, without the underscores at their ends: the words of `text/words.py`'s BARE_WORD."""
+    left, count = 0, find_words(data, start, stop, starts, stops, hashes)
+    for word in range(count):
+        first, end = starts[word], stops[word]
+        if data[first] == _UNDERSCORE or data[end - 1] == _UNDERSCORE:
+            while first < end and data[first] == _UNDERSCORE:
+                first += 1
+            while first < end and data[end - 1] == _UNDERSCORE:
+                end -= 1
+            left += find_words(data, first, end, starts[left:], stops[left:], hashes[left:])
+        else:
+            starts[left], stops[left], hashes[left] = first, end, hashes[word]
+            left += 1
+    return left
 
 
 class NgramIndex(NamedTuple):
@@ -197,7 +216,7 @@ def scan(
     for text in range(len(rows)):
         if use[text]:
             stamp += 1
-            count = find_words(data, offsets[text], offsets[text + 1], starts, stops, hashes)
+            count = find_bare_words(data, offsets[text], offsets[text + 1], starts, stops, hashes)
             hits = _look_up(hashes, count, index, matches, stamp)
             if hits:
                 _cover(hits, index, matches, stamp, rows[text], contains[text])

@@ -27,6 +27,8 @@ _ALONE, _JOINED = (
     "".join(f"{re.escape(chr(low))}-{re.escape(chr(high))}" for low, high in ranges) for ranges in (ALONE, JOINED)
 )
 WORD = re.compile(f"[{_ALONE}]|[{_JOINED}]+")
+BARE_WORD = re.compile(f"[{_ALONE}]|(?!_)[{_JOINED}]+(?<!_)")
+"""A word without the underscores at its ends: Markdown writes `_word_` for emphasis. `____` is none."""
 _LOWER = {upper: upper + 32 for upper in range(0x41, 0x5B)}
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from herd.llama3.data.decontam.decontaminate import Decontaminate, Overlap, overlap
 from herd.llama3.data.decontam.ngrams import check_benchmarks
 from herd.llama3.data.mapreduce import CurationJob, run_serial
-from herd.llama3.data.text.words import split_words
+from herd.llama3.data.text.words import BARE_WORD
 from herd.llama3.recipe.data_schema import Benchmark, Curate
 from tests.llama3.data.shard_samples import dropped_rows, ids, make_job, without
 
@@ -29,6 +29,10 @@ VOCABULARY = [a + b + c for a in "bdfgklm" for b in "aeiou" for c in "nrst"]
 
 def prose(seed: int, count: int) -> str:
     return " ".join(random.Random(seed).choices(VOCABULARY, k=count))
+
+
+def words_of(text: str) -> list[str]:
+    return BARE_WORD.findall(text.lower())
 
 
 def write(path: Path, records: Sequence[Any]) -> str:
@@ -84,6 +88,19 @@ SCATTERED = " ".join(word if place % 6 else "and" for place, word in enumerate(E
 def test_a_document_goes_if_it_covers_an_example_to_the_threshold(tmp_path: Path, text: str, goes: bool) -> None:
     job = decontaminated(tmp_path, [text, prose(5, 100)], [benchmark(tmp_path, [EXAMPLE, prose(6, 40)])])
     assert dropped(job) == ({text} if goes else set())
+
+
+def test_emphasis_is_not_part_of_a_word(tmp_path: Path) -> None:
+    """Markdown writes `_word_`, and a gap is written with any number of underscores; `snake_case` is one word."""
+    example = prose(1, 12).replace(" ", " _", 1) + " ___ der_fluss __größe__ " + prose(3, 12)
+    words = example.replace("___ ", "").replace(" _", " ").replace("__", "").split()
+    marked = " ".join(f"_{word}_" if place % 3 else f"__{word}" for place, word in enumerate(words))
+    texts = [marked, " ".join(words), " ".join(words).replace("_", " ")[:120]]
+    job = decontaminated(tmp_path, texts, [benchmark(tmp_path, [example], threshold="100%")])
+    assert dropped(job) == set(texts[:2])
+    (line,) = table(job, "report")
+    assert (line["confirmed"], table(job, "examples")[0]["words"]) == (1, len(words))
+    assert overlap(example, [True] * len(words), marked) == Overlap(26, 26, marked.strip("_")[:300])
 
 
 def test_halves_in_two_documents_flag_the_example_but_drop_neither(tmp_path: Path) -> None:
@@ -185,7 +202,7 @@ def test_tables_say_what_was_found(tmp_path: Path) -> None:
 
 def plain_overlap(example: str, document: str) -> Overlap:
     """The plain definition: every run of 8 words of the example that stands in the document."""
-    one, other = split_words(example), split_words(document)
+    one, other = words_of(example), words_of(document)
     width = min(8, len(one))
     grams = {tuple(other[i : i + width]) for i in range(len(other) - width + 1)}
     starts = [i for i in range(len(one) - width + 1) if tuple(one[i : i + width]) in grams] if width else []
@@ -197,7 +214,7 @@ def plain_overlap(example: str, document: str) -> Overlap:
     return Overlap(len(covered), max(runs, default=0) if width else 0, "")
 
 
-SMALL = st.lists(st.sampled_from("abc"), max_size=30).map(" ".join)
+SMALL = st.lists(st.sampled_from(["a", "b", "c", "_a", "b_", "__"]), max_size=30).map(" ".join)
 
 
 @given(SMALL, SMALL, st.integers(0, 30), st.integers(0, 30))
@@ -205,8 +222,8 @@ def test_overlap_equals_the_plain_definition(example: str, document: str, start:
     document = " ".join([document, *example.split()[start : start + count], document])
     found = overlap(example, [True] * 30, document)
     assert found._replace(excerpt="") == plain_overlap(example, document)
-    assert split_words(found.excerpt) == [] or " ".join(split_words(found.excerpt)) in example
-    assert len(split_words(found.excerpt)) == found.run
+    assert words_of(found.excerpt) == [] or " ".join(words_of(found.excerpt)) in " ".join(words_of(example))
+    assert len(words_of(found.excerpt)) == found.run
 
 
 @settings(max_examples=8)  # each one runs all sub-steps
@@ -218,7 +235,7 @@ def test_kernel_equals_the_plain_definition(
     job = decontaminated(folder, documents, [benchmark(folder, examples, threshold=f"{percent}%")], shards=2)
     best = [max(plain_overlap(example, text).words for text in documents) for example in examples]
     grams = [plain_overlap(example, f" {'x ' * 8}".join(documents)).words for example in examples]
-    lengths = [len(split_words(example)) for example in examples]
+    lengths = [len(words_of(example)) for example in examples]
     expected = {
         text
         for text in documents
