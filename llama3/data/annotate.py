@@ -29,6 +29,8 @@ from herd.llama3.data.kernels.histogram import (
     longest_text,
     measure_divergence,
 )
+from herd.llama3.data.kernels.ngrams import Flags
+from herd.llama3.data.kernels.paragraphs import flags_of, join_paragraphs
 from herd.llama3.data.kernels.shingles import band_hashes
 from herd.llama3.data.kernels.statistics import Statistic, measure
 from herd.llama3.data.mapreduce import (
@@ -166,13 +168,13 @@ def _read(path: str, changed: int, domain: str, language: str) -> WordDistributi
     return word_distribution(counts)
 
 
-VERSION = 2
+VERSION = 3
 """Version of annotated artifacts; raise it if values change, but not for a new statistic: COLUMNS are in the key."""
 STEP = "attributes"
 MODELS = "models"
 COLUMNS = tuple(statistic.name.lower() for statistic in Statistic)
 """Columns of `document_statistics`: the fields of Quality without min_ and max_; one per n for n-grams."""
-COUNTS = ("chars", "words", "stop_words", "sentences", "braces", "placeholder_text")
+COUNTS = ("chars", "words", "stop_words", "sentences", "sentences_any_line", "braces", "placeholder_text")
 """Columns that hold integers; the others are fractions and means."""
 
 
@@ -236,13 +238,14 @@ def annotate_shard(job: CurationJob, index: int) -> None:
 
 def _attributes(job: CurationJob, domain: Domain, documents: pa.Table) -> pa.Table:
     curate, texts = job.recipe.curate, documents["text"]
-    statistics = document_statistics(texts)
+    flags = flags_of(*text_buffers(texts)) if domain != "code" else None
+    statistics = document_statistics(texts, flags)
     scores = score_texts(curate, local_folder(f"{job.folder}/{MODELS}"), domain, texts)
     counts_lines = curate.lines.max_copies is not None and domain in curate.lines.domains
-    line_texts = texts if counts_lines else pa.array([""] * len(texts), pa.string())
+    line_texts, line_flags = (texts, flags) if counts_lines else (pa.array([""] * len(texts), pa.string()), None)
     derived = {
         **dict(zip(statistics.column_names, statistics.columns, strict=True)),
-        "lines": line_hashes(line_texts, curate.lines.min_chars),
+        "lines": line_hashes(line_texts, curate.lines.min_chars, line_flags),
         "bands": band_hashes(texts, curate.dedup),
         **scores,
         "topic": pa.array(topic_texts(curate, local_folder(f"{job.folder}/{MODELS}"), domain, texts), pa.string()),
@@ -256,12 +259,16 @@ def _attributes(job: CurationJob, domain: Domain, documents: pa.Table) -> pa.Tab
     return table
 
 
-def document_statistics(texts: Any) -> pa.Table:
+def document_statistics(texts: Any, flags: Flags | None = None) -> pa.Table:
     """Return one row per text of `texts`, a string or large_string (chunked) array without nulls, in its order.
 
-    Columns: COLUMNS, int64 for COUNTS and float64 for the rest.
+    Columns: COLUMNS, int64 for COUNTS and float64 for the rest. With the `flags` of the lines (`flags_of`) the wrapped
+    lines of a paragraph count as one line.
     """
     data, offsets = text_buffers(texts)
+    if flags is not None:
+        data = data.copy()
+        join_paragraphs(data, offsets, flags)
     values = np.zeros((len(COLUMNS), len(offsets) - 1))
     measure(data, offsets, values)
     columns = zip(COLUMNS, values, strict=True)

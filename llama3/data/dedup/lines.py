@@ -18,15 +18,16 @@ from numpy.typing import NDArray
 
 from herd.llama3.data.kernels.arrow import Bytes, Hashes, Offsets, hash_lists, list_buffers, text_buffers
 from herd.llama3.data.kernels.lines import (
-    count_newlines,
     hash_lines,
     hash_strings,
     line_keys,
+    mark_continued,
     mark_copies,
     mark_repeats,
     write_unmarked,
 )
-from herd.llama3.data.kernels.ngrams import Table, key_table
+from herd.llama3.data.kernels.ngrams import Flags, Table, key_table
+from herd.llama3.data.kernels.paragraphs import flags_of
 from herd.llama3.data.kernels.words import mix64
 from herd.llama3.data.mapreduce import (
     CurationJob,
@@ -62,15 +63,15 @@ class StrippedTexts(NamedTuple):
     bytes: NDArray[np.int64]
 
 
-def line_hashes(texts: Any, min_chars: int) -> pa.LargeListArray:
-    """Return for each text one hash per line (split at newlines), 0 for code fences and below `min_chars`."""
-    return hash_lists(*_line_hashes(*text_buffers(texts), min_chars))
+def line_hashes(texts: Any, min_chars: int, flags: Flags | None = None) -> pa.LargeListArray:
+    """Return for each text one hash per line (split at newlines); see `hash_lines`. `flags` are those of the lines."""
+    data, offsets = text_buffers(texts)
+    return hash_lists(*_line_hashes(data, offsets, min_chars, flags_of(data, offsets) if flags is None else flags))
 
 
-def _line_hashes(data: Bytes, offsets: Offsets, min_chars: int) -> tuple[Hashes, Offsets]:
-    hashes = np.empty(count_newlines(data, offsets) + len(offsets) - 1, np.uint64)
-    ends = np.zeros(len(offsets), np.int64)
-    hash_lines(data, offsets, min_chars, hashes, ends)
+def _line_hashes(data: Bytes, offsets: Offsets, min_chars: int, flags: Flags) -> tuple[Hashes, Offsets]:
+    hashes, ends = np.empty(len(flags), np.uint64), np.zeros(len(offsets), np.int64)
+    hash_lines(data, offsets, flags, min_chars, hashes, ends)
     return hashes, ends
 
 
@@ -173,17 +174,19 @@ def strip_lines(job: CurationJob, bad: Table, texts: Any, domains: Any, language
     """Return `texts` (Arrow columns of equal length, documents that no step has dropped) without the lines in `bad`.
 
     A text without a bad line stays equal to the byte; one that loses all its lines becomes "". Memory: about 24 bytes
-    per line.
+    per line, and 80 per line of the longest text.
     """
     rule = job.recipe.curate.lines
     data, offsets = text_buffers(texts)
-    hashes, ends = _line_hashes(data, offsets, rule.min_chars)
+    flags = flags_of(data, offsets)
+    hashes, ends = _line_hashes(data, offsets, rule.min_chars, flags)
     marks = np.zeros(len(hashes), np.uint8)
     if rule.max_copies is not None:
         mark_copies(hashes, ends, _groups(_buckets(job), domains, languages, ids), bad, marks)
     share = rule.max_repeated_ngrams
     if share is not None:
-        mark_repeats(data, offsets, (rule.ngram, share.numerator, share.denominator), marks)
+        mark_repeats(data, offsets, flags, (rule.ngram, share.numerator, share.denominator), marks)
+    mark_continued(flags, marks)
     out, stops = np.empty(int(offsets[-1] - offsets[0]), np.uint8), np.zeros(len(offsets), np.int64)
     size = write_unmarked(data, offsets, marks, ends, out, stops)
     buffers = [None, pa.py_buffer(stops), pa.py_buffer(out[:size])]

@@ -18,9 +18,12 @@ from herd.llama3.data.text import words
 
 KEEP, COPY, REPEAT = 0, 1, 2
 """Marks of a line; lines with COPY or REPEAT are removed."""
+CONTINUES, BOUND = np.uint8(1), np.uint8(2)
+"""Flags of a line, of `paragraphs.line_flags`: it continues the paragraph of the line before; it is part of a table, a
+fenced block or a pair."""
 Rule = tuple[int, int, int]
 """Words per n-gram; numerator and denominator of the largest share of repeated words."""
-_NEWLINE, _SPACE, _BACKTICK, _TILDE = np.uint8(10), np.uint8(32), np.uint8(0x60), np.uint8(0x7E)
+_NEWLINE, _SPACE = np.uint8(10), np.uint8(32)
 _CONTINUES, _LEAD = np.uint8(0x80), np.uint8(0xC0)
 _SEED, _FACTOR = np.uint64(0x9AE16A3B2F90404F), np.uint64(0x9E3779B97F4A7C15)
 _HIGH = np.uint64(0x8080808080808080)
@@ -128,22 +131,26 @@ def count_newlines(data: Bytes, offsets: Offsets) -> int:
 
 
 @njit(cache=True, nogil=True)
-def hash_lines(data: Bytes, offsets: Offsets, min_chars: int, hashes: Hashes, ends: Offsets) -> None:
+def hash_lines(data: Bytes, offsets: Offsets, flags: Flags, min_chars: int, hashes: Hashes, ends: Offsets) -> None:
     """Write the hash of every line, and where in `hashes` the lines of each text end.
 
-    Lines shorter than `min_chars` and code fences (three backticks or tildes) get 0: removing one fence of a pair would
-    break the text.
+    `flags` are those of `line_flags`. A paragraph of several lines has its hash at the first one. The others, lines
+    shorter than `min_chars` and lines that are bound to others get 0: without them the rest would be broken.
     """
-    count = 0
+    count = paragraph = 0
     for text in range(len(offsets) - 1):
         at, stop = offsets[text], offsets[text + 1]
         while at <= stop:
             end = line_end(data, at, stop)
             first, last = strip_blanks(data, at, end)
-            fence = last - first >= 3 and data[first] in (_BACKTICK, _TILDE)
-            fence = fence and data[first] == data[first + 1] == data[first + 2]
-            kept = fence or _shorter(data, first, last, min_chars)
-            hashes[count] = np.uint64(0) if kept else bytes_hash(data, first, last)
+            if flags[count] & CONTINUES:
+                hashes[count] = np.uint64(0)
+                if hashes[paragraph] != 0:
+                    hashes[paragraph] = mix64(hashes[paragraph] ^ bytes_hash(data, first, last)) | np.uint64(1)
+            else:
+                kept = flags[count] & BOUND or _shorter(data, first, last, min_chars)
+                hashes[count] = np.uint64(0) if kept else bytes_hash(data, first, last)
+                paragraph = count
             count, at = count + 1, end + 1
         ends[text + 1] = count
 
@@ -215,8 +222,8 @@ def mark_copies(lines: Hashes, offsets: Offsets, groups: Hashes, bad: Table, mar
 
 
 @njit(cache=True, nogil=True)
-def mark_repeats(data: Bytes, offsets: Offsets, rule: Rule, marks: Flags) -> None:
-    """Mark every line whose share of `repeated_words` exceeds the rule."""
+def mark_repeats(data: Bytes, offsets: Offsets, flags: Flags, rule: Rule, marks: Flags) -> None:
+    """Mark every line whose share of `repeated_words` exceeds the rule, but for those that belong to others."""
     room = 1
     for text in range(len(offsets) - 1):
         room = max(room, offsets[text + 1] - offsets[text])
@@ -227,9 +234,18 @@ def mark_repeats(data: Bytes, offsets: Offsets, rule: Rule, marks: Flags) -> Non
         at, stop = offsets[text], offsets[text + 1]
         while at <= stop:
             end = line_end(data, at, stop)
-            if marks[line] == KEEP and _repeats(data, at, end, rule, spans, grams, cover, slots):
+            alone = flags[line] == 0 and (end == stop or flags[line + 1] & CONTINUES == 0)
+            if alone and marks[line] == KEEP and _repeats(data, at, end, rule, spans, grams, cover, slots):
                 marks[line] = REPEAT
             line, at = line + 1, end + 1
+
+
+@njit(cache=True, nogil=True)
+def mark_continued(flags: Flags, marks: Flags) -> None:
+    """Mark the lines that continue a marked one."""
+    for line in range(1, len(flags)):
+        if flags[line] & CONTINUES:
+            marks[line] = marks[line - 1]
 
 
 @njit(cache=True, nogil=True)

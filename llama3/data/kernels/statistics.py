@@ -51,8 +51,9 @@ class Statistic(IntEnum):
     punctuation, and an n-gram that occurs once is not the most frequent one. `alphabetic_words` counts what is between
     blanks (2.3.7 is one word) and each word of a script without spaces. Lines without a letter or digit, such as code
     fences, repeat nothing. FineWeb's texts have no blank lines, so these do not count in `newlines_per_word`. `braces`
-    and `placeholder_text` are counted in the whole text, as in C4's paper, not only in kept lines. Sentences are
-    counted in lines that C4 keeps, by punctuation: an abbreviation before a capital counts as an end.
+    and `placeholder_text` are counted in the whole text, as in C4's paper, not only in kept lines. `sentences` are
+    counted in lines that C4 keeps, `sentences_any_line` in lines that FineWeb's form of C4 keeps, by punctuation: an
+    abbreviation before a capital counts as an end.
     """
 
     CHARS = 0
@@ -82,8 +83,9 @@ class Statistic(IntEnum):
     DUPLICATE_LINE_CHARS_STRICT = 24
     NEWLINES_PER_WORD = 25
     SENTENCES = 26
-    BRACES = 27
-    PLACEHOLDER_TEXT = 28
+    SENTENCES_ANY_LINE = 27
+    BRACES = 28
+    PLACEHOLDER_TEXT = 29
 
 
 class Tally(IntEnum):
@@ -107,6 +109,7 @@ class Tally(IntEnum):
     PARAGRAPHS = 15
     REPEATED_PARAGRAPHS = 16
     REPEATED_PARAGRAPH_CHARS = 17
+    SENTENCES_ANY_LINE = 18
 
 
 Positions = NDArray[np.int32]
@@ -222,6 +225,7 @@ def _fill(tally: Offsets, words: int, row: Any) -> None:
     row[Statistic.DUPLICATE_LINE_CHARS_STRICT] = _share(tally[Tally.REPEATED_LINE_CHARS], no_newlines)
     row[Statistic.NEWLINES_PER_WORD] = _share(max(lines - 1, 0), words)
     row[Statistic.SENTENCES] = tally[Tally.SENTENCES]
+    row[Statistic.SENTENCES_ANY_LINE] = tally[Tally.SENTENCES_ANY_LINE]
     row[Statistic.BRACES] = tally[Tally.BRACES]
     row[Statistic.PLACEHOLDER_TEXT] = tally[Tally.PLACEHOLDERS]
 
@@ -260,8 +264,10 @@ def _add_line(data: Bytes, line: LineScan, table: Hashes, tally: Offsets) -> Non
     tally[Tally.ELLIPSIS_LINES] += ellipsis
     tally[Tally.PUNCTUATED] += end & (END | WIDE_END) != 0
     tally[Tally.SHORT] += line.chars <= SHORT_LINE
-    if end & (END | WIDE_END | QUOTE) != 0 and not ellipsis and line.words >= SENTENCE_WORDS:
-        tally[Tally.SENTENCES] += line.inner_ends + 1
+    if line.words >= SENTENCE_WORDS:
+        tally[Tally.SENTENCES_ANY_LINE] += line.inner_ends + 1
+        if end & (END | WIDE_END | QUOTE) != 0 and not ellipsis:
+            tally[Tally.SENTENCES] += line.inner_ends + 1
     if line.words and _seen(table, line.hash):  # code fences and brackets repeat in every page with code
         tally[Tally.REPEATED_LINES] += 1
         tally[Tally.REPEATED_LINE_CHARS] += line.chars

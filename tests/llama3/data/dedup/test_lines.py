@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import textwrap
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
@@ -150,6 +151,37 @@ def test_fences_of_code_stay_in_pairs(tmp_path: Path) -> None:
     texts = [f"```rust,ignore\nlet x = {n};\n```\n~~~~ python\n~~~~\nthe same line here" for n in range(5)]
     job = prepared(tmp_path, [{"text": text} for text in texts], Lines(max_copies=2))
     assert sorted(stripped(job).texts.to_pylist()) == [text.removesuffix("\nthe same line here") for text in texts]
+
+
+def test_nothing_goes_out_of_a_wrapped_paragraph(tmp_path: Path) -> None:
+    """The tail of a sentence stood in many laws as a line of its own, and was taken for a menu."""
+    width = 66
+    bodies = [
+        textwrap.fill(
+            f"(3) {' '.join(random.Random(n).choices(line.split(), k=20))} the second sentence of section 5 of the act "
+            "on the regulation of the notarial acts applies mutatis mutandis to all of these cases, and the rest of it "
+            "is to be applied accordingly.",
+            width,
+        )
+        for n, line in enumerate(numbers(9))
+    ]
+    shared = textwrap.fill(
+        "A whole paragraph that all of the documents have in common may go, however it is wrapped.", width
+    )
+    documents = [{"text": f"{body}\n\n{shared}\n\n{body[:40]} and more of it"} for body in bodies]
+    job = prepared(tmp_path, documents, Lines())
+    tails = Counter(line for body in bodies for line in body.split("\n"))
+    assert max(tails.values()) > 6, "as lines, some would go"
+    assert sorted(stripped(job).texts.to_pylist()) == sorted(f"{b}\n\n{b[:40]} and more of it" for b in bodies)
+    assert stripped(job).lines.tolist() == [shared.count("\n") + 1] * 9
+
+
+def test_nothing_goes_out_of_a_table_and_no_half_of_a_pair(tmp_path: Path) -> None:
+    pieces = ["| Name of it | Value |", "|------------|-------|", "/// tip of the day", "///", '"detail": [', "]"]
+    pieces += ["<div class='note'>", "</div>", "Place of publication", ":   the official gazette"]
+    documents = [{"text": "\n".join([*pieces, line])} for line in numbers(9)]
+    job = prepared(tmp_path, documents, Lines())
+    assert stripped(job).lines.sum() == 0
 
 
 def test_short_lines_stay(tmp_path: Path) -> None:
