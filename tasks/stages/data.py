@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from herd.llama3.data.mapreduce import Runner, read_table, run_step, write_table
 from herd.llama3.evaluate.held_out import nothing_held_out
 from herd.llama3.recipe import keys
 from herd.storage.artifact import Artifact, ArtifactSpec
+from herd.storage.content import content_digests
 from herd.storage.digests import digest_file
 from herd.storage.filesystem import is_local, source_state
 from herd.storage.object_artifact import StoredFile, StoredFiles
@@ -171,8 +173,14 @@ def place_files(runner: Runner, work: str, names: Sequence[str], folder: Path) -
 
 
 def _state_of(uris: list[str]) -> str:
-    """Return a digest of the present state of the files `uris`."""
-    return hashlib.sha256(json.dumps([source_state(uri) for uri in uris]).encode()).hexdigest()
+    """Return a digest of the files `uris` now: contents on this machine, versions in stores."""
+    states = [source_state(uri) for uri in uris]
+    local = {str(name): os.path.abspath(str(name)) for state in states for name, *_ in state if is_local(str(name))}
+    digests = content_digests(path for path in local.values() if os.path.isfile(path))
+    known = [
+        [[name, size, digests.get(local.get(str(name), ""), seen)] for name, size, seen in state] for state in states
+    ]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
 # Curated documents to a tokenizer and to token shards, as two tracked steps.
@@ -245,6 +253,7 @@ def prepare_conversations(context: Context, tokens: Artifact, tokenizer: Artifac
     Raises SourceError for a broken row, ValueError if a stage's length contradicts its epochs.
     """
     from herd.llama3.data.readers.conversations import conversation_files
+    from herd.llama3.data.readers.sources import content_states
     from herd.llama3.tokens.conversations import ConversationStream, prepare_conversations
     from herd.llama3.tokens.stream import TokenStream
     from herd.llama3.tokens.tokenizer import Tokenizer
@@ -257,7 +266,9 @@ def prepare_conversations(context: Context, tokens: Artifact, tokenizer: Artifac
         parameters=keys.conversations(recipe),
         inputs={
             "tokenizer": tokenizer.key,
-            "files": _digest_of([file for source in recipe.conversations for file in conversation_files(source)]),
+            "files": _digest_of(
+                content_states([file for source in recipe.conversations for file in conversation_files(source)])
+            ),
         },
     )
 
@@ -292,5 +303,5 @@ def prepare_conversations(context: Context, tokens: Artifact, tokenizer: Artifac
 
 
 def _digest_of(files: Sequence[object]) -> str:
-    """Return a digest of a listing of files: names, sizes and times."""
+    """Return a digest of the states of files."""
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()

@@ -46,6 +46,7 @@ from herd.llama3.data.text.language import detector_fault
 from herd.llama3.recipe.base import Domain
 from herd.llama3.recipe.data_schema import ConversationSource, Source
 from herd.llama3.recipe.schema import Recipe
+from herd.storage.content import content_digests
 from herd.storage.filesystem import cache_folder, fetched_listing, is_local, local_path, write_atomic
 
 INSTALLED = "installed"
@@ -297,17 +298,44 @@ def describe_unreadable(files: Sequence[File]) -> str:
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """Return a digest (hex SHA-256) of the current state of the sources: file names, sizes and times, packages."""
+    """Return a digest (hex SHA-256) of the sources now: names and contents of files, versions of remote ones, packages.
+
+    Raises SourceError if they cannot be listed or read.
+    """
     state = {
         domain: [
             installed_fingerprint(domain, source.system)
             if source.uri == INSTALLED
-            else [[file.uri, file.size, file.changed] for file in source_files(source)]
+            else content_states(source_files(source), source.limit)
             for source in sources
         ]
         for domain, sources in recipe.sources.items()
     }
     return hashlib.sha256(json.dumps(state, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+
+
+WITHIN_LIMIT = 4
+"""Of a source with a limit, the files in this many times its bytes are digested; a time stands for others."""
+
+
+def content_states(files: Sequence[File], limit: int | None = None) -> list[tuple[str, int, str]]:
+    """Return URI, size and version of each of `files`: of those that are read here, the digest of the content.
+
+    Raises SourceError if one cannot be read.
+    """
+    before, digested = 0, list[str]()
+    for file in files:
+        if is_read(file) and is_local(file.uri) and (limit is None or before < WITHIN_LIMIT * limit):
+            digested.append(file.uri)
+            before += file.size
+    try:
+        contents = content_digests(digested)
+    except OSError as error:
+        remedy = "run again when it can be read and no process writes there"
+        raise SourceError(f"{str(error.filename)!r} cannot be read ({error.strerror}); {remedy}") from error
+    return [
+        (file.uri, file.size, contents.get(file.uri, file.changed if is_read(file) else file.kind)) for file in files
+    ]
 
 
 def survey(recipe: Recipe, remote: bool = False) -> list[DomainSurvey]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +54,34 @@ def test_a_new_statistic_or_another_order_makes_attributes_new(monkeypatch: pyte
         spec: Any = data.annotate_documents.fn(a_context("")[0], made)
         keys.add(spec.key)
     assert len(keys) == 3
+
+
+def test_a_touched_file_makes_nothing_new(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: Any = SimpleNamespace(key="a")
+    words, text = tmp_path / "words.txt", tmp_path / "a.jsonl"
+    words.write_text("bad\n")
+    text.write_text('{"text": "some words"}\n')
+    context, _ = a_context("", f"curate.dirty_words=[{words}]", f"sources.general=[{{uri: {text}}}]")
+
+    def made_of(context: Any, step: str, spec: Any, build: Any) -> Any:
+        return SimpleNamespace(key=spec.key, metadata={"skipped": []})
+
+    def keys() -> tuple[str, str]:
+        return data.collect_documents.fn(context).key, data.annotate_documents.fn(context, made).key
+
+    monkeypatch.setattr(data, "ensure_in_scratch", made_of)
+
+    before = keys()
+    for path in (words, text):
+        os.utime(path, (1, 1))
+    assert keys() == before
+    words.write_text("bed\n")
+    os.utime(words, (1, 1))
+    assert keys()[0] == before[0]
+    assert keys()[1] != before[1]
+    text.write_text('{"text": "same words"}\n')
+    os.utime(text, (1, 1))
+    assert keys()[0] != before[0]
 
 
 def test_too_many_epochs_end_only_a_run_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import sys
 import tracemalloc
 from collections.abc import Callable
@@ -260,6 +261,27 @@ def test_a_fingerprint_changes_with_the_files_and_only_with_them(write_jsonl: Wr
     assert fingerprint(recipe) != before
     without = make_recipe({"math": [{"uri": "installed", "system": False}]})
     assert fingerprint(without) != before
+
+
+def test_a_fingerprint_is_of_the_content(make_recipe: Make, write_jsonl: Write, tmp_path: Path) -> None:
+    path = Path(write_jsonl("in/a.jsonl", ["one"]))
+    os.mkfifo(path.parent / "pipe.jsonl")
+    (path.parent / "b.pdf").write_text("x")
+    whole = make_recipe({"general": [{"uri": str(path.parent)}]})
+    limited = make_recipe({"general": [{"uri": str(path.parent), "limit": "1 B"}]})
+    before, cut = fingerprint(whole), fingerprint(limited)
+    for name in ("a.jsonl", "b.pdf"):
+        os.utime(path.parent / name, (1, 1))
+        assert fingerprint(whole) == before
+    assert fingerprint(limited) == cut
+    later = Path(write_jsonl("in/c.jsonl", ["x" * 99]))
+    listed, cut = fingerprint(whole), fingerprint(limited)
+    os.utime(later, (1, 1))
+    assert fingerprint(whole) == listed != before
+    assert fingerprint(limited) != cut, "beyond the limit the time counts"
+    path.write_text(path.read_text().replace("one", "two"))
+    os.utime(path, (1, 1))
+    assert fingerprint(whole) != listed
 
 
 def test_a_survey_reads_past_what_the_recipe_skips(make_recipe: Make, write_jsonl: Write) -> None:
