@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,7 +21,7 @@ from herd.llama3.evaluate.gate import Decision
 from herd.llama3.evaluate.held_out import NGRAM_BPB
 from herd.llama3.evaluate.scores import Score, read_scores
 from herd.llama3.recipe.base import CONVERSATIONS, DOMAINS
-from herd.llama3.recipe.data_schema import few_held_out
+from herd.llama3.recipe.data_schema import Source, few_held_out
 from herd.llama3.recipe.load import to_yaml
 from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
@@ -28,6 +29,8 @@ from herd.llama3.train import metrics
 from herd.llama3.train.averaging import Choice
 from herd.llama3.train.journal import Series, read_series
 from herd.storage.artifact import Artifact
+from herd.storage.filesystem import is_local, local_path
+from herd.storage.globs import split_glob
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.format import format_bytes
@@ -348,6 +351,16 @@ def _sources(ledger: list[Row]) -> list[Row]:
     return sorted(sources.values(), key=lambda row: (DOMAINS.index(row["domain"]), -row["read_bytes"], row["source"]))
 
 
+def _root_of(source: Source) -> str:
+    """Return the address above the files of `source`, with its `/`."""
+    if not is_local(source.uri):
+        return split_glob(f"{source.uri.rstrip('/')}/", lambda _: False)[0]
+    path = os.path.abspath(local_path(source.uri))
+    if os.path.lexists(path):
+        return f"{path if os.path.isdir(path) else os.path.dirname(path)}/"
+    return split_glob(path, os.path.isdir)[0]
+
+
 def print_sample(folder: Path, recipe: Recipe, console: Console, examples: int, rule: str = "") -> None:
     """Print the outcomes of curation, by domain, for the sample that `curate_sample` left in `folder`.
 
@@ -374,6 +387,7 @@ def print_sample(folder: Path, recipe: Recipe, console: Console, examples: int, 
             documents[row["outcome"]] += row["documents"]
             read[row["outcome"]] += row["bytes"]
         order = sorted(documents, key=lambda outcome: (outcome not in KEPT, -documents[outcome], outcome))
+        roots = sorted(map(_root_of, recipe.sources[domain]), key=len, reverse=True)
         console.print(f"[bold]{domain}[/]  {total:,} documents, {format_bytes(size)}")
         table = Table(box=None, pad_edge=False, show_header=False)
         for outcome in order:
@@ -392,7 +406,8 @@ def print_sample(folder: Path, recipe: Recipe, console: Console, examples: int, 
         for outcome in (outcome for outcome in order if outcome not in KEPT):
             shown = [row for row in samples if (row["domain"], row["outcome"]) == (domain, outcome)][:examples]
             for row in shown:
-                text = f"\n{row['excerpt']}\n" if rule else " ".join(row["excerpt"].split())
-                line = f"  [yellow]{outcome}[/] [cyan]{escape(row['url'])}[/] {escape(text)}"
-                console.print(line, no_wrap=not rule, overflow="ellipsis", highlight=False)
+                url = next((row["url"][len(root) :] for root in roots if row["url"].startswith(root)), row["url"])
+                console.print(f"  [yellow]{outcome}[/] [cyan]{escape(url)}[/]", soft_wrap=True, highlight=False)
+                text = f"{row['excerpt']}\n" if rule else f"    {' '.join(row['excerpt'].split())}"
+                console.print(escape(text), no_wrap=not rule, overflow="ellipsis", highlight=False)
         console.print()

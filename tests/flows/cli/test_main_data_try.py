@@ -51,7 +51,7 @@ def test_each_rule_is_shown_with_what_it_drops(workspace: Path) -> None:
     assert lines[0].startswith("general  30 documents"), "one of two files ends after 10, the other gives the rest"
     (short,) = [line for line in lines[: lines.index("")] if " too_short " in line and "characters" in line]
     assert short.split()[:2] == ["3", "10.0%"]
-    assert "  too_short general/a/0 tiny" in lines
+    assert lines[lines.index("  too_short general/a/0") + 1] == "    tiny"
     assert not (workspace / "herd-data").exists(), "nothing is left"
 
 
@@ -121,3 +121,21 @@ def test_what_is_not_read_is_named_or_refused_as_by_plan(workspace: Path) -> Non
     assert "general 30 documents" in output
     none = ask("sampled.yaml", "--set", "sources.general=[{uri: 'general/*.{kt,rs}'}]")
     assert "'general/*.{kt,rs}' matches no file; correct the path" in re.sub(r"\s+", " ", none.output)
+
+
+def test_an_example_has_its_path_below_the_source_and_its_text_on_a_line(workspace: Path) -> None:
+    folder = workspace / ("a folder with a long name " * 3).strip()
+    for name in ("part/a.txt", "b.txt"):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"tiny words of {name}")
+    (workspace / "c.txt").write_text("tiny, too")
+    sources = ["{uri: general}", "{uri: c.txt}", f"{{uri: '{folder}/**/*.txt'}}"]
+    command = ["data", "try", "sampled.yaml", "--set", f"sources.general=[{', '.join(sources)}]", "--examples", "8"]
+    found = CliRunner().invoke(app, command, env={"COLUMNS": "80"})
+    assert found.exit_code == 0, found.output
+    lines = found.stdout.splitlines()
+    shown = {line.split()[1]: lines[at + 1] for at, line in enumerate(lines) if line.startswith("  too_short ")}
+    assert shown["part/a.txt"] == "    tiny words of part/a.txt"
+    assert shown["b.txt"] == "    tiny words of b.txt"
+    assert shown["c.txt"] == "    tiny, too"
