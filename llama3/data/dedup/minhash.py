@@ -468,7 +468,7 @@ def order_members(job: CurationJob, partition: int) -> None:
     write_table(ordered, job.file(job.by_partition(ORDERED), partition))
 
 
-class Choice(NamedTuple):
+class Selection(NamedTuple):
     """The documents of a partition, by component in KEEP order, and who stays. Numbers are places in this order."""
 
     documents: pa.Table
@@ -484,7 +484,7 @@ class Choice(NamedTuple):
     """For each document the first one that stays and is similar to it; itself if it stays."""
 
 
-def choose_kept(job: CurationJob, rounds: int, closed: int, partition: int) -> Choice:
+def choose_kept(job: CurationJob, rounds: int, closed: int, partition: int) -> Selection:
     """Choose who stays by all verified pairs; `rounds` compared buckets, `closed` more compared who would stay."""
     documents = read_table(job.file(job.by_partition(ORDERED), partition))
     pairs = [_similar(job).read(job, partition).select(["node", "other", "jaccard"])]
@@ -499,7 +499,7 @@ def choose_kept(job: CurationJob, rounds: int, closed: int, partition: int) -> C
     similar = jaccard[first] >= job.recipe.curate.dedup.jaccard
     left, right = np.divmod(pair[similar], max(size, 1))
     kept = keep_first(np.searchsorted(left, np.arange(size + 1)), right)
-    return Choice(documents, left, right, jaccard[first][similar], pair[~similar], kept)
+    return Selection(documents, left, right, jaccard[first][similar], pair[~similar], kept)
 
 
 def close_clusters(runner: Runner, job: CurationJob, rounds: int) -> int:
@@ -520,7 +520,7 @@ def choose_closing(rounds: int, closed: int, job: CurationJob, partition: int) -
     send_pairs(rounds + closed, job, partition, columns)
 
 
-def closing_pairs(choice: Choice) -> tuple[Offsets, Offsets]:
+def closing_pairs(choice: Selection) -> tuple[Offsets, Offsets]:
     """Return the pairs of staying neighbors of leaving documents to compare next: two numbers each, the smaller first.
 
     All pairs of up to ROUNDS neighbors; of more, those of the first neighbor that was not compared with all.
