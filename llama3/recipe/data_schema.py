@@ -150,7 +150,7 @@ class Quality(Section):
     """Maximum line ends between non-blank lines per word; lists have many."""
     min_sentences: Count = None
     """Minimum sentences, in lines of three words or more that end with punctuation."""
-    min_sentences_any_line: Count = None
+    min_sentences_any_line: Annotated[Count, left_out(None)] = None
     """Minimum sentences, in lines of three words or more."""
     max_braces: Count = None
     """Maximum curly braces; code and templates have many."""

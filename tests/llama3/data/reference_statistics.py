@@ -92,7 +92,8 @@ def _line_statistics(text: str) -> dict[str, float]:
         "duplicate_line_chars_strict": _share(repeated_chars, len(text.replace("\n", ""))),
         "duplicate_paragraphs": _share(repeated_paragraphs, len(paragraphs)),
         "duplicate_paragraph_chars": _share(repeated_paragraph_chars, len(text)),
-        "sentences": sum(_sentences(line) for line in stripped),
+        "sentences": sum(_sentences(line) for line in stripped if _c4_keeps(line)),
+        "sentences_any_line": sum(map(_sentences, stripped)),
     }
 
 
@@ -101,10 +102,13 @@ def _bullet(line: str) -> bool:
     return begin[0] in LIST_MARKS or (begin[0] in SPACED_LIST_MARKS and begin[1:2] != "" and begin[1] in BLANKS)
 
 
+def _c4_keeps(line: str) -> bool:
+    return line.endswith(tuple(SENTENCE_ENDS + WIDE_SENTENCE_ENDS + QUOTES)) and not line.endswith(ELLIPSES)
+
+
 def _sentences(line: str) -> int:
-    """Return the sentences of a line that C4 keeps; 0 for one that it drops."""
-    kept = line.endswith(tuple(SENTENCE_ENDS + WIDE_SENTENCE_ENDS + QUOTES)) and not line.endswith(ELLIPSES)
-    if not kept or len(split_words(line)) < SENTENCE_WORDS:
+    """Return the sentences of a line; 0 if it is too short."""
+    if len(split_words(line)) < SENTENCE_WORDS:
         return 0
     return 1 + sum(bool(_IS_END.search(gap)) for gap in _GAP.findall(line))
 

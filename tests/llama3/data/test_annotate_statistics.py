@@ -146,6 +146,11 @@ def test_sentences_only_of_lines_that_c4_keeps() -> None:
     assert one("雨が降る。傘がない。")["sentences"] == 2
 
 
+def test_sentences_of_any_line_as_fineweb_counts_them() -> None:
+    text = "Too short\nNo end of a sentence\nCut off here...\nOne is here. And then another"
+    assert (one(text)["sentences"], one(text)["sentences_any_line"]) == (0, 4)
+
+
 def test_million_equal_lines_and_one_long_line_take_linear_time() -> None:
     """A quadratic step anywhere would run for hours, far beyond the limit of a test."""
     equal = one("the same line\n" * 1_000_000)

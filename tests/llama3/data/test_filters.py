@@ -84,6 +84,7 @@ def test_rule_drops_a_bad_document_and_keeps_a_good_one(judge: Judge) -> None:
         ({"max_duplicate_line_chars_strict": 0.01}, GOOD + "\n" + LINES[0], "duplicate_line_chars_strict"),
         ({"max_newlines_per_word": 0.3}, "a\nb\nc\nd", "newlines_per_word"),
         ({"min_sentences": 5}, "One sentence is here. And here is a second.", "sentences"),
+        ({"min_sentences_any_line": 3}, "One line without an end\nAnd here is a second", "sentences_any_line"),
         ({"max_braces": 0}, "if (x) { return }", "braces"),
         ({"max_placeholder_text": 0}, "Lorem Ipsum dolor sit amet", "placeholder_text"),
     ]:  # fmt: skip

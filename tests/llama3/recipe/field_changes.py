@@ -37,7 +37,7 @@ OTHER: dict[str, tuple[str, ...]] = {
     "mix": ("mix.base={general: 40%, math: 35%, code: 17%, multilingual: 8%}",),
     "tokens.chunk_tokens": ("tokens.chunk_tokens=16 tokens",),
     "curate.lines.max_copies": ("curate.lines.max_copies=null", "curate.lines.max_copies=7"),
-    "curate.quality.rules": ("curate.quality.rules=[c4]",),
+    "curate.quality.rules": ("curate.quality.rules=[c4_strict]",),
     "curate.quality.max_divergence": ("curate.quality.max_divergence=2.5",),
     "curate.quality_for": ("curate.quality_for={code: {max_divergence: 2.5}}",),
     "curate.topics.seeds": ("curate.topics.seeds.a=[c.jsonl]",),

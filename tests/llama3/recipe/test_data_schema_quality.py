@@ -15,6 +15,12 @@ def test_rule_set_fills_in_its_published_bounds(name: str) -> None:
     assert {field: getattr(rules, field) for field in PUBLISHED[name]} == PUBLISHED[name]
 
 
+def test_c4_is_refused_with_its_two_forms() -> None:
+    for given in ({"quality": {"rules": ["gopher", "c4"]}}, {"quality_for": {"de": {"rules": ["c4"]}}}):
+        with pytest.raises(ValidationError, match="c4 has two forms; write c4_fineweb"):
+            Curate.model_validate(given)
+
+
 def test_written_bound_wins_and_null_switches_one_off() -> None:
     rules = Quality.model_validate({"rules": ["gopher"], "min_words": 20, "max_words": None})
     assert (rules.min_words, rules.max_words, rules.min_mean_word) == (20, None, 3)
