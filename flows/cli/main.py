@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -343,6 +344,34 @@ def try_data(
         if emptied:
             problems.print(f"[red]error[/]  {escape(emptied)}")
             raise typer.Exit(FAILED)
+
+
+@data.command()
+def why(
+    document: Annotated[str, typer.Argument(help="Its id or the first 8 digits of it, its URL, or its text.")],
+    run: Annotated[str, typer.Option(help="Run whose curated data is looked at.")] = "latest",
+    root: RootOption = DEFAULT_ROOT,
+) -> None:
+    """Say why a document is not, or not whole, in the training data of a run."""
+    from herd.flows.run_lifecycle import find_run
+    from herd.llama3.data.drops import find_documents
+    from herd.storage.object_artifact import open_store
+    from herd.tasks.report.data import why_lines
+
+    with mistakes():
+        at = Root.parse(root)
+        record = find_run(at, run)
+        if "curate" not in record.steps:
+            raise ValueError(f"run: {record.name} has no curated data; name another run with --run")
+        curated = open_store(at).load(record.steps["curate"].artifact)
+        found = list(find_documents(str(curated.path), document))
+        if not found:
+            raise ValueError(
+                f"document: {document[:80]!r} is not in the curated data of {record.name}, kept or dropped; a text "
+                "must be whole and as it was read, and what could not be read has no id (see the report)"
+            )
+        for line in chain.from_iterable(map(why_lines, found)):
+            out.print(line, soft_wrap=True, highlight=False)
 
 
 for command in (

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from herd.llama3.data.drops import write_drops
 from herd.llama3.data.mapreduce import (
     CurationJob,
     Runner,
@@ -119,6 +120,7 @@ def account_shard(job: CurationJob, index: int) -> None:
         FROM chosen JOIN texts USING ("row") ORDER BY ALL"""
     write_table(job.query(query, chosen=chosen, texts=texts), job.file(SAMPLES, index))
     table = job.query(_LEDGER.replace("rows", f"({ledger})"), documents=documents)
+    write_drops(job, index, documents.rename_columns({"kept_id": "kept"}))
     write_table(table.cast(SCHEMA), job.file(STEP, index))
 
 

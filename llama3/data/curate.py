@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from herd.llama3.data.decontam.decontaminate import Decontaminate
 from herd.llama3.data.dedup.exact import Exact, NewestVersion
 from herd.llama3.data.dedup.lines import LineDedup
 from herd.llama3.data.dedup.minhash import MinHash
+from herd.llama3.data.drops import STEP as DROPS
 from herd.llama3.data.filters import Filters
 from herd.llama3.data.mapreduce import FAN, CurationJob, CurationStage, Runner, read_table, run_serial, write_table
 from herd.llama3.data.readers.document import Document
@@ -41,9 +42,10 @@ from herd.llama3.data.write_shards import write_documents
 from herd.llama3.recipe.base import Domain
 from herd.llama3.recipe.data_schema import Source
 from herd.llama3.recipe.schema import Recipe
+from herd.storage.files import file_names
 from herd.storage.filesystem import is_local
 
-VERSION = 6
+VERSION = 7
 """Version of curated artifacts; a higher number makes them again although the recipe is the same."""
 CURATION: tuple[CurationStage, ...] = (
     Filters(),  # first: rules and block lists are cheap
@@ -74,7 +76,7 @@ def curate(
     partitions: int | None = None,
     fan: int | None = None,
 ) -> dict[str, Any]:
-    """Write `documents/<domain>-<file>.parquet`, `ledger.parquet` and the report tables into `folder`.
+    """Write `documents/<domain>-<file>.parquet`, `drops`, `ledger.parquet` and report tables into `folder`.
 
     `collected`, `annotated` and `scratch` are paths or URIs; with a scratch folder in a store the documents stay there.
     They are ordered by id (see `write_shards.CURATED_SCHEMA`). `memory` and `threads` limit DuckDB in each work item,
@@ -89,15 +91,21 @@ def curate(
     names = write_documents(runner, job)
     folder.mkdir(parents=True, exist_ok=True)
     if is_local(job.folder):
-        (folder / "documents").mkdir(exist_ok=True)
-        for name in names:
-            (folder / "documents" / name).unlink(missing_ok=True)
-            os.link(f"{scratch}/documents/{name}", folder / "documents" / name)
+        _link(job, "documents", names, folder)
     ledger = write_ledger(runner, job, f"{collected}/skipped.parquet", folder / "ledger.parquet")
+    if is_local(job.folder):
+        _link(job, DROPS, file_names(f"{job.folder}/{DROPS}"), folder)
     metadata = summarize_ledger(runner, job, ledger)
     write_findings(runner, job, folder / FINDINGS)
     check_not_empty(metadata, ledger)
     return metadata
+
+
+def _link(job: CurationJob, step: str, names: Iterable[str], folder: Path) -> None:
+    (folder / step).mkdir(exist_ok=True)
+    for name in names:
+        (folder / step / name).unlink(missing_ok=True)
+        os.link(f"{job.folder}/{step}/{name}", folder / step / name)
 
 
 def curate_sample(recipe: Recipe, count: int, folder: Path, note: Callable[[str], None] = lambda line: None) -> None:

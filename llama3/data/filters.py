@@ -8,6 +8,7 @@ a process, and 0.2 s per shard to join.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import duckdb
 import pyarrow as pa
@@ -63,6 +64,14 @@ _GRAMS = {"max_top_ngram": "top_gram", "max_duplicate_ngrams": "duplicate_gram"}
 """Fields of Quality that bound several n -> prefix of their columns."""
 _HOST = r"'^(?:[a-z][a-z0-9+.-]*:)?//(?:[^/?#@]*@)?([^/?#:@]+)'"
 """The host of a lower-case URL. A URL without `//` has no host."""
+
+
+class Broken(NamedTuple):
+    """A bound of `curate.quality` that a document broke."""
+
+    field: str
+    value: float
+    bound: float
 
 
 class Filters(DocumentRule):
@@ -158,6 +167,28 @@ def _rules_sql(quality: Quality) -> str:
         comparison = f"{value} {'<' if side == 'min' else '>'} {float(bound)!r}::DOUBLE"
         branches.append(f"WHEN {comparison} THEN '{outcome}'")
     return _case(branches)
+
+
+def broken_bound(curate: Curate, document: dict[str, Any], outcome: str) -> Broken | None:
+    """Return the bound of `curate.quality` for which a document has this outcome; None for the outcome of other rules.
+
+    `document` has its attributes by name.
+    """
+    quality = curate.quality_of(document["domain"], document["language"])
+    for field in type(quality).model_fields:
+        bound, (side, _, statistic) = getattr(quality, field), field.partition("_")
+        if field == "rules" or bound in (None, {}) or _OWN_NAMES.get(field, statistic) != outcome:
+            continue
+        columns = {f"{_GRAMS[field]}_{size}": bound[size] for size in sorted(bound)} if field in _GRAMS else {}
+        for column, most in columns.items():
+            if document[column] > most:
+                return Broken(f"{field}.{column.rpartition('_')[2]}", document[column], float(most))
+        if not columns:
+            value = float(document[statistic])
+            value = value / max(document["words"], 1) if field == "max_dirty_words" else value
+            if value < bound if side == "min" else value > bound:
+                return Broken(field, value, float(bound))
+    return None
 
 
 def _case(branches: list[str]) -> str:

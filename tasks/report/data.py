@@ -411,3 +411,27 @@ def print_sample(folder: Path, recipe: Recipe, console: Console, examples: int, 
                 text = f"{row['excerpt']}\n" if rule else f"    {' '.join(row['excerpt'].split())}"
                 console.print(escape(text), no_wrap=not rule, overflow="ellipsis", highlight=False)
         console.print()
+
+
+def why_lines(found: Row) -> list[str]:
+    """Return what became of a document, a row of `drops.find_documents`, as lines of a console."""
+    from herd.llama3.data.curate import explain  # imports numba
+
+    where = ", ".join(filter(None, (found["domain"], found["source"], found["language"], found["url"])))
+    lines = [f"[bold]{found['id']}[/]  {escape(where)}"]
+    if found["outcome"] in KEPT:
+        split = {"kept": "trained on", "held_out": "kept for evaluation"}[found["outcome"]]
+        changes = [
+            f"{found[name]:,} {what}{'s' * (found[name] != 1)} {change}"
+            for name, what, change in (("lines", "line", "removed"), ("redacted", "piece", "of personal data replaced"))
+            if found[name]
+        ]
+        return [*lines, f"  {split}{'; ' if changes else ''}{'; '.join(changes)}"]
+    lines.append(f"  [red]{found['outcome']}[/]  {escape(explain(found['outcome']))}")
+    if found["field"]:
+        sign = "<" if found["field"].startswith("min") else ">"
+        lines.append(f"  curate.quality.{found['field']}: {found['value']:.6g} {sign} {found['bound']:.6g}")
+    if found["kept"] and found["kept"] != found["id"]:
+        lines.append(f"  kept instead: {found['kept']}")
+    return lines
+

@@ -94,6 +94,7 @@ def annotate_documents(context: Context, collected: Artifact) -> Artifact:
 def curate_documents(context: Context, collected: Artifact, annotated: Artifact) -> Artifact:
     """Return the documents to train on. Raises ValueError if the run scores held-out documents and there are none."""
     from herd.llama3.data.curate import CURATION, VERSION, curate
+    from herd.llama3.data.drops import STEP as DROPS
     from herd.llama3.evaluate.suite import with_evaluation_sets
 
     recipe = with_evaluation_sets(context.recipe)
@@ -112,7 +113,7 @@ def curate_documents(context: Context, collected: Artifact, annotated: Artifact)
         with data_runner(context.cluster) as runner:
             metadata = curate(recipe, *inputs, folder, work, runner, memory=item_memory(context.cluster))
             if context.in_store:
-                place_files(runner, work, ["documents"], folder)
+                place_files(runner, work, ["documents", DROPS], folder)
         return metadata
 
     artifact = ensure_in_scratch(context, "curate", spec, build)

@@ -140,6 +140,19 @@ def test_what_a_run_writes_has_the_recorded_form(herd: Herd, tmp_path: Path) -> 
     assert found == json.loads(FORMATS.read_text()), f"if the change is meant: cp {written} {FORMATS}"
 
 
+def test_a_document_that_was_dropped_can_be_looked_up(herd: Herd) -> None:
+    curated = Store(herd.root).load(record(herd, "tiny-1").steps["curate"].artifact)
+    rows = [row for path in sorted((curated.path / "drops").iterdir()) for row in parquet.read_table(path).to_pylist()]
+    dropped = next(row for row in rows if row["field"])
+    printed = herd("data", "why", dropped["id"])
+    assert dropped["outcome"] in printed
+    assert f"curate.quality.{dropped['field']}: " in printed
+    kept = parquet.read_table(next((curated.path / "documents").iterdir())).to_pylist()[0]
+    assert "trained on" in herd("data", "why", kept["text"]) or kept["split"] == "held_out"
+    refused = herd("data", "why", "0" * 32, status=2)
+    assert "is not in the curated data of tiny-1" in refused
+
+
 def test_the_report_shows_what_was_tracked(herd: Herd) -> None:
     folder = herd.root / "runs" / "tiny-1"
     html, markdown = (folder / "report.html").read_text(), (folder / "report.md").read_text()

@@ -65,8 +65,12 @@ def read_back(folder: Path) -> list[dict[str, Any]]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of each file; those of `drops`, one for each shard that was read, as one sorted table."""
     out = folder / "out"
-    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+    files = [path for path in sorted(out.rglob("*")) if path.is_file() and path.parent.name != "drops"]
+    drops = [row for path in sorted((out / "drops").iterdir()) for row in pq.read_table(path).to_pylist()]
+    rows = sorted(json.dumps(row) for row in drops)
+    return {**{str(path.relative_to(out)): path.read_bytes() for path in files}, "drops": "\n".join(rows).encode()}
 
 
 def ledger_of(folder: Path) -> list[dict[str, Any]]:
@@ -131,7 +135,7 @@ def test_documents_have_the_promised_shape(tmp_path: Path, make_recipe: Make, wr
     )
     chain(recipe, tmp_path)
     assert [name for name in sorted(contents(tmp_path)) if not name.startswith("report/")] == [
-        "documents/code-00000.parquet", "documents/general-00000.parquet", "ledger.parquet",
+        "documents/code-00000.parquet", "documents/general-00000.parquet", "drops", "ledger.parquet",
     ]  # fmt: skip
     assert {path.name for path in (tmp_path / "curated/shuffle").iterdir()} == {"output"}
     rows = read_back(tmp_path)

@@ -1,0 +1,113 @@
+"""Each drop can be looked up: the reason, the bound that was broken, the copy that stays, for every document."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow.parquet as pq
+import pytest
+
+from herd.llama3.data.annotate import COLUMNS
+from herd.llama3.data.drops import SCHEMA, find_documents
+from herd.llama3.data.filters import OUTCOMES, broken_bound
+from herd.llama3.recipe.data_schema import Curate, Quality
+from tests.llama3.data.test_curate import GERMAN, Make, chain, prose
+
+MENU = "Read more of our articles here."
+
+
+@pytest.fixture
+def curated(tmp_path: Path, make_recipe: Make) -> tuple[Path, dict[str, str], dict[str, Any]]:
+    """Return the curated folder, the texts by what happens to them, and the metadata."""
+    good = prose(5, 40)
+    texts = {
+        "stays": good[0],
+        "loses a line": f"{good[1]}\n{MENU}",
+        "redacted": f"{good[2]} Write to 'jane@acme.org' or to bob@acme.org.",
+        "short": "Too few.",
+        "repeats": "\n".join(["one line of words here"] * 9 + [good[3]]),
+        "near copy": f"{good[4]} end",
+        "foreign": GERMAN * 5,
+    }
+    rows = [{"text": text, "url": f"https://site.example/{name}"} for name, text in texts.items()]
+    rows += [{"text": texts["stays"], "url": "https://other.example/copy"}, {"text": good[4], "date": "2026-01-02"}]
+    rows += [{"text": f"{text}\n{MENU}"} for text in good[5:]]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = make_recipe(
+        {"general": [{"uri": str(tmp_path / "a.jsonl")}]},
+        redact=["email"],
+        quality={"max_duplicate_lines": 0.4},
+        quality_for={"de": {"min_words": 500}},
+    )
+    metadata = chain(recipe, tmp_path)
+    return tmp_path / "out", texts, metadata
+
+
+def test_every_document_that_a_step_dropped_or_changed_has_a_row(
+    curated: tuple[Path, dict[str, str], dict[str, Any]],
+) -> None:
+    folder, _, metadata = curated
+    rows = [row for path in sorted((folder / "drops").iterdir()) for row in pq.read_table(path).to_pylist()]
+    dropped = Counter((row["step"], row["outcome"]) for row in rows if row["outcome"] not in ("kept", "held_out"))
+    ledger = pq.read_table(folder / "ledger.parquet").to_pylist()
+    assert dropped == {
+        (row["step"], row["outcome"]): row["documents"]
+        for row in ledger
+        if row["outcome"] not in ("kept", "held_out") and row["step"] != "read"
+    }
+    assert sum(row["lines"] for row in rows) == metadata["lines_removed"]["general"]
+    assert sum(row["redacted"] for row in rows) == metadata["redacted"]["general"] == 2
+    query = f"SELECT sum(documents)::BIGINT FROM (SELECT count(*) AS documents FROM '{folder}/drops/*.parquet')"
+    assert duckdb.sql(query).fetchall() == [(len(rows),)]
+
+
+def test_a_document_is_found_by_text_url_and_id_with_its_reason(
+    curated: tuple[Path, dict[str, str], dict[str, Any]],
+) -> None:
+    folder, texts, _ = curated
+    found = {name: list(find_documents(str(folder), text)) for name, text in texts.items()}
+    rows = {name: rows[0] for name, rows in found.items()}
+    assert all(set(row) == set(SCHEMA.names) for row in rows.values())
+    told = {name: (row["outcome"], row["field"], row["bound"]) for name, row in rows.items()}
+    assert told["short"] == ("too_short", "min_chars", 100)
+    assert told["repeats"] == ("duplicate_lines", "max_duplicate_lines", 0.4)
+    assert told["foreign"] == ("too_few_words", "min_words", 500)
+    assert rows["short"]["value"] == len(texts["short"])
+    assert rows["repeats"]["value"] == 8 / 10
+    assert told["near copy"][0] == "near_duplicate"
+    kept = rows["near copy"]["kept"]
+    assert {row["outcome"] for row in find_documents(str(folder), kept)} & {"kept", "held_out"}
+    assert rows["loses a line"]["lines"] == 1
+    assert rows["redacted"]["redacted"] == 2
+    assert sorted(row["outcome"] in ("kept", "held_out") for row in found["stays"]) == [False, True], "and its copy"
+    for name in ("short", "redacted", "near copy"):
+        (by_url,) = find_documents(str(folder), f"https://site.example/{name}")
+        assert by_url == rows[name]
+        (by_id,) = find_documents(str(folder), rows[name]["id"][:10])
+        assert by_id == rows[name]
+
+
+def test_what_was_never_there_is_not_found(curated: tuple[Path, dict[str, str], dict[str, Any]]) -> None:
+    folder, texts, _ = curated
+    for asked in ("0" * 32, "https://nowhere.example", "no such text", "", texts["stays"][:50]):
+        assert list(find_documents(str(folder), asked)) == [], asked
+
+
+def test_every_bound_of_quality_is_told() -> None:
+    """The outcome of each bound leads back to it."""
+    for field in Quality.model_fields:
+        if field == "rules":
+            continue
+        special = {"max_top_ngram": {2: 0.5}, "max_duplicate_ngrams": {5: 0.5}, "max_dirty_words": 0.5}
+        bound: Any = special.get(field, 1)
+        off = {name: {} if "ngram" in name else None for name in Quality.model_fields if name != "rules"}
+        curate = Curate.model_validate({"quality": {**off, field: bound}, "quality_for": {}})
+        far = 0 if field.startswith("min") else 9
+        row = {**dict.fromkeys((*COLUMNS, "dirty_words", "divergence"), far), "words": 1, "domain": "general"}
+        told = [broken_bound(curate, {**row, "language": "en", "words": far or 0}, outcome) for outcome in OUTCOMES]
+        (broken,) = [each for each in told if each is not None]
+        assert broken.field.partition(".")[0] == field
