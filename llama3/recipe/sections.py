@@ -469,8 +469,8 @@ class Promote(Section):
     """Alias of the registered model that a candidate gets when it passes."""
     when: Annotated[dict[Metric, GateRule], decides("promotion"), Replaced()] = Field(default_factory=default_policy)
     """Score, or pattern of scores -> rule: `better`, `no worse than 0.5%`, `no drop over 5 points`, `no significant
-    drop`, `at most 2.5`, `at least 0.3`. `*` matches any text between two slashes; the most exact pattern applies. Rules
-    of a recipe replace the default as a whole: they are judged together."""
+    drop`, `at most 2.5`, `at least 0.3`. `*` matches any text between two slashes; the most exact pattern applies.
+    Rules of a recipe replace the default as a whole: they are judged together."""
     approval: Annotated[Literal["none", "manual"], decides("promotion")] = "none"
     """`manual`: a candidate that passes is the `challenger` until a person approves or rejects it."""
     mlflow_timeout: Annotated[Duration, decides("nothing")] = Duration.parse("1 h")

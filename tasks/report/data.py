@@ -434,4 +434,3 @@ def why_lines(found: Row) -> list[str]:
     if found["kept"] and found["kept"] != found["id"]:
         lines.append(f"  kept instead: {found['kept']}")
     return lines
-

@@ -201,7 +201,8 @@ KNOWN = {
 }
 """Recipe -> collected, annotated, curated, tokenizer, tokens, evaluation, first stage.
 
-Other digests would make every artifact there is again. Last changed when an entry of `quality_for` was merged with the default.
+Other digests would make every artifact there is again. Last changed when an entry of `quality_for` was merged with
+the default.
 """
 
 
