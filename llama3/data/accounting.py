@@ -6,6 +6,7 @@ The ledger counts documents, bytes and words shard by shard, and adds what readi
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from herd.llama3.data.drops import write_drops
+from herd.llama3.data.filters import fields_of
 from herd.llama3.data.mapreduce import (
     CurationJob,
     Runner,
@@ -53,6 +55,7 @@ EXAMPLES = 8
 """Samples per domain and outcome."""
 EXCERPT = 1200
 """Characters of a document in the report."""
+HEAVY_BYTES, HEAVY_DOCUMENTS, LONGER, LEAST_DROPPED = 0.1, 0.5, 5, 5
 CLUSTERS = 20
 """Groups of near duplicates in the report."""
 _LEDGER = """SELECT domain, source, step, outcome, sum(documents)::BIGINT AS documents, sum(bytes)::BIGINT AS bytes,
@@ -182,6 +185,37 @@ def check_not_empty(metadata: dict[str, Any], ledger: pa.Table) -> None:
             usual = f"loosen curate.{'scores' if most.startswith('score_') else 'quality'}"
             remedy = REMEDIES.get(most, usual)
             raise ValueError(f"sources.{domain}: nothing is left to train on ({reasons}); {remedy}")
+
+
+def heavy_rules(ledger: Iterable[dict[str, Any]]) -> list[str]:
+    """Return a line for each rule that drops much of a domain, or long documents, with the fields that change it.
+
+    Much is HEAVY_BYTES of the bytes that were read or HEAVY_DOCUMENTS of the documents. Published bounds were found on
+    web pages of a few kB: of documents LONGER times as long as the kept ones they say little.
+    """
+    rows, lines = list(ledger), []
+    for domain in dict.fromkeys(row["domain"] for row in rows):
+        amounts: dict[str, list[int]] = {}
+        for row in rows:
+            if row["domain"] == domain and row["step"] != "read":
+                outcome = row["outcome"] if row["step"] == "filter" else "kept" if row["outcome"] in KEPT else ""
+                documents, size = amounts.get(outcome, (0, 0))
+                amounts[outcome] = [documents + row["documents"], size + row["bytes"]]
+        read, total = (sum(amount[place] for amount in amounts.values()) for place in (0, 1))
+        kept = amounts.pop("kept", [0, 0])
+        amounts.pop("", None)
+        for outcome, (documents, size) in amounts.items():
+            longer = size * kept[0] / max(documents * kept[1], 1) if outcome != "too_long" else 0
+            if documents >= LEAST_DROPPED and (
+                size > HEAVY_BYTES * total or documents > HEAVY_DOCUMENTS * read or longer > LONGER
+            ):
+                fields = ", ".join(f"curate.{field}" for field in fields_of(outcome))
+                length = f", {longer:.0f} times as long as the kept ones" if longer > LONGER else ""
+                lines.append(
+                    f"{domain}: {outcome} drops {documents:,} of {read:,} documents and {size / max(total, 1):.0%} of "
+                    f"the bytes{length}; read some of them, and change {fields} if they are good"
+                )
+    return lines
 
 
 def scarce_domains(metadata: dict[str, Any]) -> list[str]:

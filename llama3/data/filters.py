@@ -169,6 +169,15 @@ def _rules_sql(quality: Quality) -> str:
     return _case(branches)
 
 
+def fields_of(outcome: str) -> list[str]:
+    """Return the fields of `curate` that decide an outcome of the document rules."""
+    own = {"blocked_host": "block", "wrong_language": "languages"}
+    if outcome in own or outcome.startswith(_SCORE):
+        return [own.get(outcome, "scores")]
+    fields = (field for field in Quality.model_fields if field != "rules")
+    return [f"quality.{field}" for field in fields if _OWN_NAMES.get(field, field.partition("_")[2]) == outcome]
+
+
 def broken_bound(curate: Curate, document: dict[str, Any], outcome: str) -> Broken | None:
     """Return the bound of `curate.quality` for which a document has this outcome; None for the outcome of other rules.
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from herd.llama3.data.accounting import FINDINGS, KEPT, scarce_domains
+from herd.llama3.data.accounting import FINDINGS, KEPT, heavy_rules, scarce_domains
 from herd.llama3.data.readers.files import NO_LOSS
 from herd.llama3.evaluate.gate import Decision
 from herd.llama3.evaluate.held_out import NGRAM_BPB
@@ -68,6 +68,8 @@ class FunnelStep:
 class DataPage:
     run: str
     outcomes: list[DropRow]
+    heavy: list[str]
+    """Lines about rules that drop much."""
     funnel: list[FunnelStep]
     sources: list[Row]
     lengths: list[Row]
@@ -283,6 +285,7 @@ def data_page(run: str, curated: Artifact, tokenizer: Artifact | None) -> DataPa
     return DataPage(
         run=run,
         outcomes=_outcomes(ledger),
+        heavy=heavy_rules(ledger),
         funnel=_funnel(ledger, metadata.get("bytes_per_token", {})),
         sources=_sources(ledger),
         samples={
@@ -399,6 +402,8 @@ def print_sample(folder: Path, recipe: Recipe, console: Console, examples: int, 
         few = few_held_out(domain, documents["held_out"], read["held_out"])
         if few and recipe.curate.validation_fraction and not rule:
             console.print(f"  [yellow]{few}[/]")
+        for line in heavy_rules(row for row in ledger if row["domain"] == domain) if not rule else []:
+            console.print(f"  [yellow]{line}[/]")
         lost = sum(row["bytes"] for row in rows if row["step"] == "read" and row["outcome"] not in NO_LOSS)
         if lost > recipe.curate.max_lost * size:
             more = f"more than curate.max_lost {recipe.curate.max_lost}; a run refuses that"

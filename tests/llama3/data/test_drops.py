@@ -11,9 +11,10 @@ import duckdb
 import pyarrow.parquet as pq
 import pytest
 
+from herd.llama3.data.accounting import heavy_rules
 from herd.llama3.data.annotate import COLUMNS
 from herd.llama3.data.drops import SCHEMA, find_documents
-from herd.llama3.data.filters import OUTCOMES, broken_bound
+from herd.llama3.data.filters import OUTCOMES, broken_bound, fields_of
 from herd.llama3.recipe.data_schema import Curate, Quality
 from tests.llama3.data.test_curate import GERMAN, Make, chain, prose
 
@@ -111,3 +112,35 @@ def test_every_bound_of_quality_is_told() -> None:
         told = [broken_bound(curate, {**row, "language": "en", "words": far or 0}, outcome) for outcome in OUTCOMES]
         (broken,) = [each for each in told if each is not None]
         assert broken.field.partition(".")[0] == field
+
+
+def test_a_rule_that_takes_much_or_long_documents_is_named_with_its_field() -> None:
+    def row(outcome: str, documents: int, size: int, step: str = "filter", domain: str = "general") -> dict[str, Any]:
+        return {"domain": domain, "step": step, "outcome": outcome, "documents": documents, "bytes": size}
+
+    kept = [row("kept", 90, 90_000, "written"), row("held_out", 10, 10_000, "written")]
+    assert heavy_rules([*kept, row("short_lines", 5, 5_000), row("bad_json", 500, 10**6, "read")]) == []
+    assert heavy_rules([*kept, row("near_duplicate", 500, 10**6, "minhash")]) == [], "copies are no loss"
+    (bytes_,) = heavy_rules([*kept, row("braces", 9, 30_000)])
+    assert bytes_ == (
+        "general: braces drops 9 of 109 documents and 23% of the bytes; read some of them, and change "
+        "curate.quality.max_braces if they are good"
+    )
+    (half,) = heavy_rules([*kept, row("mean_word", 150, 9_000)])
+    assert half.endswith("change curate.quality.min_mean_word, curate.quality.max_mean_word if they are good")
+    (long,) = heavy_rules([*kept, row("duplicate_grams", 1, 500), row("duplicate_grams", 5, 40_000, domain="code")])[
+        -1:
+    ]
+    assert long.startswith("code: duplicate_grams drops 5 of 5 documents and 100% of the bytes")
+    (longer,) = heavy_rules([row("kept", 1000, 10**6, "written"), row("duplicate_grams", 6, 42_000)])
+    assert "4% of the bytes, 7 times as long as the kept ones;" in longer
+    assert heavy_rules([row("kept", 1000, 10**6, "written"), row("too_long", 6, 42_000)]) == []
+
+
+def test_every_outcome_of_a_document_rule_leads_to_its_fields() -> None:
+    curate = {f"curate.{name}" for name in Curate.model_fields} | {f"curate.quality.{n}" for n in Quality.model_fields}
+    for outcome in OUTCOMES:
+        fields = fields_of(outcome)
+        assert fields, outcome
+        assert {f"curate.{field}" for field in fields} <= curate
+    assert fields_of("score_educational") == ["scores"]
