@@ -17,13 +17,17 @@ import hashlib
 import json
 import os
 import re
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
-from herd.storage.filesystem import sync_folder
+from herd.storage.filesystem import cache_folder, sync_folder, write_atomic
 from herd.storage.processes import parallel_map
 
 if TYPE_CHECKING:
@@ -178,3 +182,49 @@ def _trusted_keys(signing: str, paths: str) -> tuple[Ed25519PublicKey, ...]:
             )
         trusted += ed25519
     return tuple(trusted)
+
+
+# Digests of local files by content: a file is read again only if its size, times or inode changed. What was read is
+# remembered in the user's cache, a file per folder. A file that changed within two seconds before it was read is not
+# remembered: a later change may have the same times.
+
+SETTLED_NS = 2_000_000_000
+_Known = dict[str, tuple[list[int], str]]
+
+
+def content_digests(paths: Iterable[str]) -> dict[str, str]:
+    """Return the SHA-256 of each of `paths`, absolute paths of regular files. Raises OSError."""
+    digests: dict[str, str] = {}
+    for folder, names in groupby(sorted(paths, key=os.path.split), key=os.path.dirname):
+        digests |= _in_folder(folder, [os.path.basename(path) for path in names])
+    return digests
+
+
+def _in_folder(folder: str, names: Sequence[str]) -> dict[str, str]:
+    cached = cache_folder() / "digests" / f"{hashlib.sha256(os.fsencode(folder)).hexdigest()[:32]}.json"
+    known: _Known = {}
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        known = {name: (list(state), str(digest)) for name, (state, digest) in json.loads(cached.read_text()).items()}
+
+    def digest(name: str) -> tuple[list[int], str]:
+        path = Path(folder, name)
+        state = _state(path)
+        if name in known and known[name][0] == state:
+            return known[name]
+        while True:
+            now, found = time.time_ns(), digest_file(path).sha256
+            before, state = state, _state(path)
+            if before == state:
+                return (state if max(state[1:3]) + SETTLED_NS < now else []), found
+
+    found = dict(zip(names, parallel_map(digest, names), strict=True))
+    if any(known.get(name) != entry for name, entry in found.items()):
+        settled = {name: entry for name, entry in (known | found).items() if entry[0]}
+        with suppress(OSError):
+            write_atomic(cached, json.dumps(settled))
+    return {os.path.join(folder, name): sha256 for name, (_, sha256) in found.items()}
+
+
+def _state(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]

@@ -139,7 +139,8 @@ def walk(play: Callable[[Fault], int], every: int = 1) -> int:
     chosen, broken = faults(play(NONE), every), []
     for fault in chosen:
         try:
-            assert play(fault) >= fault.number, "it did not happen"
+            # of operations by several threads the last calls are not made in every play
+            assert any(play(fault) >= fault.number for _ in range(3)), "it did not happen"
         except AssertionError as error:
             broken.append(f"{fault}: {error}")
     assert not broken, "\n".join(broken)

@@ -354,7 +354,7 @@ def why(
 ) -> None:
     """Say why a document is not, or not whole, in the training data of a run."""
     from herd.flows.run_lifecycle import find_run
-    from herd.llama3.data.drops import find_documents
+    from herd.llama3.data.accounting import find_documents
     from herd.storage.object_artifact import open_store
     from herd.tasks.report.data import why_lines
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from herd.llama3.data.classifiers import prepare_scores, score_texts, topic_texts
 from herd.llama3.data.collect import collected_shards
-from herd.llama3.data.dedup.lines import line_hashes
+from herd.llama3.data.dedup.lines import flags_of, line_hashes
 from herd.llama3.data.kernels.arrow import text_buffers
 from herd.llama3.data.kernels.histogram import (
     Floats,
@@ -30,7 +30,7 @@ from herd.llama3.data.kernels.histogram import (
     measure_divergence,
 )
 from herd.llama3.data.kernels.ngrams import Flags
-from herd.llama3.data.kernels.paragraphs import flags_of, join_paragraphs
+from herd.llama3.data.kernels.paragraphs import join_paragraphs
 from herd.llama3.data.kernels.shingles import band_hashes
 from herd.llama3.data.kernels.statistics import Statistic, measure
 from herd.llama3.data.mapreduce import (

@@ -18,6 +18,7 @@ import orjson
 import pyarrow as pa
 
 from herd.llama3.data.accounting import (
+    DROPS,
     EXPLAINED,
     FINDINGS,
     check_not_empty,
@@ -31,7 +32,6 @@ from herd.llama3.data.decontam.decontaminate import Decontaminate
 from herd.llama3.data.dedup.exact import Exact, NewestVersion
 from herd.llama3.data.dedup.lines import LineDedup
 from herd.llama3.data.dedup.minhash import MinHash
-from herd.llama3.data.drops import STEP as DROPS
 from herd.llama3.data.filters import Filters
 from herd.llama3.data.mapreduce import FAN, CurationJob, CurationStage, Runner, read_table, run_serial, write_table
 from herd.llama3.data.readers.document import Document

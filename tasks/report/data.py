@@ -29,8 +29,7 @@ from herd.llama3.train import metrics
 from herd.llama3.train.averaging import Choice
 from herd.llama3.train.journal import Series, read_series
 from herd.storage.artifact import Artifact
-from herd.storage.filesystem import is_local, local_path
-from herd.storage.globs import split_glob
+from herd.storage.filesystem import is_local, local_path, split_glob
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.format import format_bytes

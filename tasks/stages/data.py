@@ -23,8 +23,7 @@ from herd.llama3.data.mapreduce import Runner, read_table, run_step, write_table
 from herd.llama3.evaluate.held_out import nothing_held_out
 from herd.llama3.recipe import keys
 from herd.storage.artifact import Artifact, ArtifactSpec
-from herd.storage.content import content_digests
-from herd.storage.digests import digest_file
+from herd.storage.digests import content_digests, digest_file
 from herd.storage.filesystem import is_local, source_state
 from herd.storage.object_artifact import StoredFile, StoredFiles
 from herd.storage.objects import list_objects
@@ -93,8 +92,8 @@ def annotate_documents(context: Context, collected: Artifact) -> Artifact:
 @task(name="curate", cache_policy=NO_CACHE, persist_result=False)
 def curate_documents(context: Context, collected: Artifact, annotated: Artifact) -> Artifact:
     """Return the documents to train on. Raises ValueError if the run scores held-out documents and there are none."""
+    from herd.llama3.data.accounting import DROPS
     from herd.llama3.data.curate import CURATION, VERSION, curate
-    from herd.llama3.data.drops import STEP as DROPS
     from herd.llama3.evaluate.suite import with_evaluation_sets
 
     recipe = with_evaluation_sets(context.recipe)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from herd.llama3.data.kernels.arrow import Bytes, Hashes, Offsets, hash_lists, list_buffers, text_buffers
 from herd.llama3.data.kernels.lines import (
+    count_newlines,
     hash_lines,
     hash_strings,
     line_keys,
@@ -27,7 +28,7 @@ from herd.llama3.data.kernels.lines import (
     write_unmarked,
 )
 from herd.llama3.data.kernels.ngrams import Flags, Table, key_table
-from herd.llama3.data.kernels.paragraphs import flags_of
+from herd.llama3.data.kernels.paragraphs import line_flags
 from herd.llama3.data.kernels.words import mix64
 from herd.llama3.data.mapreduce import (
     CurationJob,
@@ -61,6 +62,13 @@ class StrippedTexts(NamedTuple):
     texts: pa.LargeStringArray
     lines: NDArray[np.int64]
     bytes: NDArray[np.int64]
+
+
+def flags_of(data: Bytes, offsets: Offsets) -> Bytes:
+    """Return the flags of every line of the texts (CONTINUES, BOUND), one after another."""
+    flags = np.zeros(count_newlines(data, offsets) + len(offsets) - 1, np.uint8)
+    line_flags(data, offsets, flags)
+    return flags
 
 
 def line_hashes(texts: Any, min_chars: int, flags: Flags | None = None) -> pa.LargeListArray:

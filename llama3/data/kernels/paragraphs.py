@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from herd.llama3.data.kernels.arrow import Bytes, Offsets
-from herd.llama3.data.kernels.lines import BOUND, CONTINUES, count_newlines, line_end, strip_blanks
+from herd.llama3.data.kernels.lines import BOUND, CONTINUES, line_end, strip_blanks
 
 NARROWEST, WIDEST = 40, 120
 """Characters of the lines of wrapped text."""
@@ -32,13 +32,6 @@ _BLANK, _PROSE, _ITEM, _COMMENT, _ROW = range(5)
 """Kinds of lines; _ROW: of a table, or with gaps for columns."""
 _WORDS = 4
 """Words of a line that another continues; rows of numbers and addresses have fewer."""
-
-
-def flags_of(data: Bytes, offsets: Offsets) -> Bytes:
-    """Return the flags of every line of the texts (CONTINUES, BOUND), one after another."""
-    flags = np.zeros(count_newlines(data, offsets) + len(offsets) - 1, np.uint8)
-    line_flags(data, offsets, flags)
-    return flags
 
 
 @njit(cache=True, nogil=True)

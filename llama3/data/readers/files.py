@@ -29,10 +29,10 @@ from herd.storage.filesystem import (
     is_local,
     list_files,
     local_path,
+    split_glob,
     version_of,
     with_retries,
 )
-from herd.storage.globs import split_glob
 
 # Bad input: stop by default, or skip and count with `curate.on_error: skip`.
 

@@ -46,7 +46,7 @@ from herd.llama3.data.text.language import detector_fault
 from herd.llama3.recipe.base import Domain
 from herd.llama3.recipe.data_schema import ConversationSource, Source
 from herd.llama3.recipe.schema import Recipe
-from herd.storage.content import content_digests
+from herd.storage.digests import content_digests
 from herd.storage.filesystem import cache_folder, fetched_listing, is_local, local_path, write_atomic
 
 INSTALLED = "installed"

@@ -80,7 +80,7 @@ INPUT: dict[str, tuple[str, bytes, str, str]] = {
     "renamed column": ("b.parquet", table(content=TEXTS), ".text: '{b}'" + OTHER, "no_text_field 40"),
     "renamed field": ("b.jsonl", lines("content"), ".text: {b}:1" + OTHER, "no_text_field 40"),
     "another type": ("b.parquet", table(text=[1]), ".uri: '{b}' 'text' holds int64, not text; name", "not_text 1"),
-    "a nested type": ("b.parquet", table(text=[["a"]]), ".uri: '{b}' 'text' holds list<element", "not_text 1"),
+    "a nested type": ("b.parquet", table(text=[[1]]), ".uri: '{b}' 'text' holds list<element", "not_text 1"),
     "a number": ("b.jsonl", b'{"text": 5}', ".uri: {b}:1 'text' holds int, not text; name", "not_text 1"),
 }
 """Name -> a file beside a good one, its content, the message about it, and what a plan says that is skipped."""

@@ -8,8 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from herd.llama3.data.accounting import SCHEMA
 from herd.llama3.data.annotate import COLUMNS
 from herd.llama3.recipe.load import load_recipe
 from herd.tasks.pipeline_steps import pipeline_steps
@@ -26,23 +29,30 @@ def a_context(until: str, *overrides: str) -> tuple[Any, list[str]]:
     return SimpleNamespace(recipe=recipe, reaches=kinds, console=SimpleNamespace(log=lines.append)), lines
 
 
-def test_nothing_to_score_ends_a_run_that_evaluates_after_curation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_to_score_ends_a_run_that_evaluates_after_curation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped = {"domain": "math", "source": "a", "step": "filter", "outcome": "braces", "documents": 9, "bytes": 99}
+    pq.write_table(pa.Table.from_pylist([{**dropped, "words": 9}], SCHEMA), tmp_path / "ledger.parquet")
     facts = {"bytes": {"general": 9, "math": 9}, "documents": {"general": 7, "math": 12}}
     none = {"general": 0, "math": 0}
     made: Any = SimpleNamespace(key="a", metadata={**facts, "held_out": none, "held_out_bytes": dict(none)})
+    made.path_of = lambda name: tmp_path / name
     monkeypatch.setattr(data, "ensure_in_scratch", lambda *_: made)
     for until in ("", "promote", "evaluate-anneal", "anneal"):  # main is evaluated too
         with pytest.raises(ValueError, match=r"^curate\.validation_fraction: 5% holds out no document, .*; raise"):
             data.curate_documents.fn(a_context(until)[0], made, made)
     unscored, lines = a_context("main", "curate.validation_fraction=0%")
     data.curate_documents.fn(unscored, made, made)
-    assert len(lines) == 1, "nothing was to be held out"
+    heavy = "math: braces drops 9 of 9 documents and 100% of the bytes; read some of them, and change"
+    heavy += " curate.quality.max_braces if they are good"
+    assert lines[1:] == [f"  [yellow]curate: {heavy}[/]"], "nothing was to be held out"
     made.metadata["held_out"]["general"], made.metadata["held_out_bytes"]["general"] = 10, 20_000
     context, lines = a_context("")
     data.curate_documents.fn(context, made, made)
     told = "math: no held-out document, so it is not scored; add text or raise curate.validation_fraction"
     assert "kept general 9 B in 7 documents; math 9 B in 12 documents" in lines[0]
-    assert lines[1:] == [f"  [yellow]curate: {told}[/]"]
+    assert lines[1:] == [f"  [yellow]curate: {line}[/]" for line in (heavy, told)]
 
 
 def test_a_new_statistic_or_another_order_makes_attributes_new(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from herd.llama3.data.dedup.lines import flags_of
 from herd.llama3.data.kernels.lines import BOUND, CONTINUES
-from herd.llama3.data.kernels.paragraphs import flags_of, join_paragraphs
+from herd.llama3.data.kernels.paragraphs import join_paragraphs
 
 WORDS = (
     "the of and a to in is that it was for on are with as his they be at one have this from or had by hot "

@@ -11,9 +11,8 @@ import duckdb
 import pyarrow.parquet as pq
 import pytest
 
-from herd.llama3.data.accounting import heavy_rules
+from herd.llama3.data.accounting import DROPPED, find_documents, heavy_rules
 from herd.llama3.data.annotate import COLUMNS
-from herd.llama3.data.drops import SCHEMA, find_documents
 from herd.llama3.data.filters import OUTCOMES, broken_bound, fields_of
 from herd.llama3.recipe.data_schema import Curate, Quality
 from tests.llama3.data.test_curate import GERMAN, Make, chain, prose
@@ -72,7 +71,7 @@ def test_a_document_is_found_by_text_url_and_id_with_its_reason(
     folder, texts, _ = curated
     found = {name: list(find_documents(str(folder), text)) for name, text in texts.items()}
     rows = {name: rows[0] for name, rows in found.items()}
-    assert all(set(row) == set(SCHEMA.names) for row in rows.values())
+    assert all(set(row) == set(DROPPED.names) for row in rows.values())
     told = {name: (row["outcome"], row["field"], row["bound"]) for name, row in rows.items()}
     assert told["short"] == ("too_short", "min_chars", 100)
     assert told["repeats"] == ("duplicate_lines", "max_duplicate_lines", 0.4)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from herd.storage.filesystem import FETCHED, filesystem_of, glob
-from herd.storage.globs import alternatives
+from herd.storage.filesystem import FETCHED, alternatives, filesystem_of, glob
 from tests.storage.hub import REPOSITORY, stand_in_hub
 
 NAMES = [

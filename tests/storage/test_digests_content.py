@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from herd.storage import content
-from herd.storage.content import content_digests
-from herd.storage.digests import digest_bytes, digest_file
+from herd.storage import digests
+from herd.storage.digests import content_digests, digest_bytes, digest_file
 
 
 @pytest.fixture
@@ -15,8 +14,8 @@ def reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that are read, with a cache of this test alone."""
     names: list[str] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(content, "digest_file", lambda path: names.append(path.name) or digest_file(path))
-    monkeypatch.setattr(content, "SETTLED_NS", 0)
+    monkeypatch.setattr(digests, "digest_file", lambda path: names.append(path.name) or digest_file(path))
+    monkeypatch.setattr(digests, "SETTLED_NS", 0)
     return names
 
 
@@ -47,7 +46,7 @@ def test_a_file_is_read_again_only_if_it_may_have_changed(tmp_path: Path, reads:
 def test_a_file_that_was_just_written_is_not_remembered(
     tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(content, "SETTLED_NS", 2_000_000_000)
+    monkeypatch.setattr(digests, "SETTLED_NS", 2_000_000_000)
     path = put(tmp_path / "a", b"one")
     assert content_digests([path]) == content_digests([path])
     assert reads == ["a", "a"]
