@@ -157,7 +157,7 @@ def _rules_sql(quality: Quality) -> str:
         bound, (side, _, statistic) = getattr(quality, field), field.partition("_")
         if field == "rules" or bound is None:
             continue
-        outcome = _OWN_NAMES.get(field, statistic)
+        outcome = _outcome_of(field)
         if field in _GRAMS:
             for size in sorted(bound):
                 column = f"{_GRAMS[field]}_{size}"
@@ -175,7 +175,11 @@ def fields_of(outcome: str) -> list[str]:
     if outcome in own or outcome.startswith(_SCORE):
         return [own.get(outcome, "scores")]
     fields = (field for field in Quality.model_fields if field != "rules")
-    return [f"quality.{field}" for field in fields if _OWN_NAMES.get(field, field.partition("_")[2]) == outcome]
+    return [f"quality.{field}" for field in fields if _outcome_of(field) == outcome]
+
+
+def _outcome_of(field: str) -> str:
+    return _OWN_NAMES.get(field, field.partition("_")[2])
 
 
 def broken_bound(curate: Curate, document: dict[str, Any], outcome: str) -> Broken | None:
@@ -186,7 +190,7 @@ def broken_bound(curate: Curate, document: dict[str, Any], outcome: str) -> Brok
     quality = curate.quality_of(document["domain"], document["language"])
     for field in type(quality).model_fields:
         bound, (side, _, statistic) = getattr(quality, field), field.partition("_")
-        if field == "rules" or bound in (None, {}) or _OWN_NAMES.get(field, statistic) != outcome:
+        if field == "rules" or bound in (None, {}) or _outcome_of(field) != outcome:
             continue
         columns = {f"{_GRAMS[field]}_{size}": bound[size] for size in sorted(bound)} if field in _GRAMS else {}
         for column, most in columns.items():

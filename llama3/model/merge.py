@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from herd.llama3.model.files import WeightReader
+from herd.llama3.model.files import WeightReader, parameters, save_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +52,11 @@ class MergedModel:
             total = scaled if total is None else total.add_(scaled)
         assert total is not None
         return total.div_(math.fsum(self.weights)).to(dtype)
+
+    def save(self, folder: Path) -> None:
+        """Write the mean into `folder` as a model, one tensor in memory at a time."""
+        named = ((param.name, tensor) for param, tensor in parameters(self, None))
+        save_model(folder, self.config, self.vocab_size, named)
 
 
 def _differences(first: WeightReader, other: WeightReader) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from herd.llama3.model.files import CONFIG, parameters, save_model, weight_files
+from herd.llama3.model.files import CONFIG, weight_files
 from herd.llama3.model.merge import MergedModel
 from herd.llama3.recipe.load import digest
 from herd.llama3.tokens.chat import TEMPLATE_FILE
@@ -44,7 +44,7 @@ def merge_checkpoints(context: Context, parents: Sequence[Artifact], weights: Se
 
     def build(folder: Path, _: str) -> dict[str, Any]:
         model, first = folder / "model", folders[parents[0].label]
-        save_model(model, merged.config, merged.vocab_size, ((p.name, t) for p, t in parameters(merged, None)))
+        merged.save(model)
         skipped = {CONFIG, *(path.name for path in weight_files(first).values())}
         for path in sorted(first.iterdir()):
             if path.name not in skipped and not path.name.endswith(".index.json"):

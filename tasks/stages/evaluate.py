@@ -374,12 +374,12 @@ def evaluate_checkpoint(
 
 def _mean_of(checkpoints: Sequence[Path], folder: Path) -> Path:
     """Write the model of the mean of the weights of `checkpoints` into `folder`, and return it."""
-    from herd.llama3.model.files import open_model, parameters, save_model
+    from herd.llama3.model.files import open_model
     from herd.llama3.model.merge import MergedModel
 
     merged = MergedModel({path.name: open_model(path) for path in checkpoints}, [1.0] * len(checkpoints))
     folder.mkdir(parents=True)
-    save_model(folder, merged.config, merged.vocab_size, ((p.name, t) for p, t in parameters(merged, None)))
+    merged.save(folder)
     return folder
 
 

@@ -153,7 +153,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
             elif kind == "End" and name == "CodeBlock":
                 block = "".join(pieces).strip("\n")
             elif kind == "End" and name == "HtmlBlock":
-                block = html_text_of("".join(pieces))
+                block = _text_of_html("".join(pieces))
             else:
                 block = _inline(pieces)
             if block:
@@ -214,7 +214,7 @@ def _table(rows: list[list[str]]) -> str:
     return "\n".join([head, f"|{' --- |' * len(rows[0])}", *body])
 
 
-def html_text_of(html: str) -> str:
+def _text_of_html(html: str) -> str:
     """Return the text of a piece of HTML inside Markdown: tags, comments and scripts gone, entities decoded."""
     text = _ALT.sub(lambda found: found[1] or found[2] or "", _HIDDEN.sub("", _COMMENT.sub("", html)))
     lines = (line.strip() for line in unescape(_TAG.sub("", _BREAK.sub("\n", text))).split("\n"))

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from herd.llama3.data.accounting import DROPPED, find_documents, heavy_rules
 from herd.llama3.data.annotate import COLUMNS
-from herd.llama3.data.filters import OUTCOMES, broken_bound, fields_of
+from herd.llama3.data.filters import OUTCOMES, broken_bound, broken_rules, fields_of
 from herd.llama3.recipe.data_schema import Curate, Quality
 from tests.llama3.data.test_curate import GERMAN, Make, chain, prose
 
@@ -109,6 +110,9 @@ def test_every_bound_of_quality_is_told() -> None:
         far = 0 if field.startswith("min") else 9
         row = {**dict.fromkeys((*COLUMNS, "dirty_words", "divergence"), far), "words": 1, "domain": "general"}
         told = [broken_bound(curate, {**row, "language": "en", "words": far or 0}, outcome) for outcome in OUTCOMES]
+        statistics = pa.table({name: [value] for name, value in {**row, "words": far or 0}.items()})
+        (dropped,) = broken_rules(statistics, curate.quality)  # the rules themselves, in SQL
+        assert told[list(OUTCOMES).index(dropped)] is not None
         (broken,) = [each for each in told if each is not None]
         assert broken.field.partition(".")[0] == field
 
