@@ -21,17 +21,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from herd.llama3.data.kernels.arrow import text_buffers
-from herd.llama3.data.mapreduce import (
-    ROW_BITS,
-    Runner,
-    hash_and_id,
-    open_parquet,
-    read_each,
-    read_table,
-    run_serial,
-    run_step,
-    write_table,
-)
+from herd.llama3.data.mapreduce import ROW_BITS, hash_and_id
 from herd.llama3.data.readers.document import UNREAD, DocumentBatch
 from herd.llama3.data.readers.files import (
     EMPTY,
@@ -46,11 +36,21 @@ from herd.llama3.data.readers.files import (
     list_source,
 )
 from herd.llama3.data.readers.files import SCHEMA as SKIPPED
-from herd.llama3.data.readers.sources import INSTALLED, naming, read_source, source_names
+from herd.llama3.data.readers.sources import BUILT_IN, naming, read_source, source_names
 from herd.llama3.data.text.extract import plain_text
 from herd.llama3.data.text.language import UNDETERMINED, detect_language, primary_subtag
 from herd.llama3.data.text.normalize import normalize_texts, replace_texts
 from herd.llama3.data.text.tex import plain_tex
+from herd.llama3.data.work_items import (
+    PIECES,
+    Runner,
+    open_parquet,
+    read_each,
+    read_table,
+    run_serial,
+    run_step,
+    write_table,
+)
 from herd.llama3.data.write_shards import ITEM_BITS, ShardWriter
 from herd.llama3.data.write_shards import SHARD_BYTES as MOST_TEXT
 from herd.llama3.recipe.base import Domain
@@ -60,10 +60,13 @@ from herd.llama3.recipe.schema import Recipe
 from herd.storage.files import atomic_file, file_names, read_file, remove_tree
 
 STEP, TEXT, LISTING = "items", "text", "listing.json"
-ITEM_BYTES = 64_000_000
-"""Bytes of files in an item; a larger file is an item by itself. Increased if there would be more than MOST_ITEMS."""
+ITEM_BYTES, LARGEST_ITEM = 64_000_000, 4_096_000_000
+"""Least and most bytes of files in an item; a larger file is an item by itself. Larger ones cost a store fewer
+requests, and need more room on a worker's disk: twice the text that an item has after compression."""
+LEAST_ITEMS, ITEMS_PER_WORKER = 1000, 4
+"""Items, in all and for each worker, before they get larger than ITEM_BYTES."""
 MOST_ITEMS = 1 << 63 - ROW_BITS - ITEM_BITS
-"""Items whose rows can be numbered."""
+"""Items whose rows can be numbered; items are larger if there would be more."""
 _primary = cache(primary_subtag)
 
 
@@ -88,6 +91,7 @@ class CollectJob:
     items: tuple[CollectItem, ...]
     passed_over: tuple[tuple[str, str, str, str, int, int], ...] = ()
     """Rows of SKIPPED for files that are not data, by source."""
+    item_bytes: int = ITEM_BYTES
 
     def file(self, step: str, item: int) -> str:
         """Return the file that marks item `item` of `step` as done."""
@@ -95,28 +99,31 @@ class CollectJob:
 
 
 class TextShard(NamedTuple):
-    """A file of documents of one domain; `row` of its first document is `number << 32`."""
+    """A file of documents of one domain in pieces; `row` of the first document of piece i is `number + i << 32`."""
 
     number: int
     domain: Domain
     uri: str
     documents: int
     bytes: int
+    pieces: int
 
 
-def collect(recipe: Recipe, folder: str | Path, runner: Runner = run_serial) -> dict[str, Any]:
+def collect(recipe: Recipe, folder: str | Path, runner: Runner = run_serial, workers: int = 1) -> dict[str, Any]:
     """Read every source of `recipe` into `folder`: shards in `text`, and `skipped.parquet` with what was left out.
 
-    Resumes an earlier call in this folder unless the files of the sources have changed. Returns metadata: documents and
+    Resumes an earlier call in this folder unless the files of the sources have changed. Of much text, shards are larger
+    the fewer `workers` read it; nothing else depends on their size. Returns metadata: documents and
     bytes by domain; skipped by domain, source and reason; unreadable dates by domain. Raises SourceError for bad input
     if `curate.on_error` is fail, if a store does not answer, and if a domain lost more than `curate.max_lost` or has no
     document; then only `folder/items` and `folder/text` have been written.
     """
-    job = plan_job(recipe, str(folder))
     # Remove the items of a job with other files or settings, so that only items of this job count as done.
-    state = json.dumps([collected(recipe), job.items])
     listing = f"{folder}/{LISTING}"
-    if LISTING not in file_names(job.folder) or read_file(listing).decode() != state:
+    earlier = read_file(listing).decode() if LISTING in file_names(str(folder)) else "[[], [], null]"
+    job = plan_job(recipe, str(folder), workers, json.loads(earlier)[2])
+    state = json.dumps([collected(recipe), job.items, job.item_bytes])
+    if earlier != state:
         for step in (STEP, TEXT):
             remove_tree(f"{folder}/{step}")
         with atomic_file(listing) as temporary:
@@ -144,27 +151,32 @@ def collected_shards(folder: str | Path) -> list[TextShard]:
 
 def _text_shard(uri: str) -> TextShard:
     with open_parquet(uri) as file:
-        documents, size = file.metadata.num_rows, int(file.metadata.metadata[b"bytes"])
+        metadata = file.metadata.metadata
+        documents, size = file.metadata.num_rows, int(metadata[b"bytes"])
+        pieces = 1 + metadata.get(PIECES, b"").count(b",")
     domain, item, index = uri.rpartition("/")[2].removesuffix(".parquet").split("-")
-    return TextShard(int(item) << ITEM_BITS | int(index), cast("Domain", domain), uri, documents, size)
+    return TextShard(int(item) << ITEM_BITS | int(index), cast("Domain", domain), uri, documents, size, pieces)
 
 
-def plan_job(recipe: Recipe, folder: str) -> CollectJob:
-    """Return the job that reads the files that the sources of `recipe` have now. Raises SourceError."""
+def plan_job(recipe: Recipe, folder: str, workers: int = 1, item_bytes: int | None = None) -> CollectJob:
+    """Return the job that reads the files that the sources of `recipe` have now. Raises SourceError.
+
+    `item_bytes`: the bytes of an item, if they are decided.
+    """
     listings = []
     for domain, sources in recipe.sources.items():
         for index, (source, name) in enumerate(zip(sources, source_names(sources), strict=True)):
             with naming(f"sources.{domain}.{index}"):
-                listing = SourceListing([], 0, 0) if source.uri == INSTALLED else list_source(source)
+                listing = SourceListing([], 0, 0) if source.uri in BUILT_IN else list_source(source)
             listings.append((domain, index, name, source, listing))
     total = sum(file.size for *_, listing in listings for file in listing.files)
-    item_bytes = max(ITEM_BYTES, 4 * total // MOST_ITEMS)
+    item_bytes = item_bytes or bytes_of_item(total, workers)
     items: list[CollectItem] = []
     for domain, index, name, source, listing in listings:
         where = f"sources.{domain}.{index}"
-        if source.uri != INSTALLED and not listing.files:
+        if source.uri not in BUILT_IN and not listing.files:
             raise SourceError(f"{where}.uri: {source.uri!r} has no file now; correct the address")
-        if source.uri == INSTALLED or source.limit is not None:
+        if source.uri in BUILT_IN or source.limit is not None:
             items.append(CollectItem(domain, index, name, tuple(listing.files)))
         else:
             items += [CollectItem(domain, index, name, files) for files in _groups(listing.files, item_bytes)]
@@ -178,7 +190,13 @@ def plan_job(recipe: Recipe, folder: str) -> CollectJob:
         for domain, _, name, _, listing in listings
         if listing.passed_over
     )
-    return CollectJob(recipe, folder, tuple(items), passed_over)
+    return CollectJob(recipe, folder, tuple(items), passed_over, item_bytes)
+
+
+def bytes_of_item(total: int, workers: int) -> int:
+    """Return how many bytes of files an item has, of `total`."""
+    usual = total // max(LEAST_ITEMS, ITEMS_PER_WORKER * workers)
+    return max(min(max(ITEM_BYTES, usual), LARGEST_ITEM), 4 * total // MOST_ITEMS)
 
 
 def _groups(files: Sequence[File], most: int) -> Iterator[tuple[File, ...]]:
@@ -199,13 +217,17 @@ def collect_item(job: CollectJob, number: int) -> None:
     """Read item `number` into shards, then write the list of them and of what was skipped."""
     item, curate = job.items[number], job.recipe.curate
     source, skips = job.recipe.sources[item.domain][item.source_index], ReadErrors(curate.on_error == "fail")
-    writer = ShardWriter(f"{job.folder}/{TEXT}", item.domain, number)
-    for batch in read_source(source, item.domain, job.recipe.documents_seed, skips, item.files):
-        writer.add(prepare(batch, item.domain, item.source, item.source_index, curate, skips))
-        del batch  # a line of 200 MB is in memory only once while it is written
-        if writer.full:
-            writer.flush()
-    writer.flush()
+    writer = ShardWriter(f"{job.folder}/{TEXT}", item.domain, number, max(1, job.item_bytes // MOST_TEXT))
+    try:
+        for batch in read_source(source, item.domain, job.recipe.documents_seed, skips, item.files):
+            writer.add(prepare(batch, item.domain, item.source, item.source_index, curate, skips))
+            del batch  # a line of 200 MB is in memory only once while it is written
+            if writer.full:
+                writer.flush()
+        writer.close()
+    except BaseException:
+        writer.discard()
+        raise
     shards = [(item.domain, item.source, name, "", documents, size) for name, documents, size in writer.written]
     write_table(skipped_table([*shards, *skips.rows(item.domain, item.source)]), job.file(STEP, number))
 

@@ -33,11 +33,13 @@ from herd.llama3.data.dedup.exact import Exact, NewestVersion
 from herd.llama3.data.dedup.lines import LineDedup
 from herd.llama3.data.dedup.minhash import MinHash
 from herd.llama3.data.filters import Filters
-from herd.llama3.data.mapreduce import FAN, CurationJob, CurationStage, Runner, read_table, run_serial, write_table
+from herd.llama3.data.mapreduce import CurationJob, CurationStage
 from herd.llama3.data.readers.document import Document
 from herd.llama3.data.readers.files import File, ReadErrors, SourceError, list_source
-from herd.llama3.data.readers.sources import INSTALLED, is_read, left_out, listing_fault, naming, read_source
+from herd.llama3.data.readers.sources import BUILT_IN, is_read, left_out, listing_fault, naming, read_source
+from herd.llama3.data.shuffle import FAN
 from herd.llama3.data.topics import TopicCaps
+from herd.llama3.data.work_items import Runner, read_table, run_serial, write_table
 from herd.llama3.data.write_shards import write_documents
 from herd.llama3.recipe.base import Domain
 from herd.llama3.recipe.data_schema import Source
@@ -60,7 +62,7 @@ CURATION: tuple[CurationStage, ...] = (
 SAMPLED_AT_ONCE, SAMPLED_FILES = 8, 1000
 """Files of a source that a sample is read from in turns, and in total."""
 PARTITION_DOCUMENTS = 125_000
-"""Documents per partition: their bands take 60 MB, and a few times as much while they are sorted."""
+"""Documents per piece of a partition: their bands take 60 MB, and a few times as much while they are sorted."""
 
 
 def curate(
@@ -84,8 +86,12 @@ def curate(
     Raises ValueError if a file named in the recipe cannot be read or a domain keeps no document.
     """
     shards = list_shards(collected, annotated)
-    partitions = partitions or max(1, -(-sum(shard.documents for shard in shards) // PARTITION_DOCUMENTS))
-    job = CurationJob(recipe, shards, str(scratch), partitions, memory, threads, CURATION, fan or FAN)
+    documents = sum(shard.documents for shard in shards)
+    pieces = 1
+    if not partitions:
+        pieces = max(1, -(-documents // PARTITION_DOCUMENTS // len(shards)))
+        partitions = max(1, -(-documents // PARTITION_DOCUMENTS // pieces))
+    job = CurationJob(recipe, shards, str(scratch), partitions, memory, threads, CURATION, fan or FAN, pieces)
     for stage in job.stages:
         stage.run(runner, job)
     names = write_documents(runner, job)
@@ -124,7 +130,7 @@ def curate_sample(recipe: Recipe, count: int, folder: Path, note: Callable[[str]
             path.parent.mkdir(parents=True, exist_ok=True)
             errors = ReadErrors(fail := recipe.curate.on_error == "fail")
             with naming(f"sources.{domain}.{number}"):
-                listing = list_source(source) if source.uri != INSTALLED else None
+                listing = list_source(source) if source.uri not in BUILT_IN else None
                 if listing is not None and (fault := listing_fault(source, listing, fail)):
                     raise SourceError(fault)
                 for amount in left_out(listing) if listing else ():

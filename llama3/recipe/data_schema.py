@@ -469,8 +469,8 @@ class Source(Section):
     """Documents of one domain."""
 
     uri: Annotated[str, decides("collected")]
-    """`installed` (text on this machine), or a file, folder or glob: `data/*.{csv,tsv}`, `s3://...`, `hf://...`. A
-    recipe with a `<placeholder>` in any text can be planned but not run."""
+    """`installed` (text on this machine), `duckdb-functions` (a page on each SQL function of DuckDB), or a file, folder
+    or glob: `data/*.{csv,tsv}`, `s3://...`, `hf://...`. A recipe with a `<placeholder>` can be planned but not run."""
     format: Annotated[
         Literal["auto", "txt", "md", "html", "tex", "code", "json", "jsonl", "csv", "tsv", "warc", "parquet", "arrow"],
         decides("collected"),
@@ -520,8 +520,8 @@ class ConversationSource(Section):
     """
 
     uri: Annotated[str, decides("conversations", since="use")]
-    """A file, folder or glob of `.jsonl` files, also packed: `chats/*.jsonl.gz`, `s3://...`, `hf://...`; or `problems`:
-    worked math problems that herd generates."""
+    """A file, folder or glob of `.jsonl` files, also packed: `chats/*.jsonl.gz`, `s3://...`, `hf://...`; or questions
+    that herd generates: `problems` (worked math), `duckdb-functions` (SQL functions of DuckDB)."""
     ignore: Annotated[list[str], decides("conversations", since="use")] = Field(default_factory=list)
     """Globs of file names, or of paths below the folder, to skip."""
     license: Annotated[str, decides("conversations", since="use")] = "unknown"
@@ -545,6 +545,10 @@ class TrainTokenizer(Section):
     """Maximum text to train on, sampled by domain in the shares of `mix`."""
     mix: Annotated[str | None, decides("tokenizer")] = None
     """Mix of the sample; null: the mix of the first stage."""
+    pattern: Annotated[Literal["llama3", "gpt2", "qwen2", "tekken"], decides("tokenizer"), left_out("llama3")] = (
+        "llama3"
+    )
+    """Published pattern at which text is split before merges: of Llama 3, GPT-2, Qwen 2, or Mistral-Nemo."""
 
 
 class TokenizerConfig(Section):
@@ -552,8 +556,9 @@ class TokenizerConfig(Section):
 
     train: TrainTokenizer | None = None
     use: Annotated[str | None, decides("tokenizer")] = None
-    """A tiktoken `tokenizer.model` in the Llama 3 format, or a Hugging Face `tokenizer.json` of that kind; or the
-    tokenizer of a model of the root, by alias (`quickstart@champion`); or an address that `herd fetch` downloads."""
+    """A tiktoken `tokenizer.model` in the Llama 3 format, or a `tokenizer.json` of a byte-level BPE with the files
+    beside it; or the tokenizer of a model of the root, by alias (`quickstart@champion`); or an address that `herd
+    fetch` downloads."""
 
     @model_validator(mode="after")
     def _one(self) -> Self:

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.markup import escape
 
-from herd.llama3.data.readers.sources import INSTALLED, estimate_text, survey
+from herd.llama3.data.readers.sources import BUILT_IN, estimate_text, survey
 from herd.llama3.evaluate.checks import gate_powers, possible_scores
 from herd.llama3.evaluate.suite import CORE, stage_suite_name, with_suite
 from herd.llama3.parallel.layout import Layout
@@ -438,9 +438,8 @@ def data_findings(scaled: ScaledRun, store: Store, record: RunRecord) -> Iterato
             )
         if not surveyed.complete:
             sources = [source for source in recipe.sources[domain] if (source.name or "") == surveyed.name]
-            size = sum(estimate_text(source) for source in sources if source.uri != INSTALLED) + surveyed.bytes * any(
-                source.uri == INSTALLED for source in sources
-            )
+            estimates = [estimate_text(source) for source in sources if source.uri not in BUILT_IN]
+            size = sum(estimates) + (surveyed.bytes if len(estimates) < len(sources) else 0)
             surveyed = replace(surveyed, bytes=size, complete=True)
         if fault := data_shortage(recipe, surveyed, share * per_byte[domain]):
             yield RehearsalFinding(f"{fault} (of the sample, curation keeps {share:.0%})")

@@ -20,11 +20,11 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from herd.llama3.data.readers.conversations import PROBLEMS, ConversationSurvey
+from herd.llama3.data.readers.conversations import BUILT_IN_CONVERSATIONS, ConversationSurvey
 from herd.llama3.data.readers.files import File, list_source
 from herd.llama3.data.readers.records import UNREAD
 from herd.llama3.data.readers.sources import (
-    INSTALLED,
+    BUILT_IN,
     DomainSurvey,
     check_sources,
     reaches_limit,
@@ -457,12 +457,12 @@ def remote_addresses(recipe: Recipe) -> list[RemoteAddress]:
 def _addresses(recipe: Recipe) -> Iterator[RemoteAddress]:
     for domain, sources in recipe.sources.items():
         for index, source in enumerate(sources):
-            if source.uri != INSTALLED:
+            if source.uri not in BUILT_IN:
                 address = RemoteAddress(f"sources.{domain}.{index}", source.uri, source=source, domain=domain)
                 address.choose = partial(_documents, address)
                 yield address
     for index, conversations in enumerate(recipe.conversations):
-        if conversations.uri != PROBLEMS:
+        if conversations.uri not in BUILT_IN_CONVERSATIONS:
             source = Source(uri=conversations.uri, ignore=conversations.ignore)
             address = RemoteAddress(f"conversations.{index}", conversations.uri)
             address.choose = partial(_documents, RemoteAddress(address.field, address.uri, source=source))

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pyarrow as pa
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from herd.llama3.data.accounting import heavy_rules, scarce_domains
-from herd.llama3.data.mapreduce import Runner, read_table, run_step, write_table
+from herd.llama3.data.work_items import Runner, read_table, run_step, write_table
 from herd.llama3.evaluate.held_out import nothing_held_out
 from herd.llama3.recipe import keys
 from herd.storage.artifact import Artifact, ArtifactSpec
@@ -260,6 +261,8 @@ def prepare_conversations(context: Context, tokens: Artifact, tokenizer: Artifac
     from herd.llama3.tokens.tokenizer import Tokenizer
 
     recipe = context.recipe
+    files = [file for source in recipe.conversations for file in conversation_files(source)]
+    described = [duckdb.__version__ for source in recipe.conversations if source.uri == "duckdb-functions"]
     spec = ArtifactSpec(
         kind="conversations",
         name=recipe.name,
@@ -267,9 +270,7 @@ def prepare_conversations(context: Context, tokens: Artifact, tokenizer: Artifac
         parameters=keys.conversations(recipe),
         inputs={
             "tokenizer": tokenizer.key,
-            "files": _digest_of(
-                content_states([file for source in recipe.conversations for file in conversation_files(source)])
-            ),
+            "files": _digest_of([*content_states(files), *described]),
         },
     )
 

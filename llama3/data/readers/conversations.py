@@ -1,14 +1,16 @@
 """Read conversations from JSON lines: lists of messages (OpenAI, ShareGPT), or pairs (prompt and response, Alpaca).
 
 The first line of a file decides its form. Unlike documents, a broken line is never skipped: SourceError names file,
-line, field, and what to write. The uri `problems` generates conversations about worked math problems instead.
+line, field, and what to write. BUILT_IN_CONVERSATIONS are generated instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
+from herd.llama3.data.demo.sql_functions import sql_conversations
 from herd.llama3.data.demo.word_problems import conversation
 from herd.llama3.data.readers.files import (
     DAMAGE,
@@ -26,7 +28,8 @@ from herd.llama3.data.readers.sources import source_names
 from herd.llama3.recipe.data_schema import ConversationSource, Source
 from herd.storage.filesystem import fetched_listing, is_local
 
-PROBLEMS = "problems"
+BUILT_IN_CONVERSATIONS = ("problems", "duckdb-functions")
+"""Sources without files: generated math problems, and questions about DuckDB's functions."""
 LONGEST_LINE = 16_000_000
 """Maximum bytes of a line."""
 COUNTED = 1000
@@ -84,7 +87,7 @@ def survey_conversations(
     """
     surveys, faults = [], []
     for index, (name, source) in enumerate(zip(source_names(sources), sources, strict=True)):
-        if not (remote or source.uri == PROBLEMS or is_local(source.uri) or fetched_listing(source.uri)):
+        if not (remote or source.uri in BUILT_IN_CONVERSATIONS or is_local(source.uri) or fetched_listing(source.uri)):
             surveys.append(ConversationSurvey(name, complete=False))
             continue
         conversations = messages = size = counted = counted_size = 0
@@ -104,8 +107,8 @@ def survey_conversations(
 
 
 def conversation_files(source: ConversationSource) -> list[File]:
-    """Return the files of `source`, sorted; none for `problems`. Raises SourceError if there is none to read."""
-    if source.uri == PROBLEMS:
+    """Return the files of `source`, sorted; none for a built-in one. Raises SourceError if there is none to read."""
+    if source.uri in BUILT_IN_CONVERSATIONS:
         return []
     files = source_files(Source(uri=source.uri, ignore=source.ignore))
     if not files:
@@ -126,9 +129,10 @@ def read_conversations(
 
     Raises SourceError for the first line that is broken, a damaged file, and a source without conversations.
     """
-    if source.uri == PROBLEMS:
-        assert source.limit is not None
-        yield from (Conversation(conversation(seed, index), source.license) for index in range(source.limit))
+    if source.uri in BUILT_IN_CONVERSATIONS:
+        generated = (conversation(seed, index) for index in range(source.limit or 0))
+        rows = generated if source.uri == "problems" else islice(sql_conversations(), source.limit)
+        yield from (Conversation(row, source.license) for row in rows)
         return
     count = 0
     for file in conversation_files(source) if files is None else files:

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import duckdb
 import numpy as np
 import orjson
 import pyarrow.parquet as pq
 
 from herd.llama3.data.demo.installed import installed_documents, installed_fingerprint, installed_state
+from herd.llama3.data.demo.sql_functions import sql_function_documents
 from herd.llama3.data.readers.code import LEFT_OUT
 from herd.llama3.data.readers.document import BatchBuilder, Document, DocumentBatch
 from herd.llama3.data.readers.fields import text_of, value_of
@@ -49,7 +51,8 @@ from herd.llama3.recipe.schema import Recipe
 from herd.storage.digests import content_digests
 from herd.storage.filesystem import cache_folder, fetched_listing, is_local, local_path, write_atomic
 
-INSTALLED = "installed"
+BUILT_IN = ("installed", "duckdb-functions")
+"""Sources without files: text of this machine, and the reference of DuckDB's functions."""
 PASSED_OVER = 100
 """Documents that do not fit under a limit after which its source ends."""
 MOST_ENDINGS = 30
@@ -116,8 +119,10 @@ def read_source(
 
     `files`: those of its files to read, by default all.
     """
-    if source.uri == INSTALLED:
-        batches = _batches(installed_documents(domain, "", seed, source.system), most)
+    if source.uri in BUILT_IN:
+        installed = source.uri == "installed"
+        documents = installed_documents(domain, "", seed, source.system) if installed else sql_function_documents("")
+        batches = _batches(documents, most)
     else:
         batches = read_files(source_files(source) if files is None else files, source, skips, most)
     yield from batches if source.limit is None else _within(batches, source.limit, skips)
@@ -209,7 +214,7 @@ def _has_text(source: Source, domain: Domain, recipe: Recipe) -> bool:
 
 def _faults(source: Source, field: str, fail: bool, listed: list[File]) -> list[str]:
     """Return the faults of one source, and add its files to `listed` if any of them can be read."""
-    if source.uri == INSTALLED:
+    if source.uri in BUILT_IN:
         return []
 
     def begins(file: File, errors: ReadErrors) -> bool:
@@ -304,9 +309,11 @@ def fingerprint(recipe: Recipe) -> str:
     """
     state = {
         domain: [
-            installed_fingerprint(domain, source.system)
-            if source.uri == INSTALLED
-            else content_states(source_files(source), source.limit)
+            content_states(source_files(source), source.limit)
+            if source.uri not in BUILT_IN
+            else installed_fingerprint(domain, source.system)
+            if source.uri == "installed"
+            else duckdb.__version__
             for source in sources
         ]
         for domain, sources in recipe.sources.items()
@@ -348,7 +355,7 @@ def survey(recipe: Recipe, remote: bool = False) -> list[DomainSurvey]:
         documents, size, generated, complete = 0, 0, 0, True
         files, skipped = list[File](), Counter[str]()
         for source in (source for source in recipe.sources[domain] if (source.name or "") == name):
-            if source.uri == INSTALLED:
+            if source.uri in BUILT_IN:
                 amount = _count_installed(source, domain, seed, fail)
             elif remote or (not source.contents and (is_local(source.uri) or fetched_listing(source.uri))):
                 with naming(f"sources.{domain}.{recipe.sources[domain].index(source)}"):
