@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from glob import escape as glob_escape
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -84,14 +85,23 @@ def use_writable_cache() -> None:
     warnings.filterwarnings("ignore", "Failed to create the Prefect home")  # which herd does not use
 
 
+PACKAGE = "package://"
+
+
 def is_local(uri: str) -> bool:
-    """Return whether `uri` is a plain path or a `file://` URI."""
-    return "://" not in uri or uri.startswith("file://")
+    """Return whether `uri` is a plain path, a `file://` URI, or `package://name/file` of an installed package."""
+    return "://" not in uri or uri.startswith(("file://", PACKAGE))
 
 
 def local_path(uri: str) -> Path:
-    """Return the path that a local `uri` names."""
-    return Path(uri.removeprefix("file://")).expanduser()
+    """Return the path that a local `uri` names. Raises ValueError if the package that it names is not installed."""
+    if not uri.startswith(PACKAGE):
+        return Path(uri.removeprefix("file://")).expanduser()
+    package, _, file = uri.removeprefix(PACKAGE).partition("/")
+    found = find_spec(package) if package.isidentifier() else None
+    if found is None or not found.submodule_search_locations:
+        raise ValueError(f"{uri}: there is no package {package!r} in this environment; install it, or name a path")
+    return Path(found.submodule_search_locations[0], file)
 
 
 def is_below(name: str) -> bool:

@@ -79,3 +79,12 @@ def test_others_may_read_a_written_file_if_the_umask_allows(umask: int, mode: in
         os.umask(before)
     assert (tmp_path / "file").stat().st_mode & 0o777 == mode
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_of_an_installed_package_is_local() -> None:
+    uri = "package://duckdb/__init__.py"
+    assert filesystem.is_local(uri)
+    assert filesystem.filesystem_of(uri).cat_file(str(filesystem.local_path(uri))).startswith(b"#")
+    for missing in ("package://no_such_package/x.gguf", "package://math/x", "package:///x", "package://a.b/x"):
+        with pytest.raises(ValueError, match="is not installed|there is no package"):
+            filesystem.local_path(missing)
