@@ -36,7 +36,7 @@ from herd.llama3.evaluate.gate import CheckUnfinished, Decision
 from herd.llama3.recipe.load import resolved
 from herd.llama3.recipe.schema import Recipe
 from herd.storage.artifact import Artifact, flatten
-from herd.storage.lease import Lease, LeaseHeld, LeaseLost, lease
+from herd.storage.lease import Lease, LeaseHeld, LeaseLost, lease, lease_holder
 from herd.storage.object_artifact import open_store
 from herd.storage.processes import exit_within, peak_memory
 from herd.storage.root import Root
@@ -72,6 +72,7 @@ from herd.tasks.tracking.mlflow_store import report_page
 from herd.tasks.tracking.prefect_artifacts import run_done
 from herd.tasks.tracking.prometheus import remove_gauges
 
+LOOK_S = 0.5
 PATIENCE_S = 60.0
 """Seconds that a finished run waits for an MLflow that is away; afterwards the reconciler sends the rest."""
 MISTAKES = (
@@ -124,8 +125,8 @@ def acquire_run(
     """Yield the record to work on and the fence of its lease, which is held until the end.
 
     The record is that of the run that this flow run began, of an unfinished run of the same recipe, or a new one. With
-    `from_step` the unfinished run must be a rerun of the same run from the same step. If another process works on the
-    recipe, the new run waits for each of its steps and reuses them.
+    `from_step` the unfinished run must be a rerun of the same run from the same step. If another process runs it, the
+    new run waits for each of its steps and reuses them; who only looks after it (reconcile) is waited for.
     """
 
     def hold(stack: ExitStack, record: RunRecord, wait: Callable[[str], None] | None = None) -> Lease:
@@ -141,10 +142,19 @@ def acquire_run(
             message = f"waiting until {earlier.name} is free: {{}} works on it"
             run_lease, record = hold(stack, earlier, lambda holder: console.log(message.format(holder))), earlier
         elif not config.fresh:
-            earlier = runs.unfinished(recipe, config.until, config.rerun_of, config.from_step)
-            if earlier is not None and earlier.verdict != PENDING_APPROVAL:
-                with suppress(LeaseHeld):
+            waiting = Wait("an unfinished run of this recipe", console.log)
+            while record is None:
+                earlier = runs.unfinished(recipe, config.until, config.rerun_of, config.from_step)
+                if earlier is None or earlier.verdict == PENDING_APPROVAL:
+                    break
+                try:
                     run_lease, record = hold(stack, earlier), earlier
+                except LeaseHeld as held:
+                    holder = lease_holder(runs.root, f"runs/{earlier.name}")
+                    if holder is not None and holder.holder == earlier.name:  # a run; others hold it for seconds
+                        break
+                    waiting.note(escape(str(held)))
+                    time.sleep(LOOK_S)
         if record is not None:
             record = runs.find(record.name)  # again, now that the lease is held
             record.attempts += 1

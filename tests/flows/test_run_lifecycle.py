@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import threading
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -223,6 +223,23 @@ def test_the_same_rerun_from_a_step_continues_where_it_stopped(tmp_path: Path, m
     assert begin("quickstart-1", "main") == "quickstart-6 attempt 2"
     assert begin("quickstart-1", "anneal", state="finished") == "quickstart-3 attempt 2"
     assert begin("quickstart-1", "anneal") == "quickstart-7 attempt 1"
+
+
+def test_an_unfinished_run_that_is_looked_after_is_waited_for(tmp_path: Path) -> None:
+    runs, config = Runs(Root.parse(tmp_path)), PipelineParameters()
+    with acquire_run(config, RECIPE, runs, TerminalConsole()) as (record, _):
+        record.state = "interrupted"
+        runs.save(record)
+    name = f"runs/{record.name}"
+    with ExitStack() as held:
+        held.enter_context(lease(runs.root, name, f"reconcile on {record.name}"))
+        release = threading.Timer(1.0, held.close)
+        release.start()
+        with acquire_run(config, RECIPE, runs, TerminalConsole()) as (continued, _):
+            assert (continued.name, continued.attempts) == (record.name, 2)
+            with acquire_run(config, RECIPE, runs, TerminalConsole()) as (other, _):  # a run works on it
+                assert other.name != record.name
+        release.join()
 
 
 @pytest.mark.parametrize("error", [None, ValueError("no"), KeyboardInterrupt()], ids=["ends", "fails", "is stopped"])
