@@ -21,8 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from herd.llama3.data.demo.installed import installed_documents
-from herd.llama3.data.mapreduce import ROW_GROUP, document_id, text_hash
+from herd.llama3.data.mapreduce import document_id, text_hash
 from herd.llama3.data.text.normalize import normalize
+from herd.llama3.data.work_items import ROW_GROUP
 from herd.llama3.recipe.base import Domain
 
 SIZES = {"small": 4_000_000, "full": 43_000_000}

@@ -24,9 +24,9 @@ from benchmarks.session import Session
 from herd.llama3.data.annotate import document_statistics
 from herd.llama3.data.decontam.decontaminate import Decontaminate
 from herd.llama3.data.filters import broken_rules
-from herd.llama3.data.mapreduce import run_serial
 from herd.llama3.data.text.normalize import normalize
 from herd.llama3.data.text.words import split_words
+from herd.llama3.data.work_items import run_serial
 from herd.llama3.recipe.data_schema import Quality
 
 SETS = {"gsm8k": ("gsm8k/test.jsonl", ["question", "answer"]), "mmlu": ("mmlu/test.jsonl", ["question", "choices"])}

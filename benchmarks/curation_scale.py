@@ -40,8 +40,8 @@ from benchmarks.ours.setup import bench_recipe
 from benchmarks.rows import Row, measured
 from benchmarks.session import Session
 from benchmarks.storage_server import object_store
-from herd.llama3.data.mapreduce import Runner, run_serial
 from herd.llama3.data.text.normalize import normalize
+from herd.llama3.data.work_items import Runner, run_serial
 from herd.llama3.recipe.load import resolved
 from herd.storage.filesystem import filesystem_of
 from herd.storage.object_artifact import open_store

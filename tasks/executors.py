@@ -22,7 +22,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.context import TaskRunContext
 from prefect.task_runners import TaskRunner
 
-from herd.llama3.data.mapreduce import Runner, run_serial
+from herd.llama3.data.work_items import Runner, run_serial
 from herd.llama3.recipe.units import Bytes
 from herd.storage.files import atomic_file, read_file
 from herd.storage.filesystem import FETCHED

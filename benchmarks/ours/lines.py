@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.ours.setup import one_shard, write_attributes, write_kept
 from herd.llama3.data.dedup.lines import LineDedup, bad_lines, line_hashes, strip_lines
-from herd.llama3.data.mapreduce import run_serial
+from herd.llama3.data.work_items import run_serial
 
 
 def work(source: Path, folder: Path, max_copies: int = 6, min_chars: int = 8) -> dict[str, Any]:

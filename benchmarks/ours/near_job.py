@@ -14,7 +14,7 @@ from benchmarks.ours.setup import MEMORY, bench_recipe, quality
 from herd.llama3.data.annotate import annotate
 from herd.llama3.data.collect import collect
 from herd.llama3.data.curate import curate
-from herd.llama3.data.mapreduce import run_serial
+from herd.llama3.data.work_items import run_serial
 
 WORDS, MEAN_WORD = (50, 100_000), (3, 10)
 """Least and most words of a document, and characters of its mean word."""

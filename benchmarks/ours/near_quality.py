@@ -13,7 +13,7 @@ from benchmarks.ours.setup import one_shard, write_attributes
 from herd.llama3.data.dedup.exact import Exact
 from herd.llama3.data.dedup.minhash import CLUSTERS, MinHash, round_shuffles
 from herd.llama3.data.kernels.shingles import band_hashes
-from herd.llama3.data.mapreduce import read_table, run_serial
+from herd.llama3.data.work_items import read_table, run_serial
 
 
 def work(source: Path, folder: Path) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def work(source: Path, folder: Path) -> dict[str, Any]:
     clusters = read_table(job.file(job.by_partition(CLUSTERS), 0))
     pairs = set()
     for number in range(len(list(Path(job.folder, "minhash").glob("*/open")))):
-        similar = round_shuffles(job, number).verdicts.read(job, 0).filter(pc.field("similar"))
+        similar = round_shuffles(job, number).verdicts.read(job, 0).filter(pc.field("edge"))
         ends = zip(similar["center"].to_pylist(), similar["row"].to_pylist(), strict=True)
         pairs |= {(min(pair), max(pair)) for pair in ends}
     clustered = dict(zip(clusters["id"].to_pylist(), clusters["cluster"].to_pylist(), strict=True))

@@ -15,7 +15,7 @@ from benchmarks.ours.setup import MEMORY, bench_recipe, quality
 from herd.llama3.data.annotate import annotate
 from herd.llama3.data.collect import collect
 from herd.llama3.data.curate import curate
-from herd.llama3.data.mapreduce import run_serial
+from herd.llama3.data.work_items import run_serial
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.tokens.shards import tokenize
 

@@ -15,20 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from herd.llama3.data.mapreduce import (
-    LISTS,
-    CurationJob,
-    Runner,
-    aggregate,
-    documents_of,
-    hash_and_id,
-    open_parquet,
-    read_table,
-    run_step,
-    schema_of,
-    write_table,
-)
+from herd.llama3.data.mapreduce import CurationJob, aggregate, documents_of, hash_and_id, schema_of
 from herd.llama3.data.readers.code import LEFT_OUT
+from herd.llama3.data.work_items import Runner, read_table, write_table
 from herd.llama3.data.write_shards import STEP as WRITTEN
 from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.recipe.data_schema import few_held_out
@@ -109,28 +98,28 @@ REMEDIES = {
 
 
 def account_shard(job: CurationJob, index: int) -> None:
-    """Count the documents of a shard by source and outcome and by length, and choose samples of every outcome."""
-    written = read_table(job.file(WRITTEN, index))
+    """Count the documents of a piece by source and outcome and by length, and choose samples of every outcome."""
+    written = job.read(WRITTEN, index)
     query = """SELECT attributes.*, fates.step, fates.outcome, fates.kept AS kept_id, written, lines, redacted
         FROM attributes JOIN (
             SELECT "row", step, outcome, kept, 0 AS written, 0 AS lines, 0 AS redacted FROM fates
             UNION ALL SELECT "row", 'written', outcome, NULL, bytes, lines, redacted FROM written) AS fates
         USING ("row")"""
-    attributes = read_table(job.shards[index].attributes, _ATTRIBUTES)
+    attributes = job.attributes(index, _ATTRIBUTES)
     documents = job.query(query, attributes=attributes, fates=job.fates(index, "end"), written=written)
     ledger = "SELECT *, 1 AS documents FROM documents"
     lengths = "SELECT *, floor(log2(greatest(bytes, 1)))::INTEGER AS log2_bytes, 1 AS documents FROM documents"
-    write_table(job.query(_LENGTHS.replace("rows", f"({lengths})"), documents=documents), job.file(LENGTHS, index))
+    job.write(LENGTHS, index, job.query(_LENGTHS.replace("rows", f"({lengths})"), documents=documents))
     # The smallest draws, so that a second run shows the same documents.
     chosen = job.query(_SAMPLES.replace("rows", "documents"), documents=documents)
     texts = documents_of(job, index, chosen["row"].to_numpy(), ("text",))
     query = f"""SELECT domain, step, outcome, source, language, url, license, date, id, kept_id, topic, rank, bytes,
             words, draw, left(text, {EXCERPT}) AS excerpt
         FROM chosen JOIN texts USING ("row") ORDER BY ALL"""
-    write_table(job.query(query, chosen=chosen, texts=texts), job.file(SAMPLES, index))
+    job.write(SAMPLES, index, job.query(query, chosen=chosen, texts=texts))
     table = job.query(_LEDGER.replace("rows", f"({ledger})"), documents=documents)
     write_drops(job, index, documents.rename_columns({"kept_id": "kept"}))
-    write_table(table.cast(SCHEMA), job.file(STEP, index))
+    job.write(STEP, index, table.cast(SCHEMA))
 
 
 def write_ledger(runner: Runner, job: CurationJob, skipped: str, path: Path) -> pa.Table:
@@ -138,7 +127,7 @@ def write_ledger(runner: Runner, job: CurationJob, skipped: str, path: Path) -> 
 
     Raises AssertionError if a document is missing from it or counted twice.
     """
-    run_step(runner, job, STEP, account_shard, range(len(job.shards)))
+    job.each_shard(runner, STEP, account_shard)
     counted = aggregate(runner, job, STEP, len(job.shards), _LEDGER)
     left_out = read_table(skipped)
     read = """SELECT domain, source, 'read' AS step, reason AS outcome, documents, bytes, 0 AS words FROM left_out
@@ -261,7 +250,7 @@ def _clusters(job: CurationJob) -> pa.Table:
         clusters = read_table(file).cast(_NO_CLUSTERS)
     rows = np.concatenate([clusters[name].to_numpy() for name in ("kept_row", "copy_row")])
     documents: dict[int, dict[str, str]] = {}
-    for index in np.unique(job.shard_of(rows)).tolist():
+    for index in np.unique(job.piece_of(rows)).tolist():
         table = documents_of(job, index, rows, ("domain", "url", "text"))
         excerpts = pc.utf8_slice_codeunits(table["text"], 0, EXCERPT).cast(pa.string())
         table = table.set_column(table.column_names.index("text"), "excerpt", excerpts)
@@ -275,7 +264,7 @@ def _clusters(job: CurationJob) -> pa.Table:
 
 
 # Why a document is not, or not whole, in the training data: `drops/<shard>.parquet` has a row for each one that a step
-# dropped or changed, sorted by id. DuckDB reads it: `SELECT outcome, count(*) FROM 'drops/*.parquet' GROUP BY ALL`.
+# dropped or changed, by id in each piece. DuckDB: `SELECT outcome, count(*) FROM 'drops/*.parquet' GROUP BY ALL`.
 
 DROPS = "drops"
 DROPPED = schema_of(
@@ -290,7 +279,7 @@ LEAST = 8
 
 
 def write_drops(job: CurationJob, index: int, documents: pa.Table) -> None:
-    """Write the rows of a shard; `documents` has the columns of DROPPED but the broken bound, one row per document."""
+    """Write the rows of a piece; `documents` has the columns of DROPPED but the broken bound, one row per document."""
     changed = pc.or_(pc.greater(documents["lines"], 0), pc.greater(documents["redacted"], 0))
     rows = documents.filter(pc.or_(pc.invert(pc.is_in(documents["outcome"], pa.array(KEPT))), changed))
     rows = rows.take(pc.sort_indices(rows, sort_keys=[("id", "ascending"), ("url", "ascending")]))
@@ -301,16 +290,14 @@ def write_drops(job: CurationJob, index: int, documents: pa.Table) -> None:
     for place, name in enumerate(("field", "value", "bound")):
         values = [None if bound is None else bound[place] for bound in bounds]
         rows = rows.append_column(name, pa.array(values, DROPPED.field(name).type))
-    write_table(rows.select(DROPPED.names).cast(DROPPED), job.file(DROPS, index))
+    job.write(DROPS, index, rows.select(DROPPED.names).cast(DROPPED))
 
 
 def _broken(job: CurationJob, index: int, dropped: pa.Table) -> Iterator[tuple[str, Broken]]:
     """Yield the id and the broken bound of the documents that a bound of `curate.quality` dropped."""
     from herd.llama3.data.filters import broken_bound
 
-    with open_parquet(job.shards[index].attributes) as file:
-        names = [name for name in file.schema_arrow.names if name not in LISTS]
-        attributes = file.read(columns=names, use_threads=False)
+    attributes = job.attributes(index)
     attributes = attributes.filter(pc.is_in(attributes["id"], dropped["id"].combine_chunks()))
     outcomes = dict(zip(dropped["id"].to_pylist(), dropped["outcome"].to_pylist(), strict=True))
     for row in attributes.to_pylist():

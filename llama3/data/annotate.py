@@ -33,22 +33,13 @@ from herd.llama3.data.kernels.ngrams import Flags
 from herd.llama3.data.kernels.paragraphs import join_paragraphs
 from herd.llama3.data.kernels.shingles import band_hashes
 from herd.llama3.data.kernels.statistics import Statistic, measure
-from herd.llama3.data.mapreduce import (
-    BATCH,
-    CurationJob,
-    Runner,
-    Shard,
-    aggregate,
-    open_parquet,
-    run_step,
-    schema_of,
-    write_table,
-)
+from herd.llama3.data.mapreduce import CurationJob, Shard, aggregate, schema_of
 from herd.llama3.data.wordlists import count_words_in, read_words
+from herd.llama3.data.work_items import Runner, write_table
 from herd.llama3.recipe.base import Domain
 from herd.llama3.recipe.data_schema import Curate
 from herd.llama3.recipe.schema import Recipe
-from herd.storage.files import atomic_file, local_folder, open_file, put_folder
+from herd.storage.files import local_folder, open_file, put_folder
 from herd.storage.filesystem import is_local, local_path
 
 # KL divergence of a document's words from those of its domain and language (arXiv 2407.21783, 3.1.1).
@@ -83,28 +74,27 @@ class WordDistribution:
 
 def count_words(runner: Runner, job: CurationJob) -> None:
     """Count the words of all shards by domain and language: one file per shard, then one with the sums."""
-    run_step(runner, job, _COUNT, count_shard, range(len(job.shards)))
+    job.each_shard(runner, _COUNT, count_shard)
     if not job.files(_REFERENCE):
         sums = aggregate(runner, job, _COUNT, len(job.shards), _SUM)
         write_table(sums.cast(_SCHEMA), job.file(_REFERENCE, 0), row_group=1 << 16)
 
 
 def count_shard(job: CurationJob, index: int) -> None:
-    """Write how often each bucket occurs in the text of a shard, by language."""
-    shard = job.shards[index]
+    """Write how often each bucket occurs in the text of a piece, by language."""
+    shard = job.shard(index)
     counts: dict[str, NDArray[np.int64]] = {}
-    with open_parquet(shard.text) as file:
-        for batch in file.iter_batches(BATCH, columns=["language", "text"], use_threads=False):
-            for language in pc.unique(batch["language"]).to_pylist():
-                texts = batch["text"].filter(pc.equal(batch["language"], language))
-                add_words(texts, counts.setdefault(language, np.zeros(BUCKETS, np.int64)))
+    for batch in job.texts(index, ["language", "text"]):
+        for language in pc.unique(batch["language"]).to_pylist():
+            texts = batch["text"].filter(pc.equal(batch["language"], language))
+            add_words(texts, counts.setdefault(language, np.zeros(BUCKETS, np.int64)))
     tables = [_SCHEMA.empty_table()]
     for language in sorted(counts):
         buckets = np.flatnonzero(counts[language])
         names = [pa.array([name] * len(buckets), pa.string()) for name in (shard.domain, language)]
         columns = [*names, pa.array(buckets), pa.array(counts[language][buckets])]
         tables.append(pa.Table.from_arrays(columns, schema=_SCHEMA))
-    write_table(pa.concat_tables(tables), job.file(_COUNT, index))
+    job.write(_COUNT, index, pa.concat_tables(tables))
 
 
 def add_words(texts: Any, counts: NDArray[np.int64]) -> None:
@@ -194,7 +184,7 @@ def annotate(
     metadata = _prepare_models(recipe.curate, text_files, f"{scratch}/{MODELS}")
     if recipe.curate.needs_divergence:
         count_words(runner, job)
-    run_step(runner, job, STEP, annotate_shard, range(len(job.shards)))
+    job.each_shard(runner, STEP, annotate_shard)
     return {"shards": len(job.shards), "classifiers": metadata}
 
 
@@ -211,8 +201,8 @@ def _prepare_models(curate: Curate, text_files: dict[Domain, list[str]], uri: st
 def list_shards(collected: str | Path, annotated: str | Path) -> tuple[Shard, ...]:
     """Return the shards of two artifacts (or unfinished folders), by path or URI, in the order of their numbers."""
     return tuple(
-        Shard(number, domain, uri, f"{annotated}/{STEP}/{index:05}.parquet", documents, size)
-        for index, (number, domain, uri, documents, size) in enumerate(collected_shards(collected))
+        Shard(number, domain, uri, f"{annotated}/{STEP}/{index:05}.parquet", documents, size, pieces)
+        for index, (number, domain, uri, documents, size, pieces) in enumerate(collected_shards(collected))
     )
 
 
@@ -224,16 +214,10 @@ def attribute_files(curate: Curate) -> list[str]:
 
 
 def annotate_shard(job: CurationJob, index: int) -> None:
-    """Write the attributes of a shard: the columns of its documents except the text, and the derived ones."""
-    shard = job.shards[index]
-    with open_parquet(shard.text) as file:
-        schema = _attributes(job, shard.domain, file.schema_arrow.empty_table()).schema
-        with (
-            atomic_file(job.file(STEP, index)) as temporary,
-            pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
-        ):
-            for batch in file.iter_batches(BATCH):
-                writer.write_table(_attributes(job, shard.domain, pa.Table.from_batches([batch])))
+    """Write the attributes of a piece: the columns of its documents except the text, and the derived ones."""
+    for batch in job.texts(index):
+        attributes = _attributes(job, job.shard(index).domain, pa.Table.from_batches([batch]))
+        job.write(STEP, index, attributes, compression="zstd")
 
 
 def _attributes(job: CurationJob, domain: Domain, documents: pa.Table) -> pa.Table:

@@ -1,8 +1,7 @@
-"""Map-reduce for curation: the job, its work items, the shuffle between them, and what a stage of curation is.
+"""Map-reduce for curation: the job, its shards and partitions, and what a stage of curation is.
 
 A work item reads and writes files by path or URI: workers share nothing but the folder of the job, on a disk or in an
-object store. A file that exists is done, so a killed job resumes, and a runner (loop, threads, cluster) may do the
-items of a step in any order.
+object store. See `work_items` for items and their pieces, `shuffle` for what passes between them.
 """
 
 from __future__ import annotations
@@ -12,28 +11,41 @@ import os
 import shutil
 import tempfile
 import threading
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import duckdb
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
+from herd.llama3.data.shuffle import FAN, Ints, Shuffle, key_partitions
+from herd.llama3.data.work_items import (
+    ROW_GROUP,
+    Runner,
+    TableFile,
+    Work,
+    do_pieces,
+    open_parquet,
+    piece_groups,
+    read_each,
+    read_piece,
+    read_table,
+    run_step,
+    table_options,
+    work_item,
+    write_table,
+)
 from herd.llama3.recipe.base import Domain
 from herd.llama3.recipe.data_schema import HELD_OUT_DOCUMENTS, HELD_OUT_MOST, Curate
 from herd.llama3.recipe.schema import Recipe
-from herd.storage.files import atomic_file, file_names, open_file, read_range, remove_tree
-from herd.storage.filesystem import StoreError, is_local
-from herd.storage.processes import READERS, parallel_map
+from herd.storage.files import file_names, remove_tree
+from herd.storage.filesystem import is_local
 
 # DuckDB's defaults (80 % of the memory, a spill folder in the current directory) disturb a trainer beside it.
 
@@ -94,21 +106,17 @@ def _temporary_folder(pid: int) -> Path:
 
 
 ROW_BITS = 32
-"""Bits of `row` that number the documents inside a shard."""
-FAN = 32
-"""Maximum number of files that an item reads from a step, and of ranges that it writes for the next one. A level of
-merging costs a few percent of the processor time; with more files a level, requests of a store cost more than that."""
+"""Bits of `row` that number the documents inside a piece of a shard."""
 DROP_SCHEMA = pa.schema({"row": pa.int64(), "outcome": pa.string(), "kept": pa.string()})
 """What a stage drops; `kept`: id of the document kept instead, if any."""
 FATE_SCHEMA = pa.schema({"row": pa.int64(), "step": pa.string(), "outcome": pa.string(), "kept": pa.string()})
-"""Documents of a shard that some stage dropped, ordered by row; `step`: name of the stage."""
-ROW_GROUP = 8192
+"""Documents of a piece that some stage dropped, ordered by row; `step`: name of the stage."""
+AGGREGATED = 64_000_000
+"""Bytes of rows that a query aggregates at a time."""
 BATCH = 2048
 """Documents whose text is in memory at a time, typically 10 MB."""
 LISTS = ("lines", "bands")
 """Attributes that take more space than all others together."""
-Ints = NDArray[np.int64]
-Rows = TypeVar("Rows")
 
 
 @dataclass(frozen=True)
@@ -116,11 +124,14 @@ class Shard:
     """Documents of one domain: `text` and `attributes` (paths or URIs) are Parquet with the same rows in one order."""
 
     number: int
+    """Of the first piece; `row` of the first document of a piece is its number << ROW_BITS."""
     domain: Domain
     text: str
     attributes: str
     documents: int
     bytes: int
+    pieces: int = 1
+    """Each is sorted by id, and one of them is in memory."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +151,41 @@ class CurationJob:
     stages: tuple[CurationStage, ...] = ()
     """Stages of curation in order; the first one that drops a document decides its outcome."""
     fan: int = FAN
+    pieces: int = 1
+    """Pieces of a partition; one of them is in memory."""
+
+    @cached_property
+    def shard_pieces(self) -> int:
+        """Pieces of the largest shard. Those of shard i are numbered from i * `shard_pieces` on."""
+        return max((shard.pieces for shard in self.shards), default=1)
+
+    def each_shard(self, runner: Runner, step: str, work: Work, shards: Sequence[int] | None = None) -> None:
+        """Do `step` for every shard (or `shards`): `work(job, index)` for each piece."""
+        shards = range(len(self.shards)) if shards is None else shards
+        run_step(runner, self, step, partial(_do_shard, step, work), shards)
+
+    def each_partition(self, runner: Runner, step: str, work: Work) -> None:
+        """Do `step` for every partition: `work(job, index)` for each piece."""
+        run_step(runner, self, step, partial(_do_partition, step, work), range(self.partitions))
+
+    def shard(self, index: int) -> Shard:
+        """Return the shard of a piece."""
+        return self.shards[index // self.shard_pieces]
+
+    def write(self, step: str, index: int, table: pa.Table, row_group: int = ROW_GROUP, **options: Any) -> None:
+        """Write `table` to piece `index` of `step`; several tables of a piece follow in order.
+
+        `options` are those of the Parquet file, of which the first table decides.
+        """
+        with work_item(index) as item:
+            uri = self.file(step, item.number)
+            output = item.output(uri, lambda: TableFile(uri, **(options or table_options(table.schema))))
+            output.write(table, item.piece, row_group)
+
+    def read(self, step: str, index: int, columns: Sequence[str] | None = None) -> pa.Table:
+        """Return what an earlier step wrote to piece `index`."""
+        with work_item(index) as item:
+            return read_piece(self.file(step, item.number), item.piece, columns)
 
     def file(self, step: str, item: int) -> str:
         """Return the file that item `item` of `step` writes."""
@@ -155,19 +201,30 @@ class CurationJob:
 
     def by_key(self, name: str, items: int | None = None) -> Shuffle:
         """Return the shuffle from `items` (default: the shards) to the partitions."""
-        return Shuffle(name, len(self.shards) if items is None else items, self.partitions, self.fan)
+        items = len(self.shards) if items is None else items
+        return Shuffle(name, items, self.partitions, self.fan, pieces=self.pieces)
+
+    def partition_of(self, keys: Any) -> Ints:
+        """Return the piece of all partitions of each key (uint64, equally distributed)."""
+        return key_partitions(keys, self.partitions * self.pieces)
 
     def by_shard(self, name: str, items: int | None = None) -> Shuffle:
         """Return the shuffle from `items` (default: the partitions) to the shards."""
-        return Shuffle(name, self.partitions if items is None else items, len(self.shards), self.fan)
+        items = self.partitions if items is None else items
+        return Shuffle(name, items, len(self.shards), self.fan, pieces=self.shard_pieces)
 
-    def shard_of(self, rows: Any) -> Ints:
-        """Return the index of the shard of each row."""
-        return np.searchsorted(self._numbers, np.asarray(rows, np.int64) >> ROW_BITS)
+    def piece_of(self, rows: Any) -> Ints:
+        """Return the piece of all shards of each row."""
+        numbers, pieces = self._numbers
+        return pieces[np.searchsorted(numbers, np.asarray(rows, np.int64) >> ROW_BITS)]
 
     @cached_property
-    def _numbers(self) -> Ints:
-        return np.array([shard.number for shard in self.shards], np.int64)
+    def _numbers(self) -> tuple[Ints, Ints]:
+        """The numbers of all pieces, sorted, and the indices of these pieces."""
+        shards = [np.arange(shard.pieces) for shard in self.shards]
+        numbers = [shard.number + pieces for shard, pieces in zip(self.shards, shards, strict=True)]
+        indices = [place * self.shard_pieces + pieces for place, pieces in enumerate(shards)]
+        return tuple(np.concatenate([np.zeros(0, np.int64), *arrays]) for arrays in (numbers, indices))  # type: ignore[return-value]
 
     @contextmanager
     def session(self) -> Iterator[duckdb.DuckDBPyConnection]:
@@ -184,12 +241,9 @@ class CurationJob:
             return connection.sql(sql).to_arrow_table()
 
     def fates(self, index: int, before: str) -> pa.Table:
-        """Return the documents of a shard that stages before `before` dropped (FATE_SCHEMA).
-
-        `index` is that of the shard in `shards`, `before` the name of a stage, or "end".
-        """
+        """Return the documents of a piece that stages before `before` (a name, or "end") dropped (FATE_SCHEMA)."""
         stage = self.last_before(before)
-        return read_table(self.file(f"{stage}/fates", index)) if stage else FATE_SCHEMA.empty_table()
+        return self.read(f"{stage}/fates", index) if stage else FATE_SCHEMA.empty_table()
 
     def last_before(self, before: str) -> str:
         """Return the name of the last stage before `before` that writes fates, "" without."""
@@ -199,74 +253,44 @@ class CurationJob:
         return used[-1] if used else ""
 
     def survivors(self, index: int, before: str, columns: Sequence[str] | None = None) -> pa.Table:
-        """Return the attributes of the documents that no stage before `before` dropped, in the order of the shard.
+        """Return the attributes of the documents of a piece that no stage before `before` dropped, in its order.
 
         Without `columns` all but LISTS.
         """
-        with open_parquet(self.shards[index].attributes) as file:
-            names = columns or [name for name in file.schema_arrow.names if name not in LISTS]
-            table = file.read(columns=list(dict.fromkeys([*names, "row"])), use_threads=False)
+        table = self.attributes(index, columns)
         gone = self.fates(index, before)["row"].to_numpy()
         return table.filter(pa.array(~np.isin(table["row"].to_numpy(), gone))) if len(gone) else table
 
+    def attributes(self, index: int, columns: Sequence[str] | None = None) -> pa.Table:
+        """Return `columns` and the row of the attributes of a piece; without `columns` all but LISTS."""
+        with open_parquet(self.shard(index).attributes) as file:
+            names = columns or [name for name in file.schema_arrow.names if name not in LISTS]
+            groups = piece_groups(file, index % self.shard_pieces)
+            return file.read_row_groups(groups, columns=list(dict.fromkeys([*names, "row"])), use_threads=False)
 
-Work = Callable[[Any, int], None]
-"""Does one item of a step: `work(job, item)`. A function of a module or a method of a stage, so that it pickles."""
-Runner = Callable[[Any, str, Work, Sequence[int]], None]
-"""Runs the items of a step in any order: `runner(job, step, work, items)`. Raises the error of a failed item."""
-
-
-def run_step(runner: Runner, job: Any, step: str, work: Work, items: Sequence[int]) -> None:
-    """Do the `items` of `step` whose file does not exist yet."""
-    if is_local(job.folder):
-        Path(job.folder, step).mkdir(parents=True, exist_ok=True)
-    done = set(file_names(f"{job.folder}/{step}"))
-    left = [item for item in items if job.file(step, item).rpartition("/")[2] not in done]
-    if left:
-        runner(job, step, work, left)
-    pa.default_memory_pool().release_unused()  # otherwise the process keeps the peak of each step
+    def texts(self, index: int, columns: Sequence[str] | None = None, batch: int = BATCH) -> Iterator[pa.RecordBatch]:
+        """Yield the documents of a piece with their text, `batch` at a time."""
+        with open_parquet(self.shard(index).text) as file:
+            groups = piece_groups(file, index % self.shard_pieces)
+            names = None if columns is None else list(columns)
+            yield from file.iter_batches(batch, row_groups=groups, columns=names, use_threads=False)
 
 
-def run_serial(job: Any, step: str, work: Work, items: Sequence[int]) -> None:
-    """Do the items one after another in this process."""
-    for item in items:
-        work(job, item)
+def _do_shard(step: str, work: Work, job: CurationJob, shard: int) -> None:
+    do_pieces(step, job.shard_pieces, work, job, shard, job.shards[shard].pieces)
 
 
-def write_table(table: pa.Table, uri: str | Path, row_group: int = ROW_GROUP) -> None:
-    """Write `table` atomically; the bytes depend on the table alone."""
-    # A dictionary of hashes saves no space and takes a third of the write time.
-    texts = [field.name for field in table.schema if pa.types.is_string(field.type)]
-    with atomic_file(str(uri)) as temporary:
-        table = table.combine_chunks()
-        pq.write_table(table, temporary, compression="zstd", row_group_size=row_group, use_dictionary=texts or False)
-
-
-@contextmanager
-def open_parquet(uri: str) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file by path or URI."""
-    with pq.ParquetFile(open_file(uri)) as file:
-        yield file
-
-
-def read_table(uri: str, columns: Sequence[str] | None = None) -> pa.Table:
-    """Return the rows of a Parquet file, read by path or URI on this thread."""
-    with open_parquet(uri) as file:
-        return file.read(columns=None if columns is None else list(columns), use_threads=False)
-
-
-def read_each(read: Callable[[str], Rows], uris: Sequence[str]) -> list[Rows]:
-    """Return the result of `read` for each file; many at a time from a store, where a request waits some 30 ms."""
-    return list(map(read, uris)) if all(map(is_local, uris)) else parallel_map(read, uris, READERS)
+def _do_partition(step: str, work: Work, job: CurationJob, partition: int) -> None:
+    do_pieces(step, job.pieces, work, job, partition, job.pieces)
 
 
 def documents_of(job: CurationJob, index: int, rows: Any, columns: Sequence[str]) -> pa.Table:
-    """Return `columns` and the row of those documents of shard `index` whose row is among `rows`."""
-    with open_parquet(job.shards[index].text) as file:
-        batches = file.iter_batches(BATCH, columns=["row", *columns], use_threads=False)
-        return pa.concat_tables(
-            pa.Table.from_batches([batch]).filter(pa.array(np.isin(batch["row"].to_numpy(), rows))) for batch in batches
-        )
+    """Return `columns` and the row of those documents of piece `index` whose row is among `rows`."""
+    with open_parquet(job.shard(index).text) as file:
+        tables = [file.read_row_groups([], columns=["row", *columns])]
+    if len(rows):
+        tables += [pa.Table.from_batches([batch]) for batch in job.texts(index, ["row", *columns])]
+    return pa.concat_tables(table.filter(pa.array(np.isin(table["row"].to_numpy(), rows))) for table in tables)
 
 
 def schema_of(columns: str) -> pa.Schema:
@@ -280,162 +304,18 @@ def sql_literal(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-# The shuffle: rows go from the items of one step to the partitions of the next
-#
-# A file is cut into ranges of partitions, with an index in front, and a reader fetches its range of each file. Files
-# times readers would be quadratic in the corpus. So a file has at most `fan` ranges and a reader at most `fan` files,
-# and where there are more items or partitions, merging items between them read one range of `fan` files and cut it
-# again, as in a radix sort. 32 items and partitions need no merging, 1,024 are merged once, 32,768 twice, a million
-# (60 TB) three times.
-
-_PARTITION = "partition"
-
-
-@dataclass(frozen=True)
-class Shuffle:
-    """Rows on their way from `items` (writers) to `partitions` (readers)."""
-
-    name: str
-    """The name of the stage, a slash, what the rows are."""
-    items: int
-    partitions: int
-    fan: int = FAN
-    compression: str = "lz4"
-    """Of Arrow's buffers. Hashes do not compress, so the fastest; texts take zstd."""
-
-    @property
-    def levels(self) -> int:
-        """Files between writer and reader: 1 without merging."""
-        levels = 1
-        while self.fan**levels < max(self.items, self.partitions):
-            levels += 1
-        return levels
-
-    def step(self, level: int = 0) -> str:
-        """Return the step that writes the files of `level`; level 0 is written by the items, the others by `merge`."""
-        return f"shuffle/{self.name}/{self.items}-{self.partitions}/{level}"
-
-    def write(self, job: Any, item: int, rows: pa.Table, partitions: Ints) -> None:
-        """Write the file of `item`: `rows`, of which row i goes to partition `partitions[i]`."""
-        self._write(job, 0, item, rows.append_column(_PARTITION, pa.array(partitions, pa.int32())))
-
-    def merge(self, runner: Runner, job: Any) -> None:
-        """Merge until every partition is in at most `fan` files; called once all items have written."""
-        for level in range(1, self.levels):
-            items = range(self._ranges(level - 1) * self._files(level))
-            run_step(runner, job, self.step(level), partial(_merge_files, self, level), items)
-
-    def read(self, job: Any, partition: int) -> pa.Table:
-        """Return the rows of `partition`. Their order depends on the items: sort what must not."""
-        last = self.levels - 1
-        return self._read(job, last, partition, range(self._files(last)))
-
-    def merge_item(self, job: Any, level: int, item: int) -> None:
-        """Do item `item` of `level`: one range of at most `fan` files of the level below, cut into ranges again."""
-        group, batch = divmod(item, self._files(level))
-        files = range(batch * self.fan, min((batch + 1) * self.fan, self._files(level - 1)))
-        rows = self._read(job, level - 1, group, files)
-        if self._ranges(level - 1) == self.partitions:  # the range is one partition
-            rows = rows.append_column(_PARTITION, pa.array(np.full(len(rows), group), pa.int32()))
-        self._write(job, level, item, rows)
-
-    def _ranges(self, level: int) -> int:
-        """Return the number of ranges at `level`, over all groups; range i is partitions i P / n to (i + 1) P / n."""
-        return min(self.partitions, int(self.fan ** (level + 1)))
-
-    def _files(self, level: int) -> int:
-        """Return the number of files of each group of `level`; a group is a range of the level below."""
-        return -(-self.items // int(self.fan**level))
-
-    def _first(self, level: int, group: int) -> int:
-        """Return the first range of a group of `level`."""
-        return group * self._ranges(level) // self._ranges(level - 1)
-
-    def _write(self, job: Any, level: int, item: int, rows: pa.Table) -> None:
-        group = item // self._files(level)
-        first, stop = self._first(level, group), self._first(level, group + 1)
-        ranges = (
-            (rows[_PARTITION].to_numpy().astype(np.int64) + 1) * self._ranges(level) - 1
-        ) // self.partitions - first
-        if self._ranges(level) == self.partitions:
-            rows = rows.drop_columns([_PARTITION])
-        if stop - first > 1:
-            order = np.argsort(ranges, kind="stable")
-            ranges, rows = ranges[order], rows.take(pa.array(order)).combine_chunks()
-        ends = np.searchsorted(ranges, np.arange(stop - first), "right").tolist()
-        options = pa.ipc.IpcWriteOptions(compression=self.compression)
-        chunks = [_encoded(rows.slice(0, 0), options)]
-        chunks += [
-            _encoded(rows.slice(start, end - start), options) if end > start else b""
-            for start, end in zip([0, *ends], ends, strict=False)
-        ]
-        index_bytes = 16 * len(chunks)
-        index = np.array(
-            [np.cumsum([len(chunk) for chunk in chunks]) + index_bytes, [zlib.crc32(chunk) for chunk in chunks]]
-        ).T
-        with atomic_file(job.file(self.step(level), item)) as temporary, temporary.open("wb") as file:
-            file.write(index.astype(np.int64).tobytes())
-            file.writelines(chunks)
-
-    def _read(self, job: Any, level: int, number: int, files: range) -> pa.Table:
-        """Return range `number` of `level`, from the files of its group with the numbers `files`."""
-        group = ((number + 1) * self._ranges(level - 1) - 1) // self._ranges(level)
-        first, stop = self._first(level, group), self._first(level, group + 1)
-        names = [job.file(self.step(level), group * self._files(level) + file) for file in files]
-        read = partial(_read_range, stop - first, number - first)
-        tables = [table for table in read_each(read, names) if table is not None]
-        return pa.concat_tables(tables or [_read_chunk(names[0], stop - first, 0)])
-
-
-def _merge_files(shuffle: Shuffle, level: int, job: Any, item: int) -> None:
-    shuffle.merge_item(job, level, item)
-
-
-def _encoded(rows: pa.Table, options: pa.ipc.IpcWriteOptions) -> pa.Buffer:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, rows.schema, options=options) as writer:
-        writer.write_table(rows)
-    return sink.getvalue()
-
-
-def _read_range(ranges: int, number: int, uri: str) -> pa.Table | None:
-    """Return range `number` of a shuffle file of `ranges` ranges, None if it has no rows."""
-    return _read_chunk(uri, ranges, number + 1)
-
-
-def _read_chunk(uri: str, ranges: int, number: int) -> pa.Table | None:
-    """Return a chunk of a shuffle file: the schema is chunk 0, range i is chunk i + 1. Raises StoreError."""
-    # The index has a row for each chunk: offset of its end, CRC-32.
-    index_bytes = 16 * (ranges + 1)
-    index = np.frombuffer(read_range(uri, 0, index_bytes), np.int64).reshape(-1, 2)
-    start, (end, checksum) = int(index[number - 1, 0]) if number else index_bytes, index[number].tolist()
-    if start == end:
-        return None
-    for _ in range(2):
-        data = read_range(uri, start, end)
-        if zlib.crc32(data) == checksum:
-            return pa.ipc.open_stream(data).read_all()
-    raise StoreError(f"{uri}: the bytes from {start:,} to {end:,} are not those that were written; delete the file")
-
-
-def key_partitions(keys: Any, partitions: int) -> Ints:
-    """Return the partition of each key (uint64, equally distributed); it ascends with the key."""
-    high = np.asarray(keys, np.uint64) >> np.uint64(32)
-    return ((high * np.uint64(partitions)) >> np.uint64(32)).astype(np.int64)
-
-
 def write_drops(job: CurationJob, shuffle: Shuffle, item: int, drops: pa.Table) -> None:
     """Send the rows of `drops` (row, outcome, kept) to their shards."""
     rows = drops.select(DROP_SCHEMA.names).cast(DROP_SCHEMA)
-    shuffle.write(job, item, rows, job.shard_of(rows["row"]))
+    shuffle.write(job, item, rows, job.piece_of(rows["row"]))
 
 
 def add_fates(stage: str, job: CurationJob, index: int, drops: pa.Table) -> None:
-    """Write the fates of shard `index` after `stage`: those before it, and `drops` (DROP_SCHEMA)."""
+    """Write the fates of piece `index` after `stage`: those before it, and `drops` (DROP_SCHEMA)."""
     step = pa.array([stage] * len(drops), pa.string())
     added = drops.append_column("step", step).select(FATE_SCHEMA.names).cast(FATE_SCHEMA)
     fates = pa.concat_tables([job.fates(index, stage), added]).sort_by("row")
-    write_table(fates, job.file(f"{stage}/fates", index))
+    job.write(f"{stage}/fates", index, fates)
 
 
 def aggregate(runner: Runner, job: CurationJob, step: str, items: int, query: str) -> pa.Table:
@@ -455,9 +335,26 @@ def aggregate(runner: Runner, job: CurationJob, step: str, items: int, query: st
 
 
 def _aggregate_files(source: str, items: int, target: str, query: str, job: CurationJob, item: int) -> None:
-    numbers = range(item * job.fan, min((item + 1) * job.fan, items))
-    rows = pa.concat_tables(read_each(read_table, [job.file(source, number) for number in numbers]))
-    write_table(job.query(query, rows=rows), job.file(target, item))
+    files = [job.file(source, number) for number in range(item * job.fan, min((item + 1) * job.fan, items))]
+    tables: list[pa.Table] = []
+    size = most = AGGREGATED
+    for table in _tables(job, files):
+        tables.append(table)
+        size -= table.nbytes
+        if size < 0:
+            tables = [job.query(query, rows=pa.concat_tables(tables))]
+            most = size = max(most, 2 * tables[0].nbytes)
+    write_table(job.query(query, rows=pa.concat_tables(tables)), job.file(target, item))
+
+
+def _tables(job: CurationJob, files: Sequence[str]) -> Iterator[pa.Table]:
+    """Yield the rows of `files`, those with several pieces a row group after another."""
+    if job.pieces == job.shard_pieces == 1:
+        yield from read_each(read_table, files)
+        return
+    for uri in files:
+        with open_parquet(uri) as file:
+            yield from (file.read_row_group(group, use_threads=False) for group in range(file.num_row_groups))
 
 
 _SURVIVORS = """SELECT domain, language, {documents}::BIGINT AS documents, sum(bytes)::BIGINT AS bytes
@@ -467,13 +364,13 @@ _SURVIVORS = """SELECT domain, language, {documents}::BIGINT AS documents, sum(b
 def count_survivors(runner: Runner, job: CurationJob, before: str) -> pa.Table:
     """Return documents and bytes by domain and language of what no stage before `before` has dropped."""
     step = f"survivors/{job.last_before(before) or 'collected'}"
-    run_step(runner, job, step, partial(_count_shard, step, before), range(len(job.shards)))
+    job.each_shard(runner, step, partial(_count_shard, step, before))
     return aggregate(runner, job, step, len(job.shards), _SURVIVORS.format(documents="sum(documents)"))
 
 
 def _count_shard(step: str, before: str, job: CurationJob, index: int) -> None:
     rows = job.survivors(index, before, ("domain", "language", "bytes"))
-    write_table(job.query(_SURVIVORS.format(documents="count(*)"), rows=rows), job.file(step, index))
+    job.write(step, index, job.query(_SURVIVORS.format(documents="count(*)"), rows=rows))
 
 
 # Stages of curation: `curate.CURATION` lists them in order. Ledger, report and artifact key follow from the list.
@@ -523,7 +420,7 @@ class CurationStage:
     def apply_drops(self, runner: Runner, job: CurationJob, shuffle: Shuffle) -> None:
         """Write the fates of all shards from the drops in `shuffle`."""
         shuffle.merge(runner, job)
-        run_step(runner, job, f"{self.name}/fates", partial(_apply_drops, self.name, shuffle), range(len(job.shards)))
+        job.each_shard(runner, f"{self.name}/fates", partial(_apply_drops, self.name, shuffle))
 
 
 def _apply_drops(stage: str, shuffle: Shuffle, job: CurationJob, index: int) -> None:
@@ -538,10 +435,10 @@ class DocumentRule(CurationStage):
         raise NotImplementedError
 
     def passes(self, runner: Runner, job: CurationJob) -> None:
-        run_step(runner, job, f"{self.name}/fates", self.drop_documents, range(len(job.shards)))
+        job.each_shard(runner, f"{self.name}/fates", self.drop_documents)
 
     def drop_documents(self, job: CurationJob, index: int) -> None:
-        """Write the fates of shard `index`."""
+        """Write the fates of piece `index`."""
         query, tables = self.decide(job.recipe.curate, "FROM attributes")
         table = job.query(query, attributes=job.survivors(index, self.name), **tables)
         add_fates(self.name, job, index, table.select(DROP_SCHEMA.names).cast(DROP_SCHEMA))

@@ -16,16 +16,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from herd.llama3.data.mapreduce import (
-    CurationJob,
-    CurationStage,
-    Runner,
-    Shuffle,
-    hash_threshold,
-    run_step,
-    sql_literal,
-    write_drops,
-)
+from herd.llama3.data.mapreduce import CurationJob, CurationStage, hash_threshold, sql_literal, write_drops
+from herd.llama3.data.shuffle import Shuffle
+from herd.llama3.data.work_items import Runner, run_step
 from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.recipe.data_schema import Curate
 
@@ -49,7 +42,7 @@ class TopicCaps(CurationStage):
         return curate.topics is not None and bool(curate.topics.caps)
 
     def passes(self, runner: Runner, job: CurationJob) -> None:
-        run_step(runner, job, _topics(job).step(), map_topics, range(len(job.shards)))
+        job.each_shard(runner, _topics(job).step(), map_topics)
         _topics(job).merge(runner, job)
         drops = job.by_shard("topic/drops", len(DOMAINS))
         run_step(runner, job, drops.step(), drop_topics, range(len(DOMAINS)))
@@ -63,7 +56,7 @@ def _topics(job: CurationJob) -> Shuffle:
 
 def map_topics(job: CurationJob, index: int) -> None:
     """Send the survivors of capped topics in a shard to its domain, and one row without a topic for all the rest."""
-    topics, domain = job.recipe.curate.topics, job.shards[index].domain
+    topics, domain = job.recipe.curate.topics, job.shard(index).domain
     assert topics is not None
     survivors = job.survivors(index, STEP, ("topic", *_COLUMNS))
     bound = hash_threshold(job.recipe.curate.validation_fraction)  # documents below it are held out

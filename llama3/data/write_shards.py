@@ -16,21 +16,16 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from herd.llama3.data.mapreduce import (
-    BATCH,
     ROW_BITS,
     CurationJob,
-    Runner,
-    Shuffle,
     aggregate,
     count_survivors,
     held_out_bound,
-    open_parquet,
-    read_table,
-    run_step,
     schema_of,
-    write_table,
 )
+from herd.llama3.data.shuffle import Shuffle
 from herd.llama3.data.text.pii import redact
+from herd.llama3.data.work_items import Runner, TableFile, read_table, run_step, work_item, write_table
 from herd.llama3.recipe.base import Domain
 from herd.llama3.recipe.data_schema import HELD_OUT_BYTES, HELD_OUT_CUT, HELD_OUT_DOCUMENTS
 from herd.storage.files import atomic_file
@@ -40,7 +35,7 @@ if TYPE_CHECKING:
 
 STEP, COUNTS, DRAWS = "written", "output/counts", "output/draws"
 SHARD_BYTES = 64_000_000
-"""Text per file, of text shards and of curated documents."""
+"""Text per piece of a text shard, and per file of curated documents."""
 FILES, LARGEST_FILE = 8192, 512_000_000
 """Curated files of a domain beyond which they get larger, and their largest size in text: each file becomes three of
 tokens, which every trainer's index lists. 512 MB are 128M tokens, and a worker holds one file in memory."""
@@ -57,7 +52,7 @@ WRITTEN = schema_of("row int64, outcome string, bytes int64, lines int64, redact
 _REPEATED_COLUMNS = ["domain", "source", "language", "license", "date", "topic", "split"]
 _ID_SPAN = 16**8
 ITEM_BITS = 12
-"""An item has at most 2^12 text shards, 260 GB of text."""
+"""An item has at most 2^12 pieces of text, 260 GB."""
 TEXT_SCHEMA = schema_of(
     "row int64, id string, text large_string, domain string, source string, source_index int32, language string, "
     "url string, license string, date string, bytes int64, draw uint64"
@@ -69,12 +64,17 @@ _REPEATING = ["domain", "source", "source_index", "language", "license", "date"]
 
 
 class ShardWriter:
-    """Write the documents of one item as text shards, each sorted by id; call `flush` at the end."""
+    """Write the documents of one item as text shards of up to `pieces` pieces, each sorted by id; `close` at the end.
 
-    def __init__(self, folder: str, domain: Domain, item: int) -> None:
+    A shard's file is named after its first piece; its metadata has the bytes of text in all.
+    """
+
+    def __init__(self, folder: str, domain: Domain, item: int, pieces: int = 1) -> None:
         self.written: list[tuple[str, int, int]] = []
         """Name, documents and bytes of each shard."""
-        self._folder, self._domain, self._item = folder, domain, item
+        self._folder, self._domain, self._item, self._most = folder, domain, item, pieces
+        self._file: TableFile | None = None
+        self._number = self._pieces = 0
         self._tables: list[pa.Table] = []
         self._size = 0
 
@@ -85,37 +85,55 @@ class ShardWriter:
 
     @property
     def full(self) -> bool:
-        """Whether the buffer has enough text for a shard."""
+        """Whether the buffer has enough text for a piece."""
         return self._size >= SHARD_BYTES
 
     def flush(self) -> None:
-        """Write the buffered documents, if any, as a shard."""
+        """Write the buffered documents, if any, as a piece."""
         size = self._size
         if not size:
             return
-        number = len(self.written)
-        assert number < 1 << ITEM_BITS
-        name = f"{self._domain}-{self._item:05}-{number:04}.parquet"
+        assert self._number < 1 << ITEM_BITS
+        if self._file is None:
+            name = f"{self._domain}-{self._item:05}-{self._number:04}.parquet"
+            # Dictionary and statistics of the text would cost as much as compressing it. Statistics of ids let a reader
+            # of an id range skip row groups. Level 1: a third of the disk for about 10 us per 4.5 KB.
+            self._file = TableFile(
+                f"{self._folder}/{name}",
+                compression="zstd",
+                compression_level=1,
+                use_dictionary=_REPEATING,
+                write_statistics=[column for column in TEXT_SCHEMA.names if column != "text"],
+            )
+            self.written.append((name, 0, 0))
         table = pa.concat_tables(self._tables)
         self._tables, self._size = [], 0
         table = table.take(pc.sort_indices(table, sort_keys=[(key, "ascending") for key in ORDER]))
         pa.default_memory_pool().release_unused()  # the pool keeps freed memory, and a text may be 200 MB
-        first = (self._item << ITEM_BITS | number) << ROW_BITS
+        first = (self._item << ITEM_BITS | self._number) << ROW_BITS
         table = table.add_column(0, "row", pa.array(np.arange(first, first + table.num_rows, dtype=np.int64)))
-        table = table.select(TEXT_SCHEMA.names).cast(TEXT_SCHEMA).replace_schema_metadata({"bytes": str(size)})
-        with atomic_file(f"{self._folder}/{name}") as temporary:
-            pq.write_table(
-                table,
-                temporary,
-                compression="zstd",
-                compression_level=1,  # a third of the disk for about 10 us per 4.5 KB
-                row_group_size=_ROW_GROUP,
-                # Dictionary and statistics of the text would cost as much as compressing it. Statistics of ids let a
-                # reader of an id range skip row groups.
-                use_dictionary=_REPEATING,
-                write_statistics=[column for column in TEXT_SCHEMA.names if column != "text"],
-            )
-        self.written.append((name, table.num_rows, size))
+        self._file.write(table.select(TEXT_SCHEMA.names).cast(TEXT_SCHEMA), self._pieces, _ROW_GROUP)
+        name, documents, total = self.written[-1]
+        self.written[-1] = name, documents + table.num_rows, total + size
+        self._number, self._pieces = self._number + 1, self._pieces + 1
+        if self._pieces == self._most:
+            self._commit()
+
+    def close(self) -> None:
+        """Write the rest."""
+        self.flush()
+        if self._file is not None:
+            self._commit()
+
+    def discard(self) -> None:
+        """Forget the shard that is not complete."""
+        if self._file is not None:
+            self._file.discard()
+
+    def _commit(self) -> None:
+        assert self._file is not None
+        file, self._file, self._pieces = self._file, None, 0
+        file.commit(bytes=str(self.written[-1][2]))
 
 
 class OutputFile(NamedTuple):
@@ -148,7 +166,7 @@ def write_documents(runner: Runner, job: CurationJob) -> list[str]:
         write_table(pa.table(counts), job.file(COUNTS, 0))
     files = _counts(job).files
     documents = _documents(job, files)
-    run_step(runner, job, documents.step(), map_documents, range(len(job.shards)))
+    job.each_shard(runner, documents.step(), map_documents)
     documents.merge(runner, job)
     run_step(runner, job, "output/files", write_file, range(documents.partitions))
     return [_output_file(files, item).name for item in range(documents.partitions)]
@@ -173,7 +191,7 @@ _DRAWS = f"""SELECT domain, CASE WHEN first THEN draw END AS draw, sum(documents
 
 def held_out_bounds(runner: Runner, job: CurationJob) -> dict[Domain, int]:
     """Return by domain the draw below which a document is held out."""
-    run_step(runner, job, DRAWS, _count_draws, range(len(job.shards)))
+    job.each_shard(runner, DRAWS, _count_draws)
     rows = aggregate(runner, job, DRAWS, len(job.shards), _DRAWS).to_pylist()
     share, bounds = job.recipe.curate.validation_fraction, {}
     for domain in dict.fromkeys(shard.domain for shard in job.shards):
@@ -187,10 +205,10 @@ def held_out_bounds(runner: Runner, job: CurationJob) -> dict[Domain, int]:
 
 def _count_draws(job: CurationJob, index: int) -> None:
     survivors = job.survivors(index, "end", ("domain", "source_index", "draw", "bytes"))
-    rows = survivors.filter(pa.array(_may_be_held_out(job, job.shards[index].domain, survivors)))
+    rows = survivors.filter(pa.array(_may_be_held_out(job, job.shard(index).domain, survivors)))
     rows = rows.append_column("documents", pa.array([1] * len(rows), pa.int64()))
     rows = rows.append_column("counted", pc.min_element_wise(rows["bytes"], HELD_OUT_CUT))
-    write_table(job.query(_DRAWS, rows=rows), job.file(DRAWS, index))
+    job.write(DRAWS, index, job.query(_DRAWS, rows=rows))
 
 
 def _may_be_held_out(job: CurationJob, domain: Domain, documents: pa.Table) -> NDArray[np.bool_]:
@@ -225,29 +243,27 @@ def _documents(job: CurationJob, files: dict[Domain, int]) -> Shuffle:
 
 
 def map_documents(job: CurationJob, index: int) -> None:
-    """Finish the documents of a shard that no stage dropped, send them to their files, and write WRITTEN for them."""
+    """Finish the documents of a piece that no stage dropped, send them to their files, and write WRITTEN for them."""
     from herd.llama3.data.dedup.lines import bad_lines  # imports numba
 
-    domain, (files, bounds) = job.shards[index].domain, _counts(job)
+    domain, (files, bounds) = job.shard(index).domain, _counts(job)
     survivors = job.survivors(index, "end", ("row", "topic", "rank"))
     bad = bad_lines(job, index)
     rows, done = survivors["row"].to_numpy(), 0
-    finished, written = [CURATED_SCHEMA.empty_table()], [WRITTEN.empty_table()]
-    with open_parquet(job.shards[index].text) as file:
-        for batch in file.iter_batches(BATCH, use_threads=False):
+    first = sum(files[other] for other in list(files)[: list(files).index(domain)])
+    shuffle, written = _documents(job, files), [WRITTEN.empty_table()]
+    with work_item(index):
+        for batch in job.texts(index):
             alive = pa.array(np.isin(batch["row"].to_numpy(), rows))
             documents = pa.Table.from_batches([batch]).filter(alive)
             chosen = survivors.slice(done, len(documents))  # text and attributes have one order
             done += len(documents)
             documents = documents.append_column("topic", chosen["topic"]).append_column("quality", chosen["rank"])
-            texts, outcomes = _finished(job, domain, bounds[domain], bad, documents)
-            finished.append(texts)
+            table, outcomes = _finished(job, domain, bounds[domain], bad, documents)
             written.append(outcomes)
-    table = pa.concat_tables(finished)
-    heads = np.array([int(document_id[:8], 16) for document_id in table["id"].to_pylist()], np.int64)
-    first = sum(files[other] for other in list(files)[: list(files).index(domain)])
-    write_table(pa.concat_tables(written), job.file(STEP, index))
-    _documents(job, files).write(job, index, table, first + ((heads + 1) * files[domain] - 1) // _ID_SPAN)
+            heads = np.array([int(document_id[:8], 16) for document_id in table["id"].to_pylist()], np.int64)
+            shuffle.write(job, index, table, first + ((heads + 1) * files[domain] - 1) // _ID_SPAN)
+        job.write(STEP, index, pa.concat_tables(written))
 
 
 def write_file(job: CurationJob, item: int) -> None:

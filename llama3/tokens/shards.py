@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from herd.llama3.data.mapreduce import run_serial, write_table
+from herd.llama3.data.work_items import run_serial, write_table
 from herd.llama3.recipe.base import Domain
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.tokens.kernels import Ints, add_begin_end

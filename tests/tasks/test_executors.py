@@ -21,7 +21,7 @@ from benchmarks.curation_scale import FILE_BYTES, Place, herd_data, write_corpus
 from herd.llama3.data.annotate import annotate
 from herd.llama3.data.collect import collect
 from herd.llama3.data.curate import curate
-from herd.llama3.data.mapreduce import run_serial
+from herd.llama3.data.work_items import run_serial
 from herd.llama3.recipe.load import load_recipe
 from herd.tasks.cluster import Cluster
 from herd.tasks.executors import _load_job, _store_job, data_runner, item_memory, run_batch

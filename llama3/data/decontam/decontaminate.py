@@ -18,21 +18,16 @@ from herd.llama3.data.decontam.ngrams import GRAM, STEP, EvalExamples, ngram_ind
 from herd.llama3.data.kernels.arrow import Offsets, text_buffers
 from herd.llama3.data.kernels.ngrams import empty_matches, scan
 from herd.llama3.data.mapreduce import (
-    BATCH,
     DROP_SCHEMA,
     CurationJob,
     CurationStage,
-    Runner,
     add_fates,
     aggregate,
     documents_of,
-    open_parquet,
-    read_table,
-    run_step,
     schema_of,
-    write_table,
 )
 from herd.llama3.data.text.words import BARE_WORD
+from herd.llama3.data.work_items import Runner, read_table, run_step, write_table
 from herd.llama3.recipe.data_schema import Curate
 
 MATCHED, FLAGGED, VERIFIED = "contaminated/matched", "contaminated/flagged", "contaminated/verified"
@@ -87,19 +82,20 @@ class Decontaminate(CurationStage):
 
     def passes(self, runner: Runner, job: CurationJob) -> None:
         run_step(runner, job, STEP, write_benchmarks, [0])
-        run_step(runner, job, "contaminated/fates", scan_shard, range(len(job.shards)))
+        job.each_shard(runner, "contaminated/fates", scan_shard)
         matched = aggregate(runner, job, MATCHED, len(job.shards), _MERGE)
         examples = EvalExamples.read(job)
         best = _best_documents(matched, examples)
         chosen = np.flatnonzero(best.words >= examples.least(thresholds(job)))
         write_table(pa.table({"item": chosen, "row": best.rows[chosen]}), job.file(FLAGGED, 0))
-        run_step(runner, job, VERIFIED, verify_shard, np.unique(job.shard_of(best.rows[chosen])).tolist())
+        shards = np.unique(job.piece_of(best.rows[chosen]) // job.shard_pieces).tolist()
+        job.each_shard(runner, VERIFIED, verify_shard, shards)
         verified = [row for file in job.files(VERIFIED) for row in read_table(file).to_pylist()]
         write_reports(job, matched, verified)
 
 
 def scan_shard(job: CurationJob, index: int) -> None:
-    """Scan the documents of a shard that no earlier step has dropped for all examples, and drop those that contain one.
+    """Scan the documents of a piece that no earlier step has dropped for all examples, and drop those that contain one.
 
     The output is bounded by the grams, the examples and the documents that contain one, not by how often a gram occurs.
     """
@@ -109,15 +105,14 @@ def scan_shard(job: CurationJob, index: int) -> None:
     alive = job.survivors(index, "contaminated", ("row",))["row"].to_numpy()
     row_batches, id_batches = [np.zeros(0, np.int64)], [pa.array([], pa.string())]
     contains_batches = [np.zeros((0, len(benchmarks)), np.uint8)]
-    with open_parquet(job.shards[index].text) as file:
-        for batch in file.iter_batches(BATCH, columns=["row", "id", "text"], use_threads=False):
-            rows = batch["row"].to_numpy()
-            use = np.isin(rows, alive).astype(np.uint8)
-            contains = np.zeros((len(rows), len(benchmarks)), np.uint8)
-            stamp = scan(*text_buffers(batch["text"]), rows.copy(), use, examples, matches, stamp, contains)
-            row_batches.append(rows)
-            id_batches.append(batch["id"])
-            contains_batches.append(contains)
+    for batch in job.texts(index, ["row", "id", "text"]):
+        rows = batch["row"].to_numpy()
+        use = np.isin(rows, alive).astype(np.uint8)
+        contains = np.zeros((len(rows), len(benchmarks)), np.uint8)
+        stamp = scan(*text_buffers(batch["text"]), rows.copy(), use, examples, matches, stamp, contains)
+        row_batches.append(rows)
+        id_batches.append(batch["id"])
+        contains_batches.append(contains)
     rows, contains = np.concatenate(row_batches), np.concatenate(contains_batches)
     slots, where, _ = examples.table
     used = slots != 0
@@ -130,7 +125,7 @@ def scan_shard(job: CurationJob, index: int) -> None:
         _matches("best", len(items), item=items, words=matches.best[items], row=best_rows, id=best_ids),
         _matches("document", len(benchmarks), item=np.arange(len(benchmarks)), words=contains.sum(axis=0)),
     ]
-    write_table(pa.concat_tables(tables), job.file(MATCHED, index))
+    job.write(MATCHED, index, pa.concat_tables(tables))
     dropping = np.array([benchmark.action == "drop" for benchmark in benchmarks], bool)
     dropped = rows[contains[:, dropping].any(axis=1)]
     columns = [dropped, pa.array(["contaminated"] * len(dropped), pa.string()), pa.nulls(len(dropped), pa.string())]
@@ -189,9 +184,9 @@ def overlap(example: str, own: Sequence[bool], document: str) -> Overlap:
 
 
 def verify_shard(job: CurationJob, index: int) -> None:
-    """Compare examples with their best document, for those in this shard that cover them up to the threshold."""
+    """Compare examples with their best document, for those in this piece that cover them up to the threshold."""
     examples, flagged = EvalExamples.read(job), read_table(job.file(FLAGGED, 0))
-    here = flagged.filter(pa.array(job.shard_of(flagged["row"]) == index)).to_pylist()
+    here = flagged.filter(pa.array(job.piece_of(flagged["row"]) == index)).to_pylist()
     documents = documents_of(job, index, np.array([flag["row"] for flag in here], np.int64), ("text",)).to_pylist()
     texts = {document["row"]: document["text"] for document in documents}
     verified = []
@@ -200,7 +195,7 @@ def verify_shard(job: CurationJob, index: int) -> None:
         grams = ~examples.template[examples.ends[example] : examples.ends[example + 1]]
         shared = overlap(examples.text[example].as_py(), grams.tolist(), texts[flag["row"]])
         verified.append({"item": example, **shared._asdict()})
-    write_table(pa.Table.from_pylist(verified, _VERIFIED), job.file(VERIFIED, index))
+    job.write(VERIFIED, index, pa.Table.from_pylist(verified, _VERIFIED))
 
 
 class _BestDocuments(NamedTuple):

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from herd.llama3.data.kernels.arrow import Hashes, Offsets, hash_lists, list_buffers, text_buffers
 from herd.llama3.data.kernels.ngrams import NgramIndex, gram_endings, key_table, text_grams
-from herd.llama3.data.mapreduce import CurationJob, read_table, write_table
+from herd.llama3.data.mapreduce import CurationJob
 from herd.llama3.data.readers.files import file_format
 from herd.llama3.data.text.words import BARE_WORD
+from herd.llama3.data.work_items import read_table, write_table
 from herd.llama3.recipe.data_schema import Benchmark
 from herd.llama3.recipe.units import Share
 from herd.storage.filesystem import filesystem_of, glob, is_local, local_path
@@ -69,7 +70,7 @@ def read_benchmark(number: int, benchmark: Benchmark) -> Iterator[list[str]]:
 
 def _records(uri: str, parquet: bool) -> Iterator[tuple[str, Any]]:
     """Yield (file and line, record) of one file."""
-    with filesystem_of(uri).open(str(local_path(uri)) if uri.startswith("file://") else uri, "rb") as raw:
+    with filesystem_of(uri).open(str(local_path(uri)) if is_local(uri) else uri, "rb") as raw:
         if parquet:
             batches = pq.ParquetFile(raw).iter_batches()
             rows = (row for batch in batches for row in batch.to_pylist())

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from herd.llama3.data.mapreduce import CurationJob, CurationStage, Runner, key_partitions, run_step, write_drops
+from herd.llama3.data.mapreduce import CurationJob, CurationStage, write_drops
+from herd.llama3.data.work_items import Runner
 from herd.llama3.recipe.data_schema import Curate
 
 KEEP = '"rank" DESC, date DESC, id, url, source_index, license, language, "row"'
@@ -29,21 +30,21 @@ class _Copies(CurationStage):
 
     def passes(self, runner: Runner, job: CurationJob) -> None:
         copies = job.by_key(f"{self.name}/copies")
-        run_step(runner, job, copies.step(), self.map_shard, range(len(job.shards)))
+        job.each_shard(runner, copies.step(), self.map_shard)
         copies.merge(runner, job)
         drops = job.by_shard(f"{self.name}/drops")
-        run_step(runner, job, drops.step(), self.drop_copies, range(job.partitions))
+        job.each_partition(runner, drops.step(), self.drop_copies)
         self.apply_drops(runner, job, drops)
 
     def map_shard(self, job: CurationJob, index: int) -> None:
-        """Send the documents of shard `index` to the partitions of their keys."""
+        """Send the documents of piece `index` to the partitions of their keys."""
         documents = job.survivors(index, self.name, (*KEEP_COLUMNS, "domain"))
         keyed = job.query(f"SELECT {self.key} AS key, * FROM documents WHERE {self.where}", documents=documents)
-        partitions = key_partitions(keyed["key"], job.partitions)
+        partitions = job.partition_of(keyed["key"])
         job.by_key(f"{self.name}/copies").write(job, index, keyed.drop_columns(["key"]), partitions)
 
     def drop_copies(self, job: CurationJob, partition: int) -> None:
-        """Drop documents among those whose keys are in `partition`."""
+        """Drop documents among those whose keys are in piece `partition`."""
         (outcome,) = self.reasons
         query = f"""SELECT "row", '{outcome}' AS outcome, kept FROM (
             SELECT "row", date, row_number() OVER copies AS position, first_value(id) OVER copies AS kept,

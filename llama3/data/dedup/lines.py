@@ -3,7 +3,7 @@
 Frequent lines (arXiv 2407.21783, section 3.1.1, as in ccNet): documents of a domain and language are split into buckets
 of 30M; a line with more than 6 copies in a bucket loses *every* copy there, good lines too (refrains, common code).
 Repetitive lines ("duplicated n-gram coverage ratio", arXiv 2112.11446) are long unique lines such as logs. Exact up to
-collisions of 64-bit hashes. Counting goes by hash range: a worker holds one shard or one range.
+collisions of 64-bit hashes. Counting goes by hash range: a worker holds a piece of a shard or of a range.
 """
 
 from __future__ import annotations
@@ -30,20 +30,9 @@ from herd.llama3.data.kernels.lines import (
 from herd.llama3.data.kernels.ngrams import Flags, Table, key_table
 from herd.llama3.data.kernels.paragraphs import line_flags
 from herd.llama3.data.kernels.words import mix64
-from herd.llama3.data.mapreduce import (
-    CurationJob,
-    CurationStage,
-    Runner,
-    Shuffle,
-    aggregate,
-    count_survivors,
-    documents_of,
-    key_partitions,
-    read_table,
-    run_step,
-    schema_of,
-    write_table,
-)
+from herd.llama3.data.mapreduce import CurationJob, CurationStage, aggregate, count_survivors, documents_of, schema_of
+from herd.llama3.data.shuffle import Shuffle
+from herd.llama3.data.work_items import Runner, read_table, write_table
 from herd.llama3.recipe.data_schema import Curate
 
 BUCKETS, BAD, COMMON = "lines/buckets", "lines/bad", "lines/common"
@@ -97,14 +86,13 @@ class LineDedup(CurationStage):
         return curate.lines.max_copies is not None
 
     def passes(self, runner: Runner, job: CurationJob) -> None:
-        shards, partitions = range(len(job.shards)), range(job.partitions)
         counts, bad = _counts(job), _bad(job)
         write_table(count_buckets(job, count_survivors(runner, job, "lines")), job.file(BUCKETS, 0))
-        run_step(runner, job, counts.step(), map_lines, shards)
+        job.each_shard(runner, counts.step(), map_lines)
         counts.merge(runner, job)
-        run_step(runner, job, bad.step(), reduce_lines, partitions)
+        job.each_partition(runner, bad.step(), reduce_lines)
         bad.merge(runner, job)
-        run_step(runner, job, BAD, write_bad, shards)
+        job.each_shard(runner, BAD, write_bad)
         top = aggregate(runner, job, job.by_partition("lines/top"), job.partitions, _MOST)
         write_table(common_lines(job, top), job.file(COMMON, 0))
 
@@ -126,7 +114,7 @@ def count_buckets(job: CurationJob, survivors: pa.Table) -> pa.Table:
 
 
 def map_lines(job: CurationJob, index: int) -> None:
-    """Count the lines of a shard: key, copies, row (the first document with the line)."""
+    """Count the lines of a piece: key, copies, row (the first document with the line)."""
     survivors = job.survivors(index, "lines", ("row", "id", "domain", "language", "lines"))
     groups = _groups(_buckets(job), survivors["domain"], survivors["language"], survivors["id"])
     keys, texts = _keys(*list_buffers(survivors["lines"]), groups)
@@ -137,7 +125,7 @@ def map_lines(job: CurationJob, index: int) -> None:
     copies = np.diff(firsts, append=len(keys))
     first_rows = np.minimum.reduceat(rows, firsts) if len(firsts) else rows
     table = pa.table([keys[firsts], copies, first_rows], schema=_COUNTS)
-    _counts(job).write(job, index, table, key_partitions(keys[firsts], job.partitions))
+    _counts(job).write(job, index, table, job.partition_of(keys[firsts]))
 
 
 def reduce_lines(job: CurationJob, partition: int) -> None:
@@ -146,20 +134,20 @@ def reduce_lines(job: CurationJob, partition: int) -> None:
         WHERE copies > {job.recipe.curate.lines.max_copies}"""
     bad = job.query(query, counts=_counts(job).read(job, partition))
     query = f"""SELECT key, copies, min("row") AS "row" FROM bad GROUP BY ALL ORDER BY copies DESC, key LIMIT {SHOWN}"""
-    write_table(job.query(query, bad=bad), job.file(job.by_partition("lines/top"), partition))
-    _bad(job).write(job, partition, bad.select(["key"]), job.shard_of(bad["row"]))
+    job.write(job.by_partition("lines/top"), partition, job.query(query, bad=bad))
+    _bad(job).write(job, partition, bad.select(["key"]), job.piece_of(bad["row"]))
 
 
 def write_bad(job: CurationJob, index: int) -> None:
-    """Write the keys of the bad lines of a shard, sorted."""
-    write_table(_bad(job).read(job, index).sort_by("key"), job.file(BAD, index))
+    """Write the keys of the bad lines of a piece, sorted."""
+    job.write(BAD, index, _bad(job).read(job, index).sort_by("key"))
 
 
 def common_lines(job: CurationJob, top: pa.Table) -> pa.Table:
     """Return the bad lines with the most copies: domain, language, copies, line (normalized, its beginning)."""
     lines = {row["key"]: row for row in top.to_pylist()}
     rows = np.unique(np.array([line["row"] for line in lines.values()], np.int64))
-    for index in np.unique(job.shard_of(rows)).tolist():
+    for index in np.unique(job.piece_of(rows)).tolist():
         _add_texts(job, documents_of(job, index, rows, ("id", "domain", "language", "text")), lines)
     return pa.Table.from_pylist([{name: line[name] for name in _COMMON.names} for line in lines.values()], _COMMON)
 
@@ -204,9 +192,9 @@ def strip_lines(job: CurationJob, bad: Table, texts: Any, domains: Any, language
 
 
 def bad_lines(job: CurationJob, index: int) -> Table:
-    """Return the lines of a shard that have too many copies, for `strip_lines`; none without such a rule."""
+    """Return the lines of a piece that have too many copies, for `strip_lines`; none without such a rule."""
     counted = job.recipe.curate.lines.max_copies is not None
-    return key_table(read_table(job.file(BAD, index))["key"].to_numpy() if counted else np.zeros(0, np.uint64))
+    return key_table(job.read(BAD, index)["key"].to_numpy() if counted else np.zeros(0, np.uint64))
 
 
 def _keys(hashes: Hashes, offsets: Offsets, groups: Hashes) -> tuple[Hashes, Offsets]:

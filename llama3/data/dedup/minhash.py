@@ -2,8 +2,8 @@
 
 LSH alone joins many unlike pairs (a fifth of the edges, on technical text), so every edge is verified. A cluster is a
 connected component; it may be a chain, so a document leaves only if it is similar to one that stays. The shuffles, all
-under `minhash/`: `bands` by bucket; in rounds `pairs`, `center_requests` and `centers` by shard and `verdicts` by
-bucket; `edges` and the rounds of `stars` by document; `labels` by shard; `members` and `similar` by cluster.
+under `minhash/`: `bands` by bucket; in rounds `pairs` and `centers` by shard and `verdicts` by bucket; `edges` and the
+rounds of `stars` by document; `labels` by shard; `members` and `similar` by cluster.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from herd.llama3.data.accounting import CLUSTERS as SHOWN
@@ -22,23 +21,10 @@ from herd.llama3.data.accounting import LARGEST
 from herd.llama3.data.dedup.exact import KEEP, KEEP_COLUMNS
 from herd.llama3.data.kernels.arrow import Offsets, list_buffers
 from herd.llama3.data.kernels.shingles import jaccard_pairs, keep_first, mix_hashes, shingle_sets
-from herd.llama3.data.mapreduce import (
-    CurationJob,
-    CurationStage,
-    Runner,
-    Shuffle,
-    Work,
-    aggregate,
-    key_partitions,
-    open_parquet,
-    read_table,
-    run_step,
-    schema_of,
-    write_drops,
-    write_table,
-)
+from herd.llama3.data.mapreduce import CurationJob, CurationStage, aggregate, schema_of, write_drops
+from herd.llama3.data.shuffle import Shuffle
+from herd.llama3.data.work_items import Runner, Work, open_parquet, piece_groups, write_table
 from herd.llama3.recipe.data_schema import Curate
-from herd.storage.files import atomic_file
 
 ROUNDS = 8
 """Maximum number of centers that a bucket is compared with."""
@@ -71,19 +57,20 @@ class MinHash(CurationStage):
         return curate.dedup.jaccard < 1
 
     def passes(self, runner: Runner, job: CurationJob) -> None:
-        shards, partitions = range(len(job.shards)), range(job.partitions)
-        run_step(runner, job, _bands(job).step(), map_bands, shards)
+        job.each_shard(runner, _bands(job).step(), map_bands)
         _bands(job).merge(runner, job)
         rounds = verify_candidates(runner, job)
-        last = join_components(runner, job, rounds)
-        run_step(runner, job, _labels(job).step(), partial(send_labels, last, rounds), partitions)
+        job.each_partition(runner, _edges(job).step(), partial(send_edges, rounds))
+        _edges(job).merge(runner, job)
+        last = join_components(runner, job)
+        job.each_partition(runner, _labels(job).step(), partial(send_labels, last))
         _labels(job).merge(runner, job)
         _similar(job).merge(runner, job)
-        run_step(runner, job, _members(job).step(), map_members, shards)
+        job.each_shard(runner, _members(job).step(), map_members)
         _members(job).merge(runner, job)
-        run_step(runner, job, job.by_partition(ORDERED), order_members, partitions)
+        job.each_partition(runner, job.by_partition(ORDERED), order_members)
         closed = close_clusters(runner, job, rounds)
-        run_step(runner, job, _drops(job).step(), partial(write_clusters, rounds, closed), partitions)
+        job.each_partition(runner, _drops(job).step(), partial(write_clusters, rounds, closed))
         largest = aggregate(runner, job, job.by_partition(LARGEST), job.partitions, _MOST)
         write_table(largest, job.file(LARGEST, 0))
         self.apply_drops(runner, job, _drops(job))
@@ -91,6 +78,10 @@ class MinHash(CurationStage):
 
 def _bands(job: CurationJob) -> Shuffle:
     return job.by_key("minhash/bands")
+
+
+def _edges(job: CurationJob) -> Shuffle:
+    return job.by_key("minhash/edges", job.partitions)
 
 
 def _labels(job: CurationJob) -> Shuffle:
@@ -110,20 +101,20 @@ def _drops(job: CurationJob) -> Shuffle:
 
 
 def map_bands(job: CurationJob, index: int) -> None:
-    """Send the bands of the documents of a shard to their buckets: key (of the bucket), order, id_prefix, row."""
+    """Send the bands of the documents of a piece to their buckets: key (of the bucket), order, id_prefix, row."""
     documents = job.survivors(index, "minhash", ("row", "id", "rank", "date", "language", "bands"))
     bands, offsets = list_buffers(documents["bands"])
     document = np.repeat(np.arange(documents.num_rows), np.diff(offsets))
     # A document is compared only within its domain and language, so their hash goes into the key.
     names, language = np.unique(documents["language"].to_numpy().astype(str), return_inverse=True)
-    domain = job.shards[index].domain
+    domain = job.shard(index).domain
     digests = [blake2b(f"{domain}\0{name}".encode(), digest_size=8).digest() for name in names]
     groups = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)[language]
     id_prefix = np.array([int(document_id[:16], 16) for document_id in documents["id"].to_pylist()], np.uint64)
     key = mix_hashes(bands[offsets[0] : offsets[-1]] ^ groups[document])
     columns = {"order": keep_order(documents), "id_prefix": id_prefix, "row": documents["row"].to_numpy()}
     table = pa.table({"key": key} | {name: values[document] for name, values in columns.items()})
-    _bands(job).write(job, index, table, key_partitions(key, job.partitions))
+    _bands(job).write(job, index, table, job.partition_of(key))
 
 
 def keep_order(documents: pa.Table) -> NDArray[np.uint64]:
@@ -144,15 +135,15 @@ def keep_order(documents: pa.Table) -> NDArray[np.uint64]:
 # perhaps only one is like an earlier center. On technical text with planted copies, 8 rounds find 99.7 % of the pairs
 # with Jaccard >= 0.8; comparing open members alone found 99.1 % in 16 rounds.
 #
-# Pairs are verified in the shard of the member, which computes the sets of its documents once. Each center's set is
-# copied once to every shard that needs it, so a work item holds the sets of a shard and those of its centers.
+# Pairs are verified in the piece of the member, which computes the sets of its documents once. Each center's set is
+# copied once to every piece that needs it, so a work item holds the sets of a piece and those of its centers.
 
 
 def verify_candidates(runner: Runner, job: CurationJob) -> int:
     """Run rounds until no bucket has a pair left to compare; return their number.
 
-    Verdicts: key (bucket), place (in KEEP order), row (member), center, jaccard, similar, open (unlike every center so
-    far).
+    Verdicts: key (bucket), place (in KEEP order), row (member), center, jaccard, edge (the first verdict on a similar
+    pair), open (unlike every center so far).
     """
     for number in range(ROUNDS):
         if not verify_round(runner, job, number, partial(choose_pairs, number)):
@@ -162,17 +153,17 @@ def verify_candidates(runner: Runner, job: CurationJob) -> int:
 
 def verify_round(runner: Runner, job: CurationJob, number: int, choose: Work) -> bool:
     """Verify the pairs that `choose` sends for the partitions; return whether there were any."""
-    shards, shuffles = range(len(job.shards)), round_shuffles(job, number)
-    run_step(runner, job, shuffles.pairs.step(), choose, range(job.partitions))
+    shuffles = round_shuffles(job, number)
+    job.each_partition(runner, shuffles.pairs.step(), choose)
     if not job.files(job.by_partition(_open(number))):
         return False
     shuffles.pairs.merge(runner, job)
-    shuffles.center_requests.merge(runner, job)
-    run_step(runner, job, shuffles.centers.step(), partial(copy_centers, number), shards)
+    if number == 0:
+        job.each_shard(runner, SETS, write_sets)
+    job.each_shard(runner, shuffles.centers.step(), partial(copy_centers, number))
     shuffles.centers.merge(runner, job)
-    run_step(runner, job, shuffles.verdicts.step(), partial(verify_pairs, number), shards)
+    job.each_shard(runner, shuffles.verdicts.step(), partial(verify_pairs, number))
     shuffles.verdicts.merge(runner, job)
-    shuffles.edges.merge(runner, job)
     return True
 
 
@@ -180,10 +171,9 @@ class RoundShuffles(NamedTuple):
     """The shuffles of a round of verification."""
 
     pairs: Shuffle
-    center_requests: Shuffle
+    """Pairs for the shards of their members, and requests for those of their centers."""
     centers: Shuffle
     verdicts: Shuffle
-    edges: Shuffle
 
 
 def round_shuffles(job: CurationJob, number: int) -> RoundShuffles:
@@ -191,10 +181,8 @@ def round_shuffles(job: CurationJob, number: int) -> RoundShuffles:
     name = f"minhash/{number:02}"
     return RoundShuffles(
         job.by_shard(f"{name}/pairs"),
-        job.by_shard(f"{name}/center_requests"),
         job.by_shard(f"{name}/centers", len(job.shards)),
         job.by_key(f"{name}/verdicts"),
-        job.by_key(f"{name}/edges"),
     )
 
 
@@ -234,72 +222,76 @@ def choose_pairs(number: int, job: CurationJob, partition: int) -> None:
 
 
 def send_pairs(number: int, job: CurationJob, partition: int, columns: Columns) -> None:
-    """Send pairs (bucket, place, member, center, open) to the shards of their members; request their centers' sets.
+    """Send pairs (bucket, place, member, center, open) to the pieces of their members; request their centers' sets.
 
-    Requests: center, shard (of a member, which needs the set).
+    A request goes to the piece of its center. Its member is the piece that needs the set, its place is -1.
     """
-    pairs, center_requests, *_ = round_shuffles(job, number)
-    shard = job.shard_of(columns["member"])
-    needed, needed_by = _distinct(columns["center"], shard)
-    center_requests.write(job, partition, pa.table({"center": needed, "shard": needed_by}), job.shard_of(needed))
-    if len(shard):
-        write_table(pa.table({}), job.file(job.by_partition(_open(number)), partition))
-    pairs.write(job, partition, pa.table(columns), shard)
+    pieces = job.piece_of(columns["member"])
+    center, needed_by = _distinct(columns["center"], pieces)
+    requests = {"bucket": np.zeros(len(center), np.uint64), "place": np.full(len(center), -1)}
+    requests |= {"member": needed_by, "center": center, "open": np.zeros(len(center), bool)}
+    if len(center):
+        job.write(job.by_partition(_open(number)), partition, pa.table({}))
+    table = pa.concat_tables([pa.table(columns), pa.table(requests)])
+    pieces = np.concatenate([pieces, job.piece_of(center)])
+    round_shuffles(job, number).pairs.write(job, partition, table, pieces)
+
+
+def _read_pairs(number: int, job: CurationJob, index: int) -> tuple[Columns, Columns]:
+    """Return the pairs and the requests for a piece."""
+    columns = _columns(round_shuffles(job, number).pairs.read(job, index))
+    is_pair = columns["place"] >= 0
+    pairs, requests = ({name: values[which] for name, values in columns.items()} for which in (is_pair, ~is_pair))
+    return pairs, requests
 
 
 def copy_centers(number: int, job: CurationJob, index: int) -> None:
-    """Send the sets of the centers in a shard to the shards that requested them: row, shingles.
-
-    The first round computes all sets.
-    """
-    pairs, center_requests, centers, *_ = round_shuffles(job, number)
-    requests = _columns(center_requests.read(job, index))
-    center, shard = _distinct(requests["center"], requests["shard"])  # several partitions may request the same
-    if number == 0:
-        write_sets(job, index, np.union1d(pairs.read(job, index)["member"].to_numpy(), center))
-    rows, sets = read_sets(job.file(SETS, index), center)
+    """Send the sets of the centers in a piece to the pieces that requested them: row, shingles."""
+    _, requests = _read_pairs(number, job, index)
+    center, piece = _distinct(requests["center"], requests["member"])  # several partitions may request the same
+    rows, sets = read_sets(job, index, center)
     table = pa.table({"row": center, "shingles": sets.take(pa.array(np.searchsorted(rows, center)))})
-    centers.write(job, index, table, shard)
+    round_shuffles(job, number).centers.write(job, index, table, piece)
 
 
-def write_sets(job: CurationJob, index: int, rows: Offsets) -> None:
-    """Write the shingle sets of the documents `rows` (sorted) of a shard, ordered by row."""
-    width = job.recipe.curate.dedup.shingle
+def write_sets(job: CurationJob, index: int) -> None:
+    """Write the shingle sets of the documents of a piece that the first round compares, ordered by row."""
+    pairs, requests = _read_pairs(0, job, index)
+    rows, width = np.union1d(pairs["member"], requests["center"]), job.recipe.curate.dedup.shingle
     row_batches, sets = [np.zeros(0, np.int64)], [pa.array([], LISTS)]
-    if len(rows):
-        with open_parquet(job.shards[index].text) as file:
-            for batch in file.iter_batches(_BATCH, columns=["row", "text"], use_threads=False):
-                members = np.flatnonzero(np.isin(batch["row"].to_numpy(), rows))
-                row_batches.append(batch["row"].to_numpy()[members])
-                sets.append(shingle_sets(batch["text"].take(pa.array(members)), width))
+    for batch in job.texts(index, ["row", "text"], _BATCH) if len(rows) else ():
+        members = np.flatnonzero(np.isin(batch["row"].to_numpy(), rows))
+        row_batches.append(batch["row"].to_numpy()[members])
+        sets.append(shingle_sets(batch["text"].take(pa.array(members)), width))
     table = pa.table({"row": np.concatenate(row_batches), "shingles": pa.concat_arrays(sets)})
-    with atomic_file(job.file(SETS, index)) as temporary:  # hashes gain nothing from compression or dictionary
-        pq.write_table(table, temporary, row_group_size=SETS_PER_GROUP, compression="none", use_dictionary=False)
+    # Hashes gain nothing from compression or dictionary.
+    job.write(SETS, index, table, SETS_PER_GROUP, compression="none", use_dictionary=False)
 
 
-def read_sets(uri: str, rows: Offsets) -> tuple[Offsets, pa.LargeListArray]:
-    """Return (rows, sets) for those of `rows` that the file `uri` has, ordered by row."""
+def read_sets(job: CurationJob, index: int, rows: Offsets) -> tuple[Offsets, pa.LargeListArray]:
+    """Return (rows, sets) for those of `rows` that are in piece `index` of SETS, ordered by row."""
     rows = np.unique(rows)
-    with open_parquet(uri) as file:
-        groups: list[int] = []
-        if file.metadata.num_rows:  # an empty file has one row group without statistics
-            stats = [file.metadata.row_group(group).column(0).statistics for group in range(file.num_row_groups)]
+    with open_parquet(job.file(SETS, index // job.shard_pieces)) as file:
+        groups = piece_groups(file, index % job.shard_pieces) if file.metadata.num_rows else []
+        if groups:  # an empty file has one row group without statistics
+            stats = [file.metadata.row_group(group).column(0).statistics for group in groups]
             low, high = np.array([(stat.min, stat.max) for stat in stats], np.int64).T
-            groups = np.flatnonzero(np.searchsorted(rows, low) < np.searchsorted(rows, high, "right")).tolist()
+            chosen = np.flatnonzero(np.searchsorted(rows, low) < np.searchsorted(rows, high, "right")).tolist()
+            groups = [groups[place] for place in chosen]
         table = file.read_row_groups(groups, columns=["row", "shingles"], use_threads=False)
     table = table.filter(pa.array(np.isin(table["row"].to_numpy(), rows)))
     return table["row"].to_numpy(), pa.concat_arrays([pa.array([], LISTS), *table["shingles"].chunks])
 
 
 def verify_pairs(number: int, job: CurationJob, index: int) -> None:
-    """Send the verdict on every pair whose member is in a shard to its bucket, and similar pairs to both documents."""
+    """Send the verdict on every pair whose member is in a piece to its bucket."""
     shuffles = round_shuffles(job, number)
-    pairs = _sorted(_columns(shuffles.pairs.read(job, index)), "center", "member", "bucket")
+    pairs = _sorted(_read_pairs(number, job, index)[0], "center", "member", "bucket")
     center, member = pairs["center"], pairs["member"]
     # A pair may occur in several buckets; equal pairs are adjacent, and the first of them is computed.
     first = np.ones(len(center), bool)
     first[1:] = (center[1:] != center[:-1]) | (member[1:] != member[:-1])
-    member_rows, members = read_sets(job.file(SETS, index), member[first])
+    member_rows, members = read_sets(job, index, member[first])
     copies = shuffles.centers.read(job, index)
     copied = copies["row"].to_numpy()
     order = np.argsort(copied)
@@ -310,14 +302,22 @@ def verify_pairs(number: int, job: CurationJob, index: int) -> None:
     )
     jaccard = jaccard_pairs(list_buffers(members), list_buffers(center_sets), set_indices)
     similar = jaccard >= job.recipe.curate.dedup.jaccard
-    left, right, similarity = center[first][similar], member[first][similar], jaccard[similar]
-    ends = np.concatenate((left, right))
-    table = {"node": ends, "other": np.concatenate((right, left)), "jaccard": np.tile(similarity, 2)}
-    shuffles.edges.write(job, index, pa.table(table), _node_partitions(job, ends))
     pair = np.cumsum(first) - 1
     columns = {"key": pairs["bucket"], "place": pairs["place"], "row": member, "center": center}
-    columns |= {"jaccard": jaccard[pair], "similar": similar[pair], "open": pairs["open"] & ~similar[pair]}
-    shuffles.verdicts.write(job, index, pa.table(columns), key_partitions(pairs["bucket"], job.partitions))
+    columns |= {"jaccard": jaccard[pair], "edge": similar[pair] & first, "open": pairs["open"] & ~similar[pair]}
+    shuffles.verdicts.write(job, index, pa.table(columns), job.partition_of(pairs["bucket"]))
+
+
+def send_edges(rounds: int, job: CurationJob, partition: int) -> None:
+    """Send the similar pairs of all rounds to both documents: node, other, jaccard."""
+    verdicts = (round_shuffles(job, number).verdicts.read(job, partition) for number in range(rounds))
+    empty = schema_of("row int64, center int64, jaccard float64").empty_table()
+    names = empty.column_names
+    edges = [table.filter(table["edge"].combine_chunks()).select(names) for table in verdicts]
+    row, center, jaccard = _columns(pa.concat_tables([empty, *edges])).values()
+    node = np.concatenate((row, center))
+    table = {"node": node, "other": np.concatenate((center, row)), "jaccard": np.tile(jaccard, 2)}
+    _edges(job).write(job, partition, pa.table(table), _node_partitions(job, node))
 
 
 def _columns(table: pa.Table) -> Columns:
@@ -345,14 +345,14 @@ def _sorted(columns: Columns, *names: str) -> Columns:
 # star around its smallest node. The number of rounds grows with the logarithm of the longest path.
 
 
-def join_components(runner: Runner, job: CurationJob, rounds: int) -> int:
-    """Replace the edges of all rounds by stars; return the number of the last round of stars."""
-    number, partitions = 0, range(job.partitions)
+def join_components(runner: Runner, job: CurationJob) -> int:
+    """Replace the edges by stars; return the number of the last round of stars."""
+    number = 0
     while True:
         large, small = _stars(job, number)
-        run_step(runner, job, large.step(), partial(join_larger, number, rounds), partitions)
+        job.each_partition(runner, large.step(), partial(join_larger, number))
         large.merge(runner, job)
-        run_step(runner, job, small.step(), partial(join_smaller, number), partitions)
+        job.each_partition(runner, small.step(), partial(join_smaller, number))
         small.merge(runner, job)
         if not job.files(job.by_partition(_changed(number))):
             return number
@@ -368,9 +368,9 @@ def _changed(number: int) -> str:
     return f"minhash/stars-{number:02}/changed"
 
 
-def join_larger(number: int, rounds: int, job: CurationJob, partition: int) -> None:
+def join_larger(number: int, job: CurationJob, partition: int) -> None:
     """Do the large stars of the nodes of a partition."""
-    edges = _edges(job, rounds, partition) if number == 0 else _stars(job, number - 1)[1].read(job, partition)
+    edges = (_stars(job, number - 1)[1] if number else _edges(job)).read(job, partition)
     left, right, changed = large_star(edges["node"].to_numpy(), edges["other"].to_numpy())
     _write_stars(job, number, partition, _stars(job, number)[0], left, right, changed)
 
@@ -388,20 +388,12 @@ def _write_stars(
     job: CurationJob, number: int, partition: int, shuffle: Shuffle, node: Offsets, other: Offsets, changed: bool
 ) -> None:
     if changed:
-        write_table(pa.table({}), job.file(job.by_partition(_changed(number)), partition))
+        job.write(job.by_partition(_changed(number)), partition, pa.table({}))
     shuffle.write(job, partition, pa.table({"node": node, "other": other}), _node_partitions(job, node))
 
 
-def _edges(job: CurationJob, rounds: int, partition: int) -> pa.Table:
-    """Return the edges of all rounds of the nodes of a partition (node, other, jaccard); edges may repeat."""
-    empty = schema_of("node int64, other int64, jaccard float64").empty_table()
-    return pa.concat_tables(
-        [empty, *(round_shuffles(job, number).edges.read(job, partition) for number in range(rounds))]
-    )
-
-
 def _node_partitions(job: CurationJob, rows: Offsets) -> Offsets:
-    return key_partitions(mix_hashes(rows.astype(np.uint64)), job.partitions)
+    return job.partition_of(mix_hashes(rows.astype(np.uint64)))
 
 
 def large_star(node: Offsets, other: Offsets) -> tuple[Offsets, Offsets, bool]:
@@ -431,12 +423,12 @@ def _neighbors(node: Offsets, other: Offsets) -> tuple[Offsets, Offsets, NDArray
     return node, other, np.diff(node, prepend=node[:1] - 1) != 0
 
 
-def send_labels(last: int, rounds: int, job: CurationJob, partition: int) -> None:
+def send_labels(last: int, job: CurationJob, partition: int) -> None:
     """Send row and label (smallest row of its component) of the nodes of a partition to their shards.
 
     Their edges (label, node, other, jaccard; node > other) go to the partition of their component.
     """
-    edges = _sorted(_columns(_edges(job, rounds, partition)), "node", "other")
+    edges = _sorted(_columns(_edges(job).read(job, partition)), "node", "other")
     nodes, node_index = np.unique(edges["node"], return_inverse=True)
     stars = _columns(_stars(job, last)[1].read(job, partition))
     label = nodes.copy()
@@ -445,11 +437,11 @@ def send_labels(last: int, rounds: int, job: CurationJob, partition: int) -> Non
     once[1:] &= (np.diff(edges["node"]) != 0) | (np.diff(edges["other"]) != 0)
     similar = {"label": label[node_index][once]} | {name: values[once] for name, values in edges.items()}
     _similar(job).write(job, partition, pa.table(similar), _node_partitions(job, similar["label"]))
-    _labels(job).write(job, partition, pa.table({"row": nodes, "label": label}), job.shard_of(nodes))
+    _labels(job).write(job, partition, pa.table({"row": nodes, "label": label}), job.piece_of(nodes))
 
 
 def map_members(job: CurationJob, index: int) -> None:
-    """Send the documents of a shard with an edge, with the columns of KEEP, to the partition of their component."""
+    """Send the documents of a piece with an edge, with the columns of KEEP, to the partition of their component."""
     tables = {"documents": job.survivors(index, "minhash", KEEP_COLUMNS), "labels": _labels(job).read(job, index)}
     table = job.query('SELECT * FROM documents JOIN labels USING ("row")', **tables)
     _members(job).write(job, index, table, _node_partitions(job, table["label"].to_numpy()))
@@ -465,7 +457,7 @@ def order_members(job: CurationJob, partition: int) -> None:
     """Write row, id and label of the documents of a partition by component, in KEEP order."""
     query = f'SELECT "row", id, label FROM members ORDER BY label, {KEEP}'
     ordered = job.query(query, members=_members(job).read(job, partition))
-    write_table(ordered, job.file(job.by_partition(ORDERED), partition))
+    job.write(job.by_partition(ORDERED), partition, ordered)
 
 
 class Selection(NamedTuple):
@@ -486,7 +478,7 @@ class Selection(NamedTuple):
 
 def choose_kept(job: CurationJob, rounds: int, closed: int, partition: int) -> Selection:
     """Choose who stays by all verified pairs; `rounds` compared buckets, `closed` more compared who would stay."""
-    documents = read_table(job.file(job.by_partition(ORDERED), partition))
+    documents = job.read(job.by_partition(ORDERED), partition)
     pairs = [_similar(job).read(job, partition).select(["node", "other", "jaccard"])]
     for number in range(rounds, rounds + closed):
         verdicts = round_shuffles(job, number).verdicts.read(job, partition)
@@ -557,11 +549,11 @@ def write_clusters(rounds: int, closed: int, job: CurationJob, partition: int) -
     columns = {"cluster": ids.take(pa.array(first[component])), "id": ids, "row": choice.documents["row"]}
     columns |= {"size": count[component], "kept": ids.take(pa.array(kept)), "jaccard": jaccard}
     clusters = pa.table(columns).cast(_CLUSTERS).sort_by([("cluster", "ascending"), ("id", "ascending")])
-    write_table(clusters, job.file(job.by_partition(CLUSTERS), partition))
+    job.write(job.by_partition(CLUSTERS), partition, clusters)
     query = f"""SELECT kept AS cluster, count(*) AS documents, min("row") FILTER (id = kept) AS kept_row,
             min_by("row", (jaccard, id)) FILTER (id <> kept) AS copy_row,
             min(jaccard) FILTER (id <> kept) AS jaccard
         FROM clusters GROUP BY kept HAVING count(*) > 1 ORDER BY documents DESC, cluster LIMIT {SHOWN}"""
-    write_table(job.query(query, clusters=clusters), job.file(job.by_partition(LARGEST), partition))
+    job.write(job.by_partition(LARGEST), partition, job.query(query, clusters=clusters))
     query = """SELECT "row", 'near_duplicate' AS outcome, kept FROM clusters WHERE id <> kept"""
     write_drops(job, _drops(job), partition, job.query(query, clusters=clusters))

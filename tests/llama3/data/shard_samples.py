@@ -66,7 +66,7 @@ def without(job: CurationJob, rows: Collection[int]) -> CurationJob:
     """Return `job` with an earlier stage that has dropped the documents `rows`."""
     job = replace(job, stages=(Earlier(), *job.stages))
     for index in range(len(job.shards)):
-        here = [row for row in rows if job.shard_of([row]) == index]
+        here = [row for row in rows if job.piece_of([row]) == index]
         drops = {"row": here, "outcome": ["gone"] * len(here), "kept": [None] * len(here)}
         add_fates("earlier", job, index, pa.table(drops, schema=DROP_SCHEMA))
     return job

@@ -23,8 +23,8 @@ from herd.llama3.data.annotate import (
     reference_counts,
     word_distribution,
 )
-from herd.llama3.data.mapreduce import run_serial
 from herd.llama3.data.text.words import split_words
+from herd.llama3.data.work_items import run_serial
 from tests.llama3.data.shard_samples import make_job
 
 WORDS = [f"word{index}" for index in range(3000)]

@@ -17,9 +17,9 @@ import pytest
 from herd.llama3.data.annotate import annotate
 from herd.llama3.data.collect import collect, collected_shards
 from herd.llama3.data.curate import curate
-from herd.llama3.data.mapreduce import run_serial
 from herd.llama3.data.readers.files import SourceError, list_source
 from herd.llama3.data.readers.sources import check_sources, fingerprint
+from herd.llama3.data.work_items import run_serial
 from herd.llama3.recipe.data_schema import TokenizerConfig
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.tokens.shards import tokenize

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,10 +18,12 @@ from hypothesis import strategies as st
 
 from herd.llama3.data.accounting import EXPLAINED, check_not_empty
 from herd.llama3.data.annotate import annotate
-from herd.llama3.data.collect import collect
+from herd.llama3.data.collect import collect, collected_shards
 from herd.llama3.data.curate import CURATION, curate, curate_sample, explain
-from herd.llama3.data.mapreduce import DocumentRule, Runner, hash_threshold, run_serial, text_hash
+from herd.llama3.data.mapreduce import DocumentRule, hash_threshold, text_hash
 from herd.llama3.data.readers.files import SourceError
+from herd.llama3.data.readers.sources import read_source
+from herd.llama3.data.work_items import Runner, run_serial
 from herd.llama3.data.write_shards import CURATED_SCHEMA, FILES, LARGEST_FILE, SHARD_BYTES, files_for
 from herd.llama3.recipe.data_schema import Curate
 from herd.llama3.recipe.schema import Recipe
@@ -162,10 +165,14 @@ def backwards_on_threads(count: int) -> Runner:
     return runner
 
 
-def test_bytes_do_not_depend_on_files_order_threads_or_parts(
+def test_bytes_do_not_depend_on_files_order_threads_items_or_pieces(
     tmp_path: Path, make_recipe: Make, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("herd.llama3.data.write_shards.SHARD_BYTES", 24_000)
+    monkeypatch.setattr("herd.llama3.data.collect.MOST_TEXT", 24_000)
+    monkeypatch.setattr("herd.llama3.data.curate.PARTITION_DOCUMENTS", 20)
+    monkeypatch.setattr("herd.llama3.data.shuffle.BUFFER", 4000)
+    monkeypatch.setattr("herd.llama3.data.collect.read_source", partial(read_source, most=4000))
     texts = prose(5, 200)
     near = [text.replace(" ", "  ", 1) + " more" for text in texts[:40]]
     shared = [f"{text}\nThis line stands under every page.\n" for text in prose(6, 30)]
@@ -174,8 +181,10 @@ def test_bytes_do_not_depend_on_files_order_threads_or_parts(
         for number, text in enumerate([*texts, *near, *shared, *texts[120:150]])
     ]
     outs = []
-    for number, (files, threads, partitions, fan) in enumerate(((1, 1, 1, 256), (8, 2, 3, 2))):
-        monkeypatch.setattr("herd.llama3.data.collect.ITEM_BYTES", 1 if files > 1 else 1 << 30)
+    # Of the last, partitions have five pieces.
+    settings = ((1, 1, 1, 1, 256, 1_000_000), (8, 8, 2, 3, 2, 1), (16, 3, 2, None, 2, 72_000))
+    for number, (files, items, threads, partitions, fan, item_bytes) in enumerate(settings):
+        monkeypatch.setattr("herd.llama3.data.collect.ITEM_BYTES", item_bytes)
         random.Random(number).shuffle(every)
         source = tmp_path / f"in{number}" / "a" / "web"
         source.mkdir(parents=True)
@@ -187,7 +196,9 @@ def test_bytes_do_not_depend_on_files_order_threads_or_parts(
         )
         folder = tmp_path / f"run{number}"
         facts = chain(recipe, folder, backwards_on_threads(threads), threads=threads, partitions=partitions, fan=fan)
-        assert len(list((folder / "collected" / "text").iterdir())) == files
+        shards = collected_shards(folder / "collected")
+        assert len(shards) == items
+        assert max(shard.pieces for shard in shards) == {1: 7, 8: 1, 3: 3}[items]
         assert facts["lines_removed"]["general"] >= 20
         outs.append(contents(folder))
     assert len([name for name in outs[0] if name.startswith("documents/")]) > 2

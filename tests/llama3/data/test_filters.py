@@ -14,7 +14,8 @@ import pytest
 from herd.llama3.data.annotate import COLUMNS, document_statistics
 from herd.llama3.data.curate import CURATION, explain
 from herd.llama3.data.filters import Filters, broken_rules, read_blocked
-from herd.llama3.data.mapreduce import FATE_SCHEMA, CurationJob, Shard, run_serial
+from herd.llama3.data.mapreduce import FATE_SCHEMA, CurationJob, Shard
+from herd.llama3.data.work_items import run_serial
 from herd.llama3.recipe.data_schema import Curate, Quality
 
 OFF: dict[str, Any] = {

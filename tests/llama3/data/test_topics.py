@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from herd.llama3.data.mapreduce import CurationJob, hash_threshold, run_serial
+from herd.llama3.data.mapreduce import CurationJob, hash_threshold
 from herd.llama3.data.topics import TopicCaps, kept_documents, max_total
+from herd.llama3.data.work_items import run_serial
 from herd.llama3.recipe.data_schema import Curate
 from tests.llama3.data.shard_samples import attributes, dropped_rows, ids, make_job, without
 

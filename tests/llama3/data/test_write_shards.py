@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from herd.llama3.data.mapreduce import CurationJob, hash_threshold, run_serial
+from herd.llama3.data.mapreduce import CurationJob, hash_threshold
+from herd.llama3.data.work_items import run_serial
 from herd.llama3.data.write_shards import held_out_bounds
 from herd.llama3.recipe.data_schema import HELD_OUT_BYTES, HELD_OUT_DOCUMENTS, Curate
 from tests.llama3.data.shard_samples import attributes, make_job, without

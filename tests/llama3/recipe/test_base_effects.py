@@ -25,7 +25,7 @@ from herd.llama3.data.annotate import COUNTS, annotate
 from herd.llama3.data.collect import collect
 from herd.llama3.data.curate import curate
 from herd.llama3.data.filters import outcome_sql
-from herd.llama3.data.mapreduce import run_serial
+from herd.llama3.data.work_items import run_serial
 from herd.llama3.evaluate.evaluate import evaluate
 from herd.llama3.evaluate.gate import decide
 from herd.llama3.evaluate.long_context_gate import METRICS, score_long_context

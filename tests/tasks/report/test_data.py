@@ -12,7 +12,7 @@ import yaml
 from herd.llama3.data.annotate import annotate
 from herd.llama3.data.collect import collect
 from herd.llama3.data.curate import curate
-from herd.llama3.data.mapreduce import run_serial
+from herd.llama3.data.work_items import run_serial
 from herd.llama3.recipe.load import parse_recipe
 from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from herd.llama3.data.decontam.decontaminate import Decontaminate, Overlap, overlap
 from herd.llama3.data.decontam.ngrams import check_benchmarks
-from herd.llama3.data.mapreduce import CurationJob, run_serial
+from herd.llama3.data.mapreduce import CurationJob
 from herd.llama3.data.text.words import BARE_WORD
+from herd.llama3.data.work_items import run_serial
 from herd.llama3.recipe.data_schema import Benchmark, Curate
 from tests.llama3.data.shard_samples import dropped_rows, ids, make_job, without
 

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from herd.llama3.data.dedup.exact import Exact, NewestVersion
-from herd.llama3.data.mapreduce import CurationJob, run_serial
+from herd.llama3.data.mapreduce import CurationJob
+from herd.llama3.data.work_items import run_serial
 from tests.llama3.data import shard_samples
 from tests.llama3.data.shard_samples import attributes, dropped_rows
 

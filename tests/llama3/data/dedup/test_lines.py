@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from herd.llama3.data.dedup.lines import LineDedup, StrippedTexts, bad_lines, line_hashes, strip_lines
-from herd.llama3.data.mapreduce import CurationJob, run_serial
+from herd.llama3.data.mapreduce import CurationJob
 from herd.llama3.data.text.words import split_words
+from herd.llama3.data.work_items import run_serial
 from herd.llama3.recipe.data_schema import Curate, Lines
 from tests.llama3.data.shard_samples import make_job, without
 

@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from herd.llama3.data.dedup.minhash import CLUSTERS, ROUNDS, MinHash, round_shuffles
-from herd.llama3.data.mapreduce import CurationJob, run_serial
+from herd.llama3.data.mapreduce import CurationJob
 from herd.llama3.data.text.words import split_words
+from herd.llama3.data.work_items import run_serial
 from herd.llama3.recipe.data_schema import Curate, Dedup
 from tests.llama3.data.shard_samples import attributes, drops, make_job, without
 
@@ -132,7 +133,7 @@ def check_choice(job: CurationJob, pairs: dict[frozenset[str], float]) -> list[f
         assert first_of([documents[one], documents[kept]])["id"] == kept
     ids = {row: one["id"] for row, one in attributes(job).items()}
     for row in verdicts(job):
-        assert not row["similar"] or {ids[row["row"]], ids[row["center"]]} & set(gone)
+        assert row["jaccard"] < 0.8 or {ids[row["row"]], ids[row["center"]]} & set(gone)
     assert {one: found.kept for one, found in clusters(job).items() if found.kept != one} == gone
     return [jaccard for pair, jaccard in pairs.items() if jaccard >= 0.8 and not pair & set(gone)]
 
@@ -177,8 +178,9 @@ def test_every_edge_has_its_true_jaccard(planted_job: CurationJob, pairs: dict[f
     assert len(rows) > 250
     for row in rows:
         assert row["jaccard"] == pairs.get(frozenset((ids[row["center"]], ids[row["row"]])), 0)
-        assert row["similar"] == (row["jaccard"] >= 0.8)
-    assert not all(row["similar"] for row in rows)  # bands alone would join these
+    similar = {frozenset((row["center"], row["row"])) for row in rows if row["jaccard"] >= 0.8}
+    assert {frozenset((row["center"], row["row"])) for row in rows if row["edge"]} == similar
+    assert not all(row["jaccard"] >= 0.8 for row in rows)  # bands alone would join these
 
 
 def test_the_keep_rule_chooses_in_each_cluster(planted_job: CurationJob, pairs: dict[frozenset[str], float]) -> None:
@@ -326,7 +328,7 @@ def test_the_bound_itself_is_similar_enough(tmp_path: Path) -> None:
     documents = [{"text": " ".join(text)} for one in texts for text in (one, [*one[:-1], "other"])]
     rows = verdicts(ran(tmp_path, documents, jaccard=0.8))
     assert {row["jaccard"] for row in rows} == {0.8}
-    assert all(row["similar"] for row in rows)
+    assert sum(row["edge"] for row in rows) == 20
 
 
 def test_one_keeps_all_but_exact_copies(tmp_path: Path) -> None:
