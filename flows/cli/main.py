@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -354,7 +353,7 @@ def why(
 ) -> None:
     """Say why a document is not, or not whole, in the training data of a run."""
     from herd.flows.run_lifecycle import find_run
-    from herd.llama3.data.accounting import find_documents
+    from herd.llama3.data.accounting import find_documents, text_as_read
     from herd.storage.object_artifact import open_store
     from herd.tasks.report.data import why_lines
 
@@ -370,8 +369,14 @@ def why(
                 f"document: {document[:80]!r} is not in the curated data of {record.name}, kept or dropped; a text "
                 "must be whole and as it was read, and what could not be read has no id (see the report)"
             )
-        for line in chain.from_iterable(map(why_lines, found)):
-            out.print(line, soft_wrap=True, highlight=False)
+        for row in found:
+            text = ""
+            if row["spans"]:
+                with suppress(ValueError):  # `herd gc` has deleted what was collected
+                    collected = open_store(at).load(record.steps["collect"].artifact)
+                    text = text_as_read(collected.uri, row["id"], row["domain"])
+            for line in why_lines(row, text):
+                out.print(line, soft_wrap=True, highlight=False)
 
 
 for command in (

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from herd.llama3.data.mapreduce import CurationJob, aggregate, documents_of, hash_and_id, schema_of
 from herd.llama3.data.readers.code import LEFT_OUT
 from herd.llama3.data.work_items import Runner, read_table, write_table
+from herd.llama3.data.write_shards import SPANS
 from herd.llama3.data.write_shards import STEP as WRITTEN
 from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.recipe.data_schema import few_held_out
@@ -58,7 +59,7 @@ _LEDGER = """SELECT domain, source, step, outcome, sum(documents)::BIGINT AS doc
     FROM rows GROUP BY ALL ORDER BY ALL"""
 _LENGTHS = """SELECT domain, language, log2_bytes, outcome, sum(documents)::BIGINT AS documents,
         sum(bytes)::BIGINT AS bytes, sum(written)::BIGINT AS written, sum(lines)::BIGINT AS lines,
-        sum(redacted)::BIGINT AS redacted
+        sum(inside)::BIGINT AS inside, sum(redacted)::BIGINT AS redacted
     FROM rows GROUP BY ALL ORDER BY ALL"""
 _SAMPLES = f"""FROM rows QUALIFY row_number() OVER (PARTITION BY domain, outcome ORDER BY draw, id, url) <= {EXAMPLES}
     ORDER BY domain, outcome, draw, id, url"""
@@ -100,10 +101,13 @@ REMEDIES = {
 def account_shard(job: CurationJob, index: int) -> None:
     """Count the documents of a piece by source and outcome and by length, and choose samples of every outcome."""
     written = job.read(WRITTEN, index)
-    query = """SELECT attributes.*, fates.step, fates.outcome, fates.kept AS kept_id, written, lines, redacted
+    query = """SELECT attributes.*, fates.step, fates.outcome, fates.kept AS kept_id, written, lines, inside, redacted,
+            spans
         FROM attributes JOIN (
-            SELECT "row", step, outcome, kept, 0 AS written, 0 AS lines, 0 AS redacted FROM fates
-            UNION ALL SELECT "row", 'written', outcome, NULL, bytes, lines, redacted FROM written) AS fates
+            SELECT "row", step, outcome, kept, 0 AS written, 0 AS lines, 0 AS inside, 0 AS redacted, NULL AS spans
+            FROM fates
+            UNION ALL SELECT "row", 'written', outcome, NULL, bytes, lines, inside, redacted, spans FROM written)
+            AS fates
         USING ("row")"""
     attributes = job.attributes(index, _ATTRIBUTES)
     documents = job.query(query, attributes=attributes, fates=job.fates(index, "end"), written=written)
@@ -164,8 +168,10 @@ def summarize_ledger(runner: Runner, job: CurationJob, ledger: pa.Table) -> dict
         "held_out_bytes": {domain: total("written", domain, "held_out") for domain in domains},
         "read": {domain: documents(domain) for domain in domains},
         "lines_removed": {domain: total("lines", domain) for domain in domains},
+        "lines_inside": {domain: total("inside", domain) for domain in domains},
         "redacted": {domain: total("redacted", domain) for domain in domains},
         "languages": dict(sorted(languages.items())),
+        "heavy_rules": heavy_rules(ledger_rows),
     }
 
 
@@ -270,10 +276,11 @@ DROPS = "drops"
 DROPPED = schema_of(
     "id string, url string, domain string, source string, language string, step string, outcome string, field string, "
     "value double, bound double, kept string, bytes int64, lines int64, redacted int64"
-)
+).append(pa.field("spans", SPANS))
 """`step` and `outcome` as in the ledger; `field`: the bound of `curate.quality` that the document broke, with its
 `value`; `kept`: id of the document kept instead; `lines`, `redacted`: lines removed from a document that stays, and
-replacements of personal data in it."""
+replacements of personal data in it; `spans`: where they are in the text as it was read, the first MOST_SPANS of either
+kind (see `write_shards.SPANS`)."""
 LEAST = 8
 """Characters of an id that identify a document."""
 
@@ -333,13 +340,33 @@ def find_documents(folder: str, asked: str) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _matching(uri: str, ids: set[str], asked: str, columns: list[str]) -> Iterator[dict[str, Any]]:
+def text_as_read(collected: str, id: str, domain: str) -> str:
+    """Return the text of the document to which the `spans` of its row refer; "" if it is not there.
+
+    `collected` is the path or URI of the collected artifact.
+    """
+    from herd.llama3.data.collect import TEXT  # imports numba
+
+    for name in file_names(f"{collected}/{TEXT}"):
+        if name.startswith(f"{domain}-"):
+            for row in _matching(f"{collected}/{TEXT}/{name}", {id}, None, ["text"]):
+                return str(row["text"])
+    return ""
+
+
+def _matching(uri: str, ids: set[str], asked: str | None, columns: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the rows with one of the ids, an id that begins with `asked`, or its URL; row groups are left out by id."""
     with pq.ParquetFile(open_file(uri)) as file:
+        place = file.schema_arrow.names.index("id")
         for number in range(file.num_row_groups):
+            range_ = file.metadata.row_group(number).column(place).statistics
+            if asked is None and range_ and not any(range_.min <= id <= range_.max for id in ids):
+                continue
             table = file.read_row_group(number, columns=["id", "url"])
-            wanted = pc.or_(pc.is_in(table["id"], pa.array(sorted(ids))), pc.equal(table["url"], asked))
-            if len(asked) >= LEAST:
-                wanted = pc.or_(wanted, pc.starts_with(table["id"], asked.strip().lower()))
+            wanted = pc.is_in(table["id"], pa.array(sorted(ids)))
+            if asked is not None:
+                wanted = pc.or_(wanted, pc.equal(table["url"], asked))
+                if len(asked) >= LEAST:
+                    wanted = pc.or_(wanted, pc.starts_with(table["id"], asked.strip().lower()))
             if pc.any(wanted).as_py():
                 yield from file.read_row_group(number, columns=columns).filter(pc.fill_null(wanted, False)).to_pylist()

@@ -6,8 +6,9 @@ about equal amounts of text: file k of a domain holds range k, whatever shards t
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +25,7 @@ from herd.llama3.data.mapreduce import (
     schema_of,
 )
 from herd.llama3.data.shuffle import Shuffle
-from herd.llama3.data.text.pii import redact
+from herd.llama3.data.text.pii import Place, redact
 from herd.llama3.data.work_items import Runner, TableFile, read_table, run_step, work_item, write_table
 from herd.llama3.recipe.base import Domain
 from herd.llama3.recipe.data_schema import HELD_OUT_BYTES, HELD_OUT_CUT, HELD_OUT_DOCUMENTS
@@ -47,8 +48,17 @@ CURATED_SCHEMA = schema_of(
 )
 """`source`: a name from `sources.source_names`; `source_index`: its index in the recipe's list of the domain;
 `quality`: the first score of the recipe, or 0; `split`: `train` or `held_out`."""
-WRITTEN = schema_of("row int64, outcome string, bytes int64, lines int64, redacted int64")
-"""Outcome of each surviving document (kept, held_out or emptied), bytes written, lines removed, redactions."""
+SPANS = pa.list_(pa.struct({"start": pa.int64(), "stop": pa.int64(), "rule": pa.string()}))
+"""What was removed or replaced: the characters (Unicode code points, as in Python and DuckDB's `substring`) from
+`start` to `stop`, exclusive, of the text as it was read, and the field of `curate` that did it. Lines that follow each
+other are one span."""
+MOST_SPANS = 1000
+"""Spans of a document that are written: of each kind the first ones."""
+WRITTEN = schema_of("row int64, outcome string, bytes int64, lines int64, inside int64, redacted int64").append(
+    pa.field("spans", SPANS)
+)
+"""Outcome of each surviving document (kept, held_out or emptied), bytes written, lines removed, those of them with kept
+lines around them, redactions, and where they are; null without any."""
 _REPEATED_COLUMNS = ["domain", "source", "language", "license", "date", "topic", "split"]
 _ID_SPAN = 16**8
 ITEM_BITS = 12
@@ -60,6 +70,7 @@ TEXT_SCHEMA = schema_of(
 """`row` numbers the documents as read. It joins tables and never decides anything."""
 ORDER = ("id", "url", "date", "source_index", "license", "language")
 _ROW_GROUP = 1024
+_BLANKS = "".join(map(chr, range(0x21)))
 _REPEATING = ["domain", "source", "source_index", "language", "license", "date"]
 
 
@@ -292,13 +303,14 @@ def _finished(
     Those with a draw below `bound` are held out.
     """
     curate, rules = job.recipe.curate, job.recipe.curate.lines
-    texts, lines = documents["text"], np.zeros(len(documents), np.int64)
+    texts, lines, removed = documents["text"], np.zeros(len(documents), np.int64), np.zeros((0, 4), np.int64)
+    inside = lines
     if domain in rules.domains and (rules.max_copies is not None or rules.max_repeated_ngrams is not None):
         from herd.llama3.data.dedup.lines import strip_lines  # imports numba
 
         stripped = strip_lines(job, bad, *(documents[name] for name in ("text", "domain", "language", "id")))
-        texts, lines = stripped.texts, stripped.lines
-    texts, redacted = redact(texts, curate.redact)
+        texts, lines, inside, removed = stripped.texts, stripped.lines, stripped.inside, stripped.spans
+    texts, redacted, places = redact(without := texts, curate.redact)
     lengths = pc.fill_null(pc.utf8_length(texts), 0).to_numpy(zero_copy_only=False)
     sizes = pc.fill_null(pc.binary_length(texts), 0).to_numpy(zero_copy_only=False)
     pairs = zip(documents["domain"].to_pylist(), documents["language"].to_pylist(), strict=True)
@@ -306,10 +318,48 @@ def _finished(
     emptied = (lengths < np.maximum(min_chars, 1)) & (np.asarray(lines) > 0)
     held_out = (documents["draw"].to_numpy() < np.uint64(bound)) & _may_be_held_out(job, domain, documents)
     outcome = np.where(emptied, "emptied", np.where(held_out, "held_out", "kept"))
-    written = pa.table(
-        [documents["row"], pa.array(outcome, pa.string()), pa.array(sizes), pa.array(lines), pa.array(redacted)],
-        schema=WRITTEN,
-    )
+    spans = document_spans(documents["text"], without, removed, places)
+    columns = [pa.array(outcome, pa.string()), *map(pa.array, (sizes, lines, inside, redacted)), spans]
+    written = pa.table([documents["row"], *columns], schema=WRITTEN)
     split = pa.array(np.where(held_out, "held_out", "train"), pa.string())
     finished = documents.drop_columns(["text"]).append_column("text", texts).append_column("split", split)
     return finished.filter(pa.array(~emptied)).select(CURATED_SCHEMA.names).cast(CURATED_SCHEMA), written
+
+
+def document_spans(texts: Any, without: Any, removed: NDArray[np.int64], places: Mapping[int, Sequence[Place]]) -> Any:
+    """Return a column of type SPANS for `texts`, of which `without` lack the lines `removed` (see `StrippedTexts`).
+
+    `places` are those of `redact`, in characters of `without`.
+    """
+    from herd.llama3.data.dedup.lines import RULES  # imports numba
+
+    spans: list[list[tuple[int, int, str]] | None] = [None] * len(texts)
+    bounds = np.searchsorted(removed[:, 0], np.arange(len(texts) + 1)).tolist()
+    for index in np.unique(removed[:, 0]).tolist():
+        lines = removed[bounds[index] : min(bounds[index + 1], bounds[index] + MOST_SPANS)]
+        spans[index] = [(start, stop, RULES[mark]) for _, start, stop, mark in lines.tolist()]
+    for index, found in places.items():
+        cut = removed[bounds[index] : bounds[index + 1], 1:3]
+        if len(cut):
+            found = _as_read(found, texts[index].as_py(), without[index].as_py(), cut)
+        own = [(start, stop, f"redact.{kind}") for start, stop, kind in sorted(found)[:MOST_SPANS]]
+        spans[index] = sorted([*(spans[index] or ()), *own])
+    return pa.array(spans, SPANS)
+
+
+def _as_read(places: Sequence[Place], text: str, without: str, cut: NDArray[np.int64]) -> list[Place]:
+    """Return `places` of the text `without` the lines at `cut`, int64[n, 2], as places of `text`."""
+    # Both have the same lines that are neither removed nor blank, in one order; an address is in one of them.
+    starts = _line_starts(text)
+    starts = starts[np.searchsorted(cut[:, 0], starts, "right") == np.searchsorted(cut[:, 1], starts, "right")]
+    own = _line_starts(without)
+    lines = np.searchsorted(own, [start for start, _, _ in places], "right") - 1
+    shifts = (starts[lines] - own[lines]).tolist()
+    return [(start + shift, stop + shift, kind) for (start, stop, kind), shift in zip(places, shifts, strict=True)]
+
+
+def _line_starts(text: str) -> NDArray[np.int64]:
+    """Return where the lines of a text begin that have more than blanks (up to U+0020)."""
+    lines = text.split("\n")
+    starts = np.cumsum([0, *(len(line) + 1 for line in lines[:-1])])
+    return starts[[bool(line.strip(_BLANKS)) for line in lines]]

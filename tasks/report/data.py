@@ -417,8 +417,15 @@ def print_sample(folder: Path, recipe: Recipe, console: Console, examples: int, 
         console.print()
 
 
-def why_lines(found: Row) -> list[str]:
-    """Return what became of a document, a row of `drops.find_documents`, as lines of a console."""
+SHOWN_SPANS, AROUND, LONGEST_SPAN = 10, 40, 120
+"""Spans that `why_lines` shows, and the characters around one and of one."""
+
+
+def why_lines(found: Row, text: str = "") -> list[str]:
+    """Return what became of a document, a row of `find_documents`, as lines of a console.
+
+    `text` is that of the document as it was read, to show what was removed from it.
+    """
     from herd.llama3.data.curate import explain  # imports numba
 
     where = ", ".join(filter(None, (found["domain"], found["source"], found["language"], found["url"])))
@@ -430,11 +437,26 @@ def why_lines(found: Row) -> list[str]:
             for name, what, change in (("lines", "line", "removed"), ("redacted", "piece", "of personal data replaced"))
             if found[name]
         ]
-        return [*lines, f"  {split}{'; ' if changes else ''}{'; '.join(changes)}"]
-    lines.append(f"  [red]{found['outcome']}[/]  {escape(explain(found['outcome']))}")
+        lines.append(f"  {split}{'; ' if changes else ''}{'; '.join(changes)}")
+    else:
+        lines.append(f"  [red]{found['outcome']}[/]  {escape(explain(found['outcome']))}")
     if found["field"]:
         sign = "<" if found["field"].startswith("min") else ">"
         lines.append(f"  curate.quality.{found['field']}: {found['value']:.6g} {sign} {found['bound']:.6g}")
     if found["kept"] and found["kept"] != found["id"]:
         lines.append(f"  kept instead: {found['kept']}")
-    return lines
+    spans = found["spans"] or []
+    lines += [_span_line(text, **span) for span in spans[:SHOWN_SPANS]]
+    more = [f"{len(spans) - SHOWN_SPANS:,} more places in drops/*.parquet"] if len(spans) > SHOWN_SPANS else []
+    gone = ["the collected text is not there any more"] if spans and not text else []
+    return [*lines, *(f"  [dim]{line}[/]" for line in more + gone)]
+
+
+def _span_line(text: str, start: int, stop: int, rule: str) -> str:
+    """Return a span of a text with what is around it, on one line."""
+    cut = text[start:stop]
+    if len(cut) > LONGEST_SPAN:
+        cut = f"{cut[: LONGEST_SPAN // 2]} … {cut[-LONGEST_SPAN // 2 :]}"
+    pieces = (text[max(0, start - AROUND) : start], cut, text[stop : stop + AROUND])
+    before, cut, after = (escape(piece.replace("\n", "⏎")) for piece in pieces)
+    return f"  {rule} {start:,} to {stop:,}:  {before}[red]{cut}[/]{after}"

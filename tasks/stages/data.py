@@ -19,7 +19,7 @@ import pyarrow as pa
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from herd.llama3.data.accounting import heavy_rules, scarce_domains
+from herd.llama3.data.accounting import scarce_domains
 from herd.llama3.data.work_items import Runner, read_table, run_step, write_table
 from herd.llama3.evaluate.held_out import nothing_held_out
 from herd.llama3.recipe import keys
@@ -123,8 +123,10 @@ def curate_documents(context: Context, collected: Artifact, annotated: Artifact)
     held_out = sum(artifact.metadata["held_out"].values())
     if not held_out and context.reaches("gate", "evaluate"):
         raise ValueError(nothing_held_out(recipe))
-    heavy = heavy_rules(read_table(str(artifact.path_of("ledger.parquet"))).to_pylist())
-    for line in [*heavy, *(scarce_domains(artifact.metadata) if recipe.curate.validation_fraction else [])]:
+    for line in [
+        *artifact.metadata["heavy_rules"],
+        *(scarce_domains(artifact.metadata) if recipe.curate.validation_fraction else []),
+    ]:
         context.console.log(f"  [yellow]curate: {line}[/]")
     return artifact
 

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from herd.llama3.data.kernels.arrow import Bytes, Hashes, Offsets, hash_lists, list_buffers, text_buffers
 from herd.llama3.data.kernels.lines import (
+    COPY,
+    REPEAT,
     count_newlines,
     hash_lines,
     hash_strings,
@@ -25,6 +27,7 @@ from herd.llama3.data.kernels.lines import (
     mark_continued,
     mark_copies,
     mark_repeats,
+    removed_spans,
     write_unmarked,
 )
 from herd.llama3.data.kernels.ngrams import Flags, Table, key_table
@@ -43,6 +46,8 @@ _MOST = f"FROM rows ORDER BY copies DESC, key LIMIT {SHOWN}"
 _COUNTS = schema_of("key uint64, copies int64, row int64")
 _COMMON = schema_of("domain string, language string, copies int64, line string")
 _SEPARATOR = "\x00"
+RULES = {COPY: "lines.max_copies", REPEAT: "lines.max_repeated_ngrams"}
+"""Mark of a removed line -> the field of `curate` that removes it."""
 
 
 class StrippedTexts(NamedTuple):
@@ -51,6 +56,10 @@ class StrippedTexts(NamedTuple):
     texts: pa.LargeStringArray
     lines: NDArray[np.int64]
     bytes: NDArray[np.int64]
+    inside: NDArray[np.int64]
+    """Removed lines per text with a kept line before and after them and no blank line in between."""
+    spans: NDArray[np.int64]
+    """int64[n, 4] of `removed_spans`: text, first character, character after the last, key of RULES."""
 
 
 def flags_of(data: Bytes, offsets: Offsets) -> Bytes:
@@ -188,7 +197,9 @@ def strip_lines(job: CurationJob, bad: Table, texts: Any, domains: Any, language
     buffers = [None, pa.py_buffer(stops), pa.py_buffer(out[:size])]
     stripped = pa.Array.from_buffers(pa.large_string(), len(offsets) - 1, buffers)
     removed = np.diff(np.concatenate(([0], np.cumsum(marks != 0)))[ends])
-    return StrippedTexts(stripped, removed, np.diff(offsets) - np.diff(stops))
+    spans, inside = np.empty((int(removed.sum()), 4), np.int64), np.zeros(len(removed), np.int64)
+    count = removed_spans(data, offsets, marks, ends, spans, inside)
+    return StrippedTexts(stripped, removed, np.diff(offsets) - np.diff(stops), inside, spans[:count])
 
 
 def bad_lines(job: CurationJob, index: int) -> Table:

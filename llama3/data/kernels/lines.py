@@ -268,6 +268,42 @@ def write_unmarked(data: Bytes, offsets: Offsets, marks: Flags, lines: Offsets, 
 
 
 @njit(cache=True, nogil=True)
+def removed_spans(data: Bytes, offsets: Offsets, marks: Flags, lines: Offsets, spans: Offsets, inside: Offsets) -> int:
+    """Write where the marked lines are, and how many per text were cut out of a block; return the number of spans.
+
+    A span, int64[4], is a text, the first of its characters and the one after the last, and the mark, of lines that
+    follow each other; `spans` has room for each marked line. `inside` counts the lines with an unmarked one before and
+    after them and no blank line in between.
+    """
+    count = 0
+    for text in range(len(offsets) - 1):
+        first, last = lines[text], lines[text + 1]
+        inside[text] = 0
+        if not (marks[first:last] != KEEP).any():
+            continue
+        at, char, before, pending, mark_before = offsets[text], 0, False, 0, KEEP
+        for mark in marks[first:last]:
+            end = line_end(data, at, offsets[text + 1])
+            start, stop = strip_blanks(data, at, end)
+            begin = char
+            for position in range(at, end):
+                char += (data[position] & _LEAD) != _CONTINUES
+            if mark != KEEP:
+                if mark != mark_before:
+                    spans[count, 0], spans[count, 1], spans[count, 3] = text, begin, mark
+                    count += 1
+                spans[count - 1, 2] = char
+                pending += before
+            elif start == stop:
+                before, pending = False, 0
+            else:
+                inside[text] += pending
+                before, pending = True, 0
+            at, char, mark_before = end + 1, char + 1, mark
+    return count
+
+
+@njit(cache=True, nogil=True)
 def _power_above(least: int) -> int:
     power = 1
     while power <= least:

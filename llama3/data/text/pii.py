@@ -32,7 +32,7 @@ _SIGNS = {"email": "@", "ip": r"[0-9]\.[0-9]{1,3}\.[0-9]{1,3}\.[0-9]|[23][0-9A-F
 """Cheap test by kind: texts without a match are skipped."""
 
 
-class _Found(NamedTuple):
+class Address(NamedTuple):
     """An address in a text."""
 
     start: int
@@ -42,41 +42,80 @@ class _Found(NamedTuple):
     """False if it may be code, the user of a URL or a version."""
 
 
-def redact(texts: Any, kinds: Sequence[str]) -> tuple[Any, NDArray[np.int64]]:
-    """Return a string column without the personal data of `kinds` (email, ip), and the replacements per text, int64[n].
+Place = tuple[int, int, str]
+"""First character of an address, the one after its last, and its kind."""
 
-    `texts` is an array or chunked array of strings, nulls allowed; the column has its type.
+
+class Redacted(NamedTuple):
+    """A string column without personal data."""
+
+    texts: Any
+    counts: NDArray[np.int64]
+    """Replacements per text."""
+    places: dict[int, list[Place]]
+    """Index of a text -> what was replaced, in characters of the text before."""
+
+
+def redact(texts: Any, kinds: Sequence[str]) -> Redacted:
+    """Replace the personal data of `kinds` (email, ip).
+
+    `texts` is an array or chunked array of strings, nulls allowed; the column of the result has its type.
     """
     counts = np.zeros(len(texts), np.int64)
     changed: dict[int, str] = {}
+    places: dict[int, list[Place]] = {}
+    edits: dict[int, list[Address]] = {}
     for kind in kinds:
         suspects = pc.fill_null(pc.match_substring_regex(texts, _SIGNS[kind]), False)
         for index in np.flatnonzero(np.asarray(suspects)).tolist():
-            text, count = redact_text(changed[index] if index in changed else texts[index].as_py(), kind)
-            if count:
-                changed[index] = text
-                counts[index] += count
+            text = changed[index] if index in changed else texts[index].as_py()
+            if found := addresses(text, kind):
+                changed[index] = _replaced(text, found)
+                counts[index] += len(found)
+                spans = [(address.start, address.stop) for address in found]
+                before = _before(spans, edits[index]) if index in edits else spans
+                places.setdefault(index, []).extend((start, stop, kind) for start, stop in before)
+                edits[index] = found
     if not changed:
-        return texts, counts
+        return Redacted(texts, counts, places)
     mask = np.zeros(len(texts), np.bool_)
     mask[list(changed)] = True
     values = pa.array([changed[index] for index in sorted(changed)], texts.type)
-    return pc.replace_with_mask(texts, pa.array(mask), values), counts
+    return Redacted(pc.replace_with_mask(texts, pa.array(mask), values), counts, places)
 
 
 def redact_text(text: str, kind: str) -> tuple[str, int]:
-    """Return `text` without the personal data of `kind`, and the number of replacements.
+    """Return `text` without the personal data of `kind`, and the number of replacements."""
+    found = addresses(text, kind)
+    return _replaced(text, found), len(found)
 
-    An address that is surely one at one place is replaced at every place.
-    """
-    found = list((_emails if kind == "email" else _addresses)(text))
+
+def addresses(text: str, kind: str) -> list[Address]:
+    """Return the addresses of `kind` to replace, in order: one that is sure at one place is replaced at every place."""
+    found = list((_emails if kind == "email" else _ip_addresses)(text))
     known = {text[address.start : address.stop].lower() for address in found if address.sure}
-    pieces, at, count = [], 0, 0
-    for start, stop, replacement, sure in sorted(found) if known else ():
-        if start >= at and (sure or text[start:stop].lower() in known):
-            pieces += [text[at:start], replacement]
-            at, count = stop, count + 1
-    return ("".join([*pieces, text[at:]]) if count else text), count
+    chosen, at = [], 0
+    for address in sorted(found) if known else ():
+        if address.start >= at and (address.sure or text[address.start : address.stop].lower() in known):
+            chosen.append(address)
+            at = address.stop
+    return chosen
+
+
+def _replaced(text: str, found: Sequence[Address]) -> str:
+    pieces, at = [], 0
+    for start, stop, replacement, _ in found:
+        pieces += [text[at:start], replacement]
+        at = stop
+    return "".join([*pieces, text[at:]])
+
+
+def _before(spans: Sequence[tuple[int, int]], edits: Sequence[Address]) -> Any:
+    """Return where the `spans` of a text were before `edits` replaced others."""
+    longer = np.cumsum([0, *(edit.stop - edit.start - len(edit.replacement) for edit in edits)])
+    ends = np.array([edit.stop for edit in edits]) - longer[1:]
+    now = np.array(spans)
+    return (now + longer[np.searchsorted(ends, now[:, :1], "right")]).tolist()
 
 
 # E-mail addresses
@@ -140,7 +179,7 @@ def _match_domain(text: str, at: int) -> Any:
     return _NO_NAMES_DOMAIN.match(text, at)
 
 
-def _emails(text: str) -> Iterator[_Found]:
+def _emails(text: str) -> Iterator[Address]:
     """Yield the e-mail addresses, searched from each @ to both sides, because most text is not near one."""
     at, least = text.find("@"), 0
     while at >= 0:
@@ -150,7 +189,7 @@ def _emails(text: str) -> Iterator[_Found]:
             start = _local_start(text, max(least, end - _LONGEST_LOCAL - 1), end, domain.end())
             if start < end:
                 sure = not _is_code(text, start, end, domain[0], domain.end()) and not _in_url(text, at)
-                yield _Found(start, domain.end(), EMAIL.replace("@", text[end : at + 1]), sure)
+                yield Address(start, domain.end(), EMAIL.replace("@", text[end : at + 1]), sure)
                 least = domain.end() if sure else least
         at = text.find("@", at + 1)
 
@@ -241,7 +280,7 @@ _SPECIAL_6 = tuple(map(IPv6Network, ("2001::/23", "2001:db8::/32", "3fff::/20"))
 """RFC 6890, written out because the result of Python's `is_global` differs between versions."""
 
 
-def _addresses(text: str) -> Iterator[_Found]:
+def _ip_addresses(text: str) -> Iterator[Address]:
     """Yield the public IP addresses."""
     for dots in _DOTS.finditer(text):
         first = text[max(0, dots.start() - 3) : dots.start()]
@@ -253,7 +292,7 @@ def _addresses(text: str) -> Iterator[_Found]:
         address = IPv4Address(match[0])
         if all(byte < 10 for byte in address.packed) or any(address in network for network in _SPECIAL):
             continue
-        yield _Found(start, match.end(), ADDRESS, not _is_version(text, start, match.end()))
+        yield Address(start, match.end(), ADDRESS, not _is_version(text, start, match.end()))
     for match in _ADDRESS_6.finditer(text):
         written, start = match[0], match.start()
         if written[-1] == ":" != written[-2]:
@@ -266,7 +305,7 @@ def _addresses(text: str) -> Iterator[_Found]:
         with suppress(ValueError):  # a time, groups of hexadecimal digits
             address_6 = IPv6Address(written)
             if not any(address_6 in network for network in _SPECIAL_6):
-                yield _Found(start, stop, ADDRESS_6, True)
+                yield Address(start, stop, ADDRESS_6, True)
 
 
 def _is_version(text: str, start: int, stop: int) -> bool:

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from herd.llama3.data.accounting import DROPPED, find_documents, heavy_rules
+from herd.llama3.data.accounting import DROPPED, find_documents, heavy_rules, text_as_read
 from herd.llama3.data.annotate import COLUMNS
 from herd.llama3.data.filters import OUTCOMES, broken_bound, broken_rules, fields_of
+from herd.llama3.data.write_shards import MOST_SPANS, document_spans
 from herd.llama3.recipe.data_schema import Curate, Quality
+from herd.tasks.report.data import why_lines
 from tests.llama3.data.test_curate import GERMAN, Make, chain, prose
 
 MENU = "Read more of our articles here."
@@ -28,7 +31,7 @@ def curated(tmp_path: Path, make_recipe: Make) -> tuple[Path, dict[str, str], di
     texts = {
         "stays": good[0],
         "loses a line": f"{good[1]}\n{MENU}",
-        "redacted": f"{good[2]} Write to 'jane@acme.org' or to bob@acme.org.",
+        "redacted": f"{MENU}\n{good[2]} ü\n\n{MENU}\n\nWrite to 'jane@acme.org' or to 93.184.216.34.",
         "short": "Too few.",
         "repeats": "\n".join(["one line of words here"] * 9 + [good[3]]),
         "near copy": f"{good[4]} end",
@@ -40,7 +43,7 @@ def curated(tmp_path: Path, make_recipe: Make) -> tuple[Path, dict[str, str], di
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = make_recipe(
         {"general": [{"uri": str(tmp_path / "a.jsonl")}]},
-        redact=["email"],
+        redact=["email", "ip"],
         quality={"max_duplicate_lines": 0.4},
         quality_for={"de": {"min_words": 500}},
     )
@@ -84,12 +87,45 @@ def test_a_document_is_found_by_text_url_and_id_with_its_reason(
     assert {row["outcome"] for row in find_documents(str(folder), kept)} & {"kept", "held_out"}
     assert rows["loses a line"]["lines"] == 1
     assert rows["redacted"]["redacted"] == 2
+    places = [(texts["redacted"][span["start"] : span["stop"]], span["rule"]) for span in rows["redacted"]["spans"]]
+    lines = [(MENU, "lines.max_copies")] * 2
+    assert places == [*lines, ("jane@acme.org", "redact.email"), ("93.184.216.34", "redact.ip")]
     assert sorted(row["outcome"] in ("kept", "held_out") for row in found["stays"]) == [False, True], "and its copy"
     for name in ("short", "redacted", "near copy"):
         (by_url,) = find_documents(str(folder), f"https://site.example/{name}")
         assert by_url == rows[name]
         (by_id,) = find_documents(str(folder), rows[name]["id"][:10])
         assert by_id == rows[name]
+
+
+def test_the_text_around_what_was_removed_is_shown(curated: tuple[Path, dict[str, str], dict[str, Any]]) -> None:
+    folder, texts, _ = curated
+    (row,) = find_documents(str(folder), texts["redacted"])
+    text = text_as_read(str(folder.parent / "collected"), row["id"], row["domain"])
+    assert text == texts["redacted"]
+    assert text_as_read(str(folder.parent / "collected"), "0" * 32, row["domain"]) == ""
+    shown = why_lines(row, text)
+    assert f"  lines.max_copies 0 to {len(MENU)}:  [red]{MENU}[/]⏎{texts['redacted'][len(MENU) + 1 :][:39]}" in shown
+    assert "  redact.email " in shown[-2]
+    assert shown[-2].endswith("⏎Write to '[red]jane@acme.org[/]' or to 93.184.216.34.")
+    assert "not there any more" in why_lines(row)[-1]
+    query = f"""SELECT substring(text, place.start + 1, place.stop - place.start), place.rule
+        FROM (SELECT id, unnest(spans) AS place FROM '{folder}/drops/*.parquet')
+        JOIN '{folder.parent}/collected/text/*.parquet' USING (id)
+        WHERE place.rule <> 'lines.max_copies' ORDER BY ALL"""
+    assert duckdb.sql(query).fetchall() == [("93.184.216.34", "redact.ip"), ("jane@acme.org", "redact.email")]
+
+
+def test_the_places_of_a_document_are_bounded() -> None:
+    count = 100_000
+    removed = np.array([[1, 10 * line, 10 * line + 5, 1] for line in range(count)])
+    text = "".join(f"{'x' * 5}\n{'y' * 3}\n" for line in range(count)) + "a@b.de " * 3000
+    without = "".join(f"{'y' * 3}\n" for line in range(count)) + "a@b.de " * 3000
+    places = [(4 * count + 7 * number, 4 * count + 7 * number + 6, "email") for number in range(3000)]
+    first, second = document_spans(pa.array(["a", text]), pa.array(["a", without]), removed, {1: places}).to_pylist()
+    assert first is None
+    assert len(second) == 2 * MOST_SPANS
+    assert second[MOST_SPANS] == {"start": 10 * count, "stop": 10 * count + 6, "rule": "redact.email"}
 
 
 def test_what_was_never_there_is_not_found(curated: tuple[Path, dict[str, str], dict[str, Any]]) -> None:

@@ -86,7 +86,7 @@ def test_the_page_shows_every_finding(tmp_path: Path, checkout: Path) -> None:
         "home | about | contact us",
         "exam",
         "https://h.org/9",
-        "menus and the like, which many documents share",
+        "that many documents share, or that repeat themselves",
     ):
         assert text in html
     assert html.count("<svg") == 1

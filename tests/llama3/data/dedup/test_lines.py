@@ -9,13 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from herd.llama3.data.dedup.lines import LineDedup, StrippedTexts, bad_lines, line_hashes, strip_lines
+from herd.llama3.data.dedup.lines import RULES, LineDedup, StrippedTexts, bad_lines, line_hashes, strip_lines
 from herd.llama3.data.mapreduce import CurationJob
 from herd.llama3.data.text.words import split_words
 from herd.llama3.data.work_items import run_serial
@@ -75,12 +76,18 @@ def stripped(job: CurationJob) -> StrippedTexts:
     for index, shard in enumerate(job.shards):
         table = pq.read_table(shard.text)
         columns = (table[name] for name in ("text", "domain", "language", "id"))
-        texts, lines, sizes = strip_lines(job, bad_lines(job, index), *columns)
-        found.append(
-            pa.table({"domain": table["domain"], "id": table["id"], "text": texts, "lines": lines, "bytes": sizes})
-        )
+        texts, lines, sizes, inside, spans = strip_lines(job, bad_lines(job, index), *columns)
+        counts = {"lines": lines, "bytes": sizes, "inside": inside}
+        found.append(pa.table({"domain": table["domain"], "id": table["id"], "text": texts, **counts}))
+        read, in_spans = table["text"].to_pylist(), np.zeros(len(table), np.int64)
+        for text, start, stop, mark in spans.tolist():
+            assert "\n" == f"\n{read[text]}"[start] == f"{read[text]}\n"[stop]
+            assert mark in RULES
+            in_spans[text] += read[text][start:stop].count("\n") + 1
+        assert in_spans.tolist() == lines.tolist()
     whole = pa.concat_tables(found).sort_by([("domain", "ascending"), ("id", "ascending")])
-    return StrippedTexts(whole["text"].combine_chunks(), whole["lines"].to_numpy(), whole["bytes"].to_numpy())
+    columns = (whole[name].to_numpy() for name in ("lines", "bytes", "inside"))
+    return StrippedTexts(whole["text"].combine_chunks(), *columns, np.zeros((0, 4), np.int64))
 
 
 def numbers(count: int) -> list[str]:
@@ -125,6 +132,22 @@ def test_all_copies_of_a_line_go_when_there_are_more_than_allowed(tmp_path: Path
     assert stripped(often).bytes.tolist() == [len(MENU) + 1] * 7
     seldom = prepared(tmp_path / "six", with_menu(6), Lines())
     assert all(text.startswith(MENU) for text in stripped(seldom).texts.to_pylist())
+
+
+def test_a_removed_line_has_a_place_and_may_have_been_inside_a_block(tmp_path: Path) -> None:
+    inside = {
+        f"Größe 語\n{MENU}\n\t{MENU.upper()}\nand more": 2, f"first\n{MENU}": 0, f"{MENU}\nsecond": 0,
+        f"one\n\n{MENU}\n\ntwo": 0, f"three\n{MENU}\n\nfour": 0, f"five\n \n{MENU}\nsix": 0,
+        f"seven\n{MENU}\neight\n{MENU}\nnine\n\n{MENU}\nten": 2,
+    }  # fmt: skip
+    job = prepared(tmp_path, [{"text": text} for text in inside], Lines())
+    documents = pq.read_table(job.shards[0].text)
+    columns = (documents[name] for name in ("text", "domain", "language", "id"))
+    found = strip_lines(job, bad_lines(job, 0), *columns)
+    texts = documents["text"].to_pylist()
+    assert found.inside.tolist() == [inside[text] for text in texts]
+    cut = Counter(texts[text][start:stop] for text, start, stop, _ in found.spans.tolist())
+    assert cut == {f"{MENU}\n\t{MENU.upper()}": 1, MENU: 8}
 
 
 def test_copies_inside_one_document_count(tmp_path: Path) -> None:

@@ -165,12 +165,23 @@ def test_versions_and_addresses_of_nobody_stay() -> None:
 
 def test_a_column_is_redacted_and_counted() -> None:
     texts = pa.chunked_array([["a@b.org 93.184.216.34 c@d.org", "nothing"], [None, "e@f.org"]], pa.large_string())
-    found, counts = redact(texts, ["email", "ip"])
+    found, counts, _ = redact(texts, ["email", "ip"])
     assert found.to_pylist() == ["email@example.com 192.0.2.1 email@example.com", "nothing", None, "email@example.com"]
     assert counts.tolist() == [3, 0, 0, 1]
     assert found.type == texts.type
     assert redact(texts, ["ip"])[1].tolist() == [1, 0, 0, 0]
     assert redact(texts, [])[0] is texts
+
+
+def test_what_was_replaced_has_its_place_in_the_text_before() -> None:
+    text = "語 93.184.216.34 from a@b.org to 93.184.216.35, a.long.name@some.host.de; at 2606:4700:4700::1111 c@d.org"
+    for kinds in (["email", "ip"], ["ip", "email"]):
+        (places,) = redact(pa.array(["nothing", text]), kinds).places.values()
+        found = [(text[start:stop], kind) for start, stop, kind in sorted(places)]
+        assert found == [
+            ("93.184.216.34", "ip"), ("a@b.org", "email"), ("93.184.216.35", "ip"),
+            ("a.long.name@some.host.de", "email"), ("2606:4700:4700::1111", "ip"), ("c@d.org", "email"),
+        ]  # fmt: skip
 
 
 MIXED = st.lists(st.sampled_from([*KINDS, "a@b.de", "http://", "v ", "x", *"@.-_'%(:1\\ "]), max_size=12).map("".join)
