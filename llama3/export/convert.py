@@ -1,6 +1,6 @@
 """Convert local model folders between formats, with their tokenizer, one parameter at a time.
 
-Memory holds one file of weights (5 GB), or one rank's file for Meta's `.pth`. GGUF is only written, not read.
+Memory holds one file of weights (5 GB), or one rank's file for Meta's `.pth`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,34 @@ from typing import Literal
 import torch
 
 from herd.llama3.export.formats import EXPORT_FORMATS, ExportSource, Format
+from herd.llama3.export.gguf import GgufModel, gguf_files
 from herd.llama3.export.hf import HuggingFaceModel
-from herd.llama3.export.meta import MetaModel, check_parts
-from herd.llama3.model.files import CONFIG, StoredModel, WeightReader, parameters, save_model
+from herd.llama3.export.meta import PARAMS, MetaModel, check_parts
+from herd.llama3.model.files import CONFIG, JSON_BYTES, StoredModel, WeightReader, parameters, read_json, save_model
 from herd.llama3.model.transformer import Transformer, empty_model
 from herd.llama3.recipe.sections import InitFrom, Model
 from herd.llama3.tokens.chat import TEMPLATE_FILE
 from herd.llama3.tokens.tokenizer import MODEL_FILE, Tokenizer, use_tokenizer
-from herd.storage.filesystem import filesystem_of, is_local, list_files, local_path, sync_folder, write_atomic
+from herd.storage.filesystem import (
+    filesystem_of,
+    is_local,
+    list_files,
+    local_path,
+    source_state,
+    sync_folder,
+    write_atomic,
+)
 
 Number = Literal["bf16", "fp16", "fp32"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-OPEN: dict[Format, Callable[[Path], WeightReader]] = {"herd": StoredModel, "hf": HuggingFaceModel, "meta": MetaModel}
+OPEN: dict[Format, Callable[[Path], WeightReader]] = {
+    "herd": StoredModel,
+    "hf": HuggingFaceModel,
+    "meta": MetaModel,
+    "gguf": GgufModel,
+}
 TOKENIZERS = {"herd": MODEL_FILE, "hf": "tokenizer.json", "meta": MODEL_FILE}
-SUFFIXES = (".safetensors", ".json", ".pth", ".bin")
+SUFFIXES = (".safetensors", ".json", ".pth", ".gguf", ".bin")
 """Suffixes of model files (`.bin`, so that the reader rejects it by name)."""
 
 
@@ -78,23 +92,51 @@ def convert(
 
 
 def open_source(folder: Path, form: Format) -> WeightReader:
-    """Return the model in `folder`, to read one parameter at a time. Raises ValueError if it is not of that format."""
-    if not folder.is_dir():
+    """Return the model in `folder`, to read one parameter at a time; format gguf may be a file.
+
+    Raises ValueError if it is not of that format.
+    """
+    if not folder.is_dir() and form != "gguf":
         raise ValueError(f"{folder}: is not a folder; name the folder of a model on this machine")
     if form not in OPEN:
         raise ValueError(f"format {form!r} is unknown; choose {', '.join(OPEN)}")
     return OPEN[form](folder)
 
 
-def format_of(folder: Path) -> Format:
-    """Return the format of the model in `folder`. Raises ValueError if there is none."""
-    if (folder / "params.json").is_file():
+def format_of(place: Path | str) -> Format:
+    """Return the format of the model in a folder or file, on this machine or under a URI.
+
+    Raises ValueError if there is none.
+    """
+    top = str(place).rstrip("/")
+    if is_local(top):
+        path = local_path(top)
+        files = {path.name} if path.is_file() else {name for name in (PARAMS, CONFIG) if (path / name).exists()}
+        files |= {file.name for file in path.glob("*.gguf")}
+    else:
+        files = {uri.rsplit("/", 1)[1] for uri in _top_level(top, [uri for uri, _ in list_files(top)])}
+    if PARAMS in files:
         return "meta"
+    if CONFIG in files:
+        config = read_json(local_path(top) / CONFIG) if is_local(top) else _remote_json(f"{top}/{CONFIG}")
+        return "hf" if isinstance(config, dict) and "model_type" in config else "herd"
+    if any(name.endswith(".gguf") for name in files):
+        return "gguf"
+    raise ValueError(f"{place}: has neither {CONFIG} nor {PARAMS} nor a .gguf file; name the folder of a model")
+
+
+def _top_level(folder: str, uris: Sequence[str]) -> list[str]:
+    """Return those of `uris` that are directly below the URI `folder`, or are it."""
+    top, *others = (uri.split("://")[1].strip("/") for uri in (folder, *uris))
+    return [uri for uri, name in zip(uris, others, strict=True) if top in (name, name.rpartition("/")[0])]
+
+
+def _remote_json(uri: str) -> object:
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise ValueError(f"{folder}: has neither {CONFIG} nor params.json; name the folder of a model") from None
-    return "hf" if isinstance(config, dict) and "model_type" in config else "herd"
+        data: object = json.loads(filesystem_of(uri).cat_file(uri, end=JSON_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{uri}: cannot be read as JSON ({error}); write init_from: {{format: hf}}") from error
+    return data
 
 
 def load_model_any_format(folder: Path, dtype: torch.dtype, device: str = "cpu") -> tuple[Transformer, Tokenizer]:
@@ -134,8 +176,10 @@ def staging_folder(target: Path) -> Iterator[Path]:
 
 def _tokenizer(folder: Path, form: Format, vocab_size: int) -> Tokenizer | None:
     """Return the tokenizer in `folder`, if any. Raises ValueError if it does not have one id per embedding row."""
+    if form not in TOKENIZERS:
+        return None
     path = folder / TOKENIZERS[form]
-    if not path.exists():
+    if not path.is_file():
         return None
     tokenizer = use_tokenizer(path)
     if tokenizer.vocab_size != vocab_size:
@@ -157,7 +201,7 @@ def import_weights(
     """
     assert start.format != "checkpoint"
     with staging_folder(folder) as new, _local_copy(start, folder) as source:
-        model = open_source(source, start.format)
+        model = open_source(source, format_of(source) if start.format == "auto" else start.format)
         compare_shapes(start, model.config, model.vocab_size, expected, vocab_size)
         weights = ((param.name, tensor) for param, tensor in parameters(model, None))
         config = (expected or model.config).model_copy(update={"max_seq_len": model.config.max_seq_len})
@@ -185,10 +229,19 @@ def compare_shapes(
             )
 
 
+def weights_state(path: str) -> list[list[object]]:
+    """Return name, size and version of each file of the weights at `path`, the same for each spelling of a place."""
+    if not is_local(path):
+        return source_state(path)
+    place = Path(os.path.abspath(local_path(path)))
+    parts = gguf_files(place) if place.is_file() or format_of(place) == "gguf" else [place]
+    return [state for part in parts for state in source_state(str(part))]
+
+
 def start_files(start: InitFrom, uris: Sequence[str]) -> list[str]:
-    """Return those of `uris`, the files below `start.path`, that hold a model: at its top level, one format of two."""
-    depth = start.path.rstrip("/").split("://")[1].count("/") + 1
-    files = [uri for uri in uris if uri.endswith(SUFFIXES) and uri.split("://")[1].strip("/").count("/") == depth]
+    """Return those of `uris`, the files of `start.path`, that hold a model: at its top level, one format of two."""
+    files = [uri for uri in _top_level(start.path, uris) if uri.endswith(SUFFIXES)]
+    files = [uri for uri in files if uri.endswith(".gguf") == (start.format == "gguf")]
     if start.format == "hf" and any(uri.endswith(".safetensors") for uri in files):
         files = [uri for uri in files if not uri.endswith((".bin", ".pth"))]
     return files

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from herd.llama3.model.files import WeightReader
     from herd.llama3.tokens.tokenizer import Tokenizer
 
-Format = Literal["herd", "hf", "meta"]
+Format = Literal["herd", "hf", "meta", "gguf"]
 """A format that is read."""
 
 

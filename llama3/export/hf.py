@@ -20,12 +20,15 @@ from herd.llama3.model.files import (
     WEIGHTS,
     WeightReader,
     Weights,
+    bounded_params,
     parameters,
+    read_json,
     shape_mismatches,
     weight_files,
     write_weights,
 )
-from herd.llama3.model.param_table import BY_NAME, param_table
+from herd.llama3.model.param_table import BY_NAME
+from herd.llama3.recipe.load import fault_lines
 from herd.llama3.recipe.sections import INIT_STD, Model
 from herd.llama3.tokens.chat import END_OF_TURN, TEMPLATE_FILE, special_id
 from herd.llama3.tokens.hf_tokenizer import hugging_face_config, hugging_face_json
@@ -48,8 +51,11 @@ SCALING = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original",
+    "original": "original_max_position_embeddings",
 }
+"""Field of a rotary scaling -> key of config.json."""
+SCALING_OF: dict[str, tuple[str, ...]] = {"default": (), "linear": ("factor",), "llama3": (*SCALING,)}
+"""`rope_type` -> its fields."""
 LEFT_OUT: dict[str, Any] = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 """Defaults of transformers' LlamaConfig (and 10,000 for rope_theta)."""
 PLAIN: dict[str, Any] = {
@@ -79,7 +85,8 @@ class HuggingFaceModel:
                 "safetensors where you trust it: model.save_pretrained(folder) of transformers"
             )
         self._weights = Weights(weight_files(folder))
-        self._hf_names = {param.name: param.hf for param in param_table(self.config, self.vocab_size)}
+        table = bounded_params(self.config, self.vocab_size, len(self._weights.names()))
+        self._hf_names = {param.name: param.hf for param in table}
         copies = {f"{BY_NAME['output'].hf}.weight"} if self.config.tied_embeddings else set()  # some files have one
         ours = {hf: name for name, hf in self._hf_names.items()}
         stored = [name for name in self._weights.names() if name not in copies and not name.endswith(IGNORED)]
@@ -133,8 +140,8 @@ def hugging_face_settings(config: Model, vocab_size: int, dtype: torch.dtype) ->
     """
     scaling = None
     if config.rope_scaling is not None:
-        scaling = {theirs: getattr(config.rope_scaling, ours) for theirs, ours in SCALING.items()}
-        scaling = {"rope_type": "llama3", **scaling}
+        kind, names = config.rope_scaling.type, SCALING_OF[config.rope_scaling.type]
+        scaling = {"rope_type": kind, **{SCALING[name]: getattr(config.rope_scaling, name) for name in names}}
     return {
         "architectures": ["LlamaForCausalLM"],
         **{theirs: getattr(config, ours) for theirs, ours in SIZES.items()},
@@ -154,8 +161,8 @@ def read_hugging_face_config(path: Path) -> tuple[Model, int]:
 
     Raises ValueError, naming field and value, unless it is a model that our transformer computes.
     """
+    given = read_json(path)
     try:
-        given = json.loads(path.read_text())
         config: dict[str, Any] = {**LEFT_OUT, **{key: value for key, value in given.items() if value is not None}}
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
         sizes = {ours: config[theirs] for theirs, ours in SIZES.items()}
@@ -170,13 +177,20 @@ def read_hugging_face_config(path: Path) -> tuple[Model, int]:
                     f"{path}: {key} is {actual[key]!r} where a Llama 3 has {value!r}; our model cannot compute it: "
                     "start from a Llama 3 (or convert the weights first)"
                 )
-        if kind not in ("default", "llama3"):
-            raise ValueError(f"{path}: rope_type is {kind!r}; we know 'default' and 'llama3': start from another model")
-        factors = {ours: rope[theirs] for theirs, ours in SCALING.items()} if kind == "llama3" else None
+        if kind not in SCALING_OF:
+            raise ValueError(
+                f"{path}: rope_type is {kind!r}; we know {', '.join(SCALING_OF)}: start from another model"
+            )
+        factors = {"type": kind, **{ours: rope[SCALING[ours]] for ours in SCALING_OF[kind]}}
+        factors = None if kind == "default" else factors
         model = Model.model_validate({**sizes, "rope_theta": rope["rope_theta"], "rope_scaling": factors})
-        return model, int(config["vocab_size"])
-    except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError, ValidationError) as error:
-        raise ValueError(f"{path}: does not describe a Llama ({error!r}); name a folder with one") from error
+        if not isinstance(config["vocab_size"], int):
+            raise ValueError(f"{path}: vocab_size is {config['vocab_size']!r}, not a number; copy the folder again")
+        return model, config["vocab_size"]
+    except (KeyError, TypeError, AttributeError, ArithmeticError, ValidationError) as error:
+        invalid = isinstance(error, ValidationError)
+        reason = "; ".join(fault_lines(error, Model).splitlines()) if invalid else repr(error)
+        raise ValueError(f"{path}: does not describe a Llama ({reason}); name a folder with one") from error
 
 
 def _json(value: dict[str, Any]) -> str:

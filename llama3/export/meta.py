@@ -22,7 +22,9 @@ from herd.llama3.model.files import (
     INDEX,
     WeightReader,
     Weights,
+    bounded_params,
     parameters,
+    read_json,
     shape_mismatches,
     weight_files,
     write_weights,
@@ -100,6 +102,8 @@ def meta_settings(config: Model, vocab_size: int) -> dict[str, Any]:
         "use_scaled_rope": config.rope_scaling is not None,
     }
     if config.rope_scaling is not None:
+        if config.rope_scaling.type == "linear":
+            raise NotExpressible("model.rope_scaling: type linear is not in Meta's format; export the model as hf")
         built_in = RopeScaling(factor=config.rope_scaling.factor)
         if config.rope_scaling != built_in:
             raise NotExpressible(
@@ -115,8 +119,8 @@ def read_params(path: Path, tied: bool) -> tuple[Model, int]:
 
     Raises ValueError, naming key and value, unless it is a Llama 3 text model.
     """
+    params: dict[str, Any] = read_json(path)
     try:
-        params: dict[str, Any] = json.loads(path.read_text())
         other = sorted(params.keys() - KNOWN)
         if other or params["vocab_size"] < 1:
             key = other[0] if other else "vocab_size"
@@ -138,7 +142,7 @@ def read_params(path: Path, tied: bool) -> tuple[Model, int]:
             norm_eps=params.get("norm_eps", 1e-5),
         )
         return config, int(params["vocab_size"])
-    except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError, ValidationError) as error:
+    except (KeyError, TypeError, AttributeError, ArithmeticError, ValidationError) as error:
         raise ValueError(f"{path}: does not describe a Llama 3 ({error!r}); name a folder with one") from error
 
 
@@ -178,6 +182,8 @@ class _Pickled:
     """A mapped `.pth` file, opened by torch's restricted unpickler, which cannot run code."""
 
     def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise ValueError(f"{path}: is not a file; copy the folder again")
         try:
             state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
@@ -240,7 +246,7 @@ class MetaModel:
                 path = folder / PICKLE.format(number)
                 raise ValueError(f"{path}: holds other tensors than the first file; copy it again")
         self.config, self.vocab_size = read_params(folder / PARAMS, self._tied())
-        self._params = {param.name: param for param in param_table(self.config, self.vocab_size)}
+        self._params = {param.name: param for param in bounded_params(self.config, self.vocab_size, len(names))}
         known = {param.meta: param for param in self._params.values() if param.meta in names}
         odd = shape_mismatches(
             self.config, self.vocab_size, {param.name: self._shape(param) for param in known.values()}

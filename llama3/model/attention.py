@@ -247,11 +247,14 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device
 
     Plain: f = theta^(-2i/E). Scaled, as in Llama 3.1: f (s + (1 - s) / factor), where s (`smooth`) interpolates the
     turns within the original length, original x f / 2 pi, from low_freq_factor (s = 0) to high_freq_factor (s = 1).
+    Linear: f / factor.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     plain = theta**-exponents
     if scaling is None:
         return plain
+    if scaling.type == "linear":
+        return plain / scaling.factor
     turns = scaling.original * plain / (2 * math.pi)
     smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     smooth = smooth.clamp(0, 1)

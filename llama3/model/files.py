@@ -37,6 +37,8 @@ CONFIG = "config.json"
 SAVED = "manifest.json"
 """File of a checkpoint in progress with its shape and files."""
 SHARD_BYTES = 5 * 10**9
+JSON_BYTES = 2**26
+"""Largest JSON file that is read: the index of 405B has 100 kB."""
 OPEN_FILES = 8192
 """Files mapped at a time: Linux maps 65,530 for a process (vm.max_map_count), and a checkpoint may have more."""
 Named = Iterable[tuple[str, "Tensor"]]
@@ -216,24 +218,50 @@ def load_model(folder: Path, dtype: torch.dtype | None = None, device: torch.dev
     return model.eval()
 
 
+def read_json(path: Path) -> Any:
+    """Return the data of a JSON file that another program wrote. Raises ValueError, with the path, if it is none."""
+
+    def refuse(number: str) -> None:
+        raise ValueError(f"holds {number}")
+
+    try:
+        if not path.is_file():  # a named pipe would wait for its writer
+            raise ValueError("is not a file")
+        if (size := path.stat().st_size) > JSON_BYTES:
+            raise ValueError(f"has {size:,} bytes; {JSON_BYTES:,} at most are read")
+        return json.loads(path.read_bytes(), parse_constant=refuse)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ValueError(f"{path}: cannot be read as JSON ({reason}); copy it again") from error
+
+
 def read_config(folder: Path) -> tuple[Model, int]:
     """Return shape and vocab_size of the model in `folder`. Raises ValueError if config.json is invalid."""
     path = folder / CONFIG
+    config = read_json(path)
     try:
-        config = json.loads(path.read_text())
         if "architectures" in config:
             raise ValueError(
                 f"{path}: is in Hugging Face's format, which herd export writes for other programs; name the model "
                 "that was exported: a run, NAME@champion, or its folder"
             )
         return Model.model_validate(config["model"]), int(config["vocab_size"])
-    except (OSError, KeyError, TypeError, json.JSONDecodeError, ValidationError) as error:
+    except (KeyError, TypeError, ValidationError) as error:
         raise ValueError(f"{path}: is not a model configuration ({error}); name a folder with one") from error
+
+
+def bounded_params(config: Model, vocab_size: int, count: int) -> tuple[Param, ...]:
+    """Return the parameters of a model whose files hold `count` tensors.
+
+    If its layers exceed that, only one layer more: the shape then has a parameter that no file holds, and a
+    configuration with 10^9 layers makes no table of that length.
+    """
+    return param_table(config, vocab_size, range(min(config.layers, count + 1)))
 
 
 def shape_mismatches(config: Model, vocab_size: int, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Return, sorted, the names that are absent, unexpected or of another shape in `shapes` than in the model."""
-    expected = {param.name: param.shape for param in param_table(config, vocab_size)}
+    expected = {param.name: param.shape for param in bounded_params(config, vocab_size, len(shapes))}
     return sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
 
 
@@ -291,12 +319,12 @@ def weight_files(folder: Path, whole: str = WEIGHTS) -> dict[str, Path]:
     if (folder / whole).is_file():
         return dict.fromkeys(_open(folder / whole).keys(), folder / whole)
     path = folder / (whole + INDEX)
+    if not path.exists():
+        raise ValueError(f"{folder}: has neither {whole} nor {path.name}; name a folder with weights")
     try:
-        weight_map = json.loads(path.read_text())["weight_map"]
+        weight_map = read_json(path)["weight_map"]
         files = {name: folder / file for name, file in weight_map.items()}
-    except FileNotFoundError as error:
-        raise ValueError(f"{folder}: has neither {whole} nor {path.name}; name a folder with weights") from error
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: is not an index of weights ({error!r}); copy it again") from error
     outside = sorted({file for file in weight_map.values() if Path(file).name != file})
     if outside:  # a foreign index must not name /etc/... or ../
@@ -317,6 +345,8 @@ def _shards(tensors: Named) -> Iterator[dict[str, Tensor]]:
 
 
 def _open(path: Path) -> Any:
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: is not a file; copy the folder again")
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:

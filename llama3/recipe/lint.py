@@ -89,7 +89,7 @@ def _data_warnings(recipe: Recipe) -> Iterator[str]:
             f"a stage is {longest}, and the model will take no longer one; write max_seq_len: {longest}, or add a stage"
         )
     scaling = model.rope_scaling
-    if scaling is not None and longest > scaling.factor * scaling.original:
+    if scaling is not None and scaling.type == "llama3" and longest > scaling.factor * scaling.original:
         yield (
             f"model.rope_scaling: factor {scaling.factor:g} stretches {scaling.original} positions to "
             f"{scaling.factor * scaling.original:.0f}, less than sequence {longest}"

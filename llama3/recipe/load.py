@@ -22,7 +22,7 @@ from herd.storage.secrets import names_secret, refuse_secrets, scrub
 
 BASE = "base"
 """Key of a recipe file that names another one, whose fields it takes and changes."""
-ADDRESSES = ("uri", "contents", "use", "path", "data")
+ADDRESSES = ("uri", "contents", "use", "path", "init_from", "data")
 """Keys of files and addresses, in which variables are replaced."""
 VARIABLE = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
 

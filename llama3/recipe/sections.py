@@ -18,25 +18,34 @@ from herd.llama3.recipe.units import Cadence, Duration, Share, Tokens, _Quantity
 class InitFrom(Section):
     """Initial weights of a run.
 
-    Weights (`hf`, `meta`, `herd`) start with a new optimizer, the recipe's warm-up and position 0. To limit forgetting,
-    add text like that of their first training to the mix (*replay*); half of the tokens was enough for e-Llama (arXiv
-    2501.09706). A `checkpoint` also restores the optimizer and the position. It replaces the stages of this recipe up
-    to `after`, and their mixes and lengths decide the next tokens of the stream.
+    Weights start with a new optimizer, the recipe's warm-up and position 0. To limit forgetting, add text like that of
+    their first training to the mix (*replay*); half of the tokens was enough for e-Llama (arXiv 2501.09706). A
+    `checkpoint` also restores the optimizer and the position. It replaces the stages of this recipe up to `after`, and
+    their mixes and lengths decide the next tokens of the stream.
     """
 
     path: Annotated[str, decides("weights")] = Field(min_length=1)
-    """Folder or URI of the weights; with format `herd` also a model of the root by alias (`quickstart@champion`); or a
-    checkpoint under the root, by label (`checkpoint/quickstart-main-1a2b3c4d`) or by run and stage
-    (`quickstart-7/main`). Its shape must be that of `model`."""
-    format: Annotated[Literal["hf", "meta", "herd", "checkpoint"], decides("weights")] = "hf"
-    """`hf`: safetensors and config.json; `meta`: consolidated.*.pth and params.json; `herd`: a herd model folder;
-    `checkpoint`: the state at the end of a stage."""
+    """Folder, file or URI of the weights, or a model of the root by alias (`quickstart@champion`); `init_from:
+    quickstart@champion` is short for this alone. Or a checkpoint under the root, by label
+    (`checkpoint/quickstart-main-1a2b3c4d`) or by run and stage (`quickstart-7/main`). Its shape must be that of
+    `model`, which may be left out for weights on this machine."""
+    format: Annotated[
+        Literal["auto", "hf", "meta", "gguf", "herd", "checkpoint"], decides("weights", since="never")
+    ] = "auto"
+    """`hf`: safetensors and config.json; `meta`: consolidated.*.pth and params.json; `gguf`: a file of llama.cpp,
+    dequantized; `herd`: a herd model folder; `checkpoint`: the state at the end of a stage; `auto`: weights, of the
+    format that their files show."""
     after: Annotated[Name | None, decides("checkpoint"), left_out(None)] = None
     """`checkpoint` only: the stage of this recipe that ends at the position of the checkpoint."""
 
     @property
     def is_checkpoint(self) -> bool:
         return self.format == "checkpoint"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, given: object) -> object:
+        return {"path": given} if isinstance(given, str) else given
 
     @model_validator(mode="after")
     def _placed(self) -> Self:
@@ -223,6 +232,8 @@ _SHAPE = decides("weights", "checkpoint")
 class RopeScaling(Section):
     """RoPE frequencies scaled to longer sequences as in Llama 3.1; those between the two bounds are blended."""
 
+    type: Annotated[Literal["llama3", "linear"], _SHAPE, left_out("llama3")] = "llama3"
+    """`linear`: `factor` divides all frequencies (arXiv 2306.15595), and the other fields change nothing."""
     factor: Annotated[float, _SHAPE] = Field(default=8.0, gt=1)
     """Divisor of low frequencies."""
     low_freq_factor: Annotated[float, _SHAPE] = Field(default=1.0, gt=0)
@@ -284,7 +295,7 @@ class Model(Section):
     rope_theta: Annotated[float, _SHAPE] = Field(default=500_000.0, gt=1)
     rope_scaling: RopeScaling | None = None
     """Scaled RoPE frequencies; Llama 3.1 has factor 8 (`rope_scaling: {}`), 3.2 factor 32; default: none."""
-    norm_eps: Annotated[float, _SHAPE] = 1e-5
+    norm_eps: Annotated[float, _SHAPE] = Field(default=1e-5, gt=0)
     embedding_std: Annotated[float, decides("checkpoint"), left_out(INIT_STD)] = Field(default=INIT_STD, gt=0)
     """Standard deviation of initial embeddings. 1, as in torchtitan, makes a short run learn much faster if embeddings
     are not tied; tied ones are also the output and need a small one."""

@@ -14,6 +14,7 @@ from herd.llama3.model.flops import recipe_vocab_size
 from herd.llama3.recipe.base import NAME
 from herd.llama3.recipe.load import RecipeError
 from herd.llama3.recipe.schema import Recipe
+from herd.llama3.recipe.sections import InitFrom
 from herd.llama3.tokens.tokenizer import MODEL_FILE, Tokenizer, use_tokenizer
 from herd.storage.artifact import Artifact, Store
 from herd.storage.filesystem import fetched_files, is_local
@@ -42,7 +43,8 @@ def alias_label(root: Root, name: str) -> str | None:
 def with_local_models(root: Root, recipe: Recipe) -> Recipe:
     """Return `recipe` with paths in place of models named by alias and of fetched copies of addresses.
 
-    In `init_from.path` and `tokenizer.use`. Raises RecipeError if no model holds an alias, or a tokenizer is remote.
+    In `init_from.path`, whose format is no longer `auto`, and `tokenizer.use`. Raises RecipeError if no model holds an
+    alias, a tokenizer is remote, or the weights have no known format.
     """
 
     def local(field: str, name: str, file: str) -> str:
@@ -61,10 +63,23 @@ def with_local_models(root: Root, recipe: Recipe) -> Recipe:
 
     start, use, changed = recipe.init_from, recipe.tokenizer.use, dict[str, object]()
     if start is not None and not start.is_checkpoint:
-        changed["init_from"] = start.model_copy(update={"path": local("init_from.path", start.path, "")})
+        path = local("init_from.path", start.path, "")
+        changed["init_from"] = _with_format(start.model_copy(update={"path": path}))
     if use is not None:
         changed["tokenizer"] = recipe.tokenizer.model_copy(update={"use": local("tokenizer.use", use, MODEL_FILE)})
     return recipe.model_copy(update=changed)
+
+
+def _with_format(start: InitFrom) -> InitFrom:
+    """Return `start` with the format that its files show in place of `auto`. Raises RecipeError."""
+    if start.format != "auto":
+        return start
+    from herd.llama3.export.convert import format_of  # imports torch
+
+    try:
+        return start.model_copy(update={"format": format_of(start.path)})
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"init_from.path: {error}") from None
 
 
 def known_tokenizer(root: Root, recipe: Recipe) -> Tokenizer | None:

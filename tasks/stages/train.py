@@ -38,7 +38,7 @@ from herd.llama3.train.journal import SkippedRanges, device_hours
 from herd.llama3.train.main import REFUSED
 from herd.storage.artifact import MANIFEST, Artifact, ArtifactSpec
 from herd.storage.digests import digest_file
-from herd.storage.filesystem import source_state, write_atomic
+from herd.storage.filesystem import write_atomic
 from herd.storage.lease import folder_lease
 from herd.storage.objects import remove_all
 from herd.storage.page_cache import lazy_folder
@@ -349,17 +349,17 @@ def init_weights(context: Context, tokenizer: Artifact) -> Artifact:
 
     Raises ValueError if they do not fit the recipe.
     """
-    from herd.llama3.export.convert import import_weights
+    from herd.llama3.export.convert import import_weights, weights_state
 
     recipe = context.recipe
     assert recipe.init_from is not None
     if recipe.init_from.is_checkpoint:
         return _checkpoint(context, Tokenizer.load(tokenizer.path))
-    start, vocab_size = with_local_models(context.root, recipe).init_from, Tokenizer.load(tokenizer.path).vocab_size
+    local, vocab_size = with_local_models(context.root, recipe), Tokenizer.load(tokenizer.path).vocab_size
+    start, path = local.init_from, recipe.init_from.path
     assert start is not None
-    path = recipe.init_from.path
     label = alias_label(context.root, path)
-    parameters = keys.weights(recipe, label or source_state(path), vocab_size)
+    parameters = keys.weights(local, label or weights_state(path), vocab_size)
     spec = ArtifactSpec("weights", recipe.name, WEIGHTS_VERSION, parameters, {})
 
     def build(folder: Path, _: str) -> dict[str, Any]:

@@ -93,8 +93,8 @@ def test_the_wrong_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_a_source_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nowhere: is not a folder"):
         convert(tmp_path / "nowhere", "hf", tmp_path / "b", "herd")
-    with pytest.raises(ValueError, match="format 'gguf' is unknown; choose herd, hf, meta"):
-        convert(tmp_path, "gguf", tmp_path / "b", "herd")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="format 'gml' is unknown; choose herd, hf, meta, gguf"):
+        convert(tmp_path, "gml", tmp_path / "b", "herd")  # type: ignore[arg-type]
 
 
 def test_the_tokenizer_is_loaded_from_where_it_went(tmp_path: Path) -> None:

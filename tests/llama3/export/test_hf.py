@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tied_embeddings": True},
     "scaled": {"rope_scaling": {"original": 256}, "max_seq_len": 2048},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 4}, "rope_theta": 10_000.0, "norm_eps": 1e-6},
 }
 PUBLISHED = {
     "architectures": ["LlamaForCausalLM"],
@@ -142,8 +145,9 @@ def test_a_published_configuration_is_the_preset(tmp_path: Path) -> None:
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1 where a Llama 3 has 0.0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5 where a Llama 3 has 1.0"),
         ({"quantization_config": {"bits": 4}}, r"quantization_config is \{'bits': 4\} where a Llama 3 has None"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'; we know 'default' and 'llama3'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'; we know default, linear"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),
+        ({"rope_scaling": {"type": "linear"}}, "does not describe a Llama .*factor"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "does not describe a Llama .*low_freq_factor"),
         ({"hidden_size": None}, "does not describe a Llama .*hidden_size"),
         ({"num_key_value_heads": 5}, "heads 32 must be a multiple of kv_heads 5"),
@@ -154,6 +158,59 @@ def test_what_is_no_llama_3_is_refused(tmp_path: Path, change: dict[str, Any], m
     path.write_text(json.dumps({**PUBLISHED, **change}))
     with pytest.raises(ValueError, match=message):
         read_hugging_face_config(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"num_hidden_layers": 2', '"num_hidden_layers": 1000000000', r"do not fit config.json in model.layers.10\."),
+        ('"num_hidden_layers": 2', '"num_hidden_layers": 1e400', "does not describe a Llama .*layers"),
+        ('"num_attention_heads": 8', '"num_attention_heads": 0', "does not describe a Llama .*ZeroDivisionError"),
+        ('"vocab_size": 83', '"vocab_size": ' + "9" * 5000, "config.json: cannot be read as JSON .*digits"),
+        ('"vocab_size": 83', '"vocab_size": 1000000000000', "do not fit config.json in model.embed_tokens.weight"),
+        ('"vocab_size": 83', '"vocab_size": "many"', r"config.json: vocab_size is 'many'"),
+        ('"rms_norm_eps": 1e-05', '"rms_norm_eps": NaN', r"cannot be read as JSON \(holds NaN\)"),
+        ('"rms_norm_eps": 1e-05', '"rms_norm_eps": -1', "does not describe a Llama .*norm_eps: -1"),
+        ("{", "[" * 200_000, r"cannot be read as JSON \(is nested too deeply\)"),
+        ("{", "{\udcff", "cannot be read as JSON"),
+    ],
+)
+def test_a_hostile_configuration_is_refused_in_a_sentence(tmp_path: Path, old: str, new: str, message: str) -> None:
+    write_hugging_face(tmp_path, herd_model(tmp_path / "ours"))
+    text = (tmp_path / "config.json").read_text()
+    assert old in text
+    (tmp_path / "config.json").write_text(text.replace(old, new, 1), errors="surrogateescape")
+    with pytest.raises(ValueError, match=message) as refused:
+        HuggingFaceModel(tmp_path)
+    assert str(tmp_path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_pipes_folders_and_devices_among_the_files_are_refused(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    write_hugging_face(tmp_path, herd_model(tmp_path / "ours"))
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / name).unlink(missing_ok=True)
+    make(tmp_path / name)
+    with pytest.raises(ValueError, match=r"cannot be read as JSON \(is not a file\)|has neither model.safetensors"):
+        HuggingFaceModel(tmp_path)
+
+
+def test_a_pipe_that_the_index_names_is_refused(tmp_path: Path) -> None:
+    write_hugging_face(tmp_path, herd_model(tmp_path / "ours"))
+    (tmp_path / "model.safetensors").unlink()
+    os.mkfifo(tmp_path / "part")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "part"}}')
+    with pytest.raises(ValueError, match=r"part: is not a file; copy the folder again"):
+        HuggingFaceModel(tmp_path)
+
+
+def herd_model(folder: Path) -> StoredModel:
+    herd_folder(folder, shape())
+    return StoredModel(folder)
 
 
 def test_what_a_configuration_leaves_out_is_as_transformers_has_it(transformers: Any, tmp_path: Path) -> None:
