@@ -107,7 +107,7 @@ def plan(recipe: Recipe | str | Path, *, root: Place = None) -> RunPlan:
     """Return what a run would do: schedule, sources, FLOPs, warnings. Reads samples of local sources, runs nothing."""
     from herd.tasks.plan.recipe import survey_and_plan
 
-    return survey_and_plan(_recipe(recipe), _root(root))
+    return survey_and_plan(_recipe(recipe, _root(root)), _root(root))
 
 
 def plan_on_cluster(
@@ -141,7 +141,8 @@ def run(
     from herd.tasks.operate.preflight import check_run
 
     place = cluster if isinstance(cluster, Cluster) else load_cluster(Path(cluster)) if cluster else Cluster()
-    loaded, base = _recipe(recipe), _root(root)
+    base = _root(root)
+    loaded = _recipe(recipe, base)
     check_run(loaded, place, base, until=until)  # finds wrong input before Prefect starts
     fix_import_path()
     move_logins()
@@ -227,8 +228,10 @@ def evaluate(
     return evaluate_tasks(network, tokenizer, suites, threads=os.cpu_count() or 1, device=device).scores
 
 
-def _recipe(recipe: Recipe | str | Path) -> Recipe:
-    return recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+def _recipe(recipe: Recipe | str | Path, root: Root) -> Recipe:
+    from herd.tasks.models.start import load_recipe
+
+    return recipe if isinstance(recipe, Recipe) else load_recipe(root, recipe)
 
 
 def _texts(values: Sequence[object] | str | int | Path) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
 import yaml
@@ -30,7 +29,7 @@ from pydantic_core import CoreSchema
 
 from herd.flows.local_server import refusal
 from herd.llama3.recipe.base import DOMAINS
-from herd.llama3.recipe.load import RECIPES, load_recipe, parse_recipe, resolved
+from herd.llama3.recipe.load import RECIPES, parse_recipe, resolved
 from herd.llama3.recipe.schema import Recipe
 from herd.storage.root import DEFAULT_ROOT, Root
 from herd.tasks.cluster import Cluster
@@ -388,6 +387,8 @@ def is_made_up(name: str) -> bool:
 def chosen_recipe(config: PipelineParameters) -> Recipe:
     """Return the recipe of a file, or of an earlier run. Raises RecipeError."""
     if not config.rerun_of:
-        return load_recipe(Path(config.recipe), config.overrides)
+        from herd.tasks.models.start import load_recipe  # only here: the forms are made without its tokenizers
+
+        return load_recipe(config.root_at, config.recipe, config.overrides)
     recipe = Runs(config.root_at).recipe(config.rerun_of)
     return parse_recipe(resolved(recipe), config.rerun_of, config.overrides)

@@ -169,16 +169,16 @@ def fetch(
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    from herd.llama3.recipe.load import load_recipe
     from herd.llama3.recipe.units import Bytes
     from herd.storage.fetch import check_space, free_bytes, missing_bytes
     from herd.tasks.format import command, format_bytes, format_duration
+    from herd.tasks.models.start import load_recipe
     from herd.tasks.plan.recipe import epoch_lines, fetch_files, fetch_lines, prepare_fetch, targets_of
 
     with mistakes():
         with option("--rate"):
             speed = Bytes.parse(rate)
-        loaded = load_recipe(recipe, set_)
+        loaded = load_recipe(Root.parse(root), recipe, set_)
         with at_work("listing"):
             folder, addresses = prepare_fetch(loaded, Root.parse(root), update)
         if not addresses:
@@ -227,15 +227,15 @@ def rehearse(
 ) -> None:
     """Run the whole chain in small here, with a kill and a resume, and show what would go wrong at full size."""
     from herd.flows.local_server import quiet_prefect, start_temporary_server
-    from herd.llama3.recipe.load import load_recipe
     from herd.tasks.cluster import Cluster, load_cluster
     from herd.tasks.console import TerminalConsole, console_as
+    from herd.tasks.models.start import load_recipe
 
     with mistakes():
-        loaded, chosen_cluster = load_recipe(recipe, set_), load_cluster(cluster) if cluster else Cluster()
+        base = Root.parse(root)
+        loaded, chosen_cluster = load_recipe(base, recipe, set_), load_cluster(cluster) if cluster else Cluster()
         problems.print("[dim]starting Prefect[/]")
         quiet_prefect()
-        base = Root.parse(root)
         ready = start_temporary_server(base)
         from herd.flows.rehearsal import rehearse as run_rehearsal
         from herd.tasks.operate.rehearsal import print_rehearsal
@@ -317,8 +317,9 @@ def try_data(
     from herd.llama3.data.accounting import EXPLAINED, KEPT
     from herd.llama3.data.curate import CURATION, curate_sample
     from herd.llama3.evaluate.suite import with_evaluation_sets
-    from herd.llama3.recipe.load import did_you_mean, load_recipe
+    from herd.llama3.recipe.load import did_you_mean
     from herd.storage.fetch import use_fetched
+    from herd.tasks.models.start import load_recipe
     from herd.tasks.report.data import print_sample
 
     with mistakes(), tempfile.TemporaryDirectory(prefix="herd-sample-") as folder:
@@ -329,7 +330,7 @@ def try_data(
             meant = "" if rule in KEPT else did_you_mean(rule, rules, str)
             raise ValueError(f"--rule: {rule!r} is not a rule; {meant}rules: {', '.join(rules)}")
         use_fetched(Root.parse(root))
-        loaded = with_evaluation_sets(load_recipe(recipe, set_))
+        loaded = with_evaluation_sets(load_recipe(Root.parse(root), recipe, set_))
         emptied = ""
         problems.print(f"[dim]reading up to {sample:,} documents of each source[/]")
         try:

@@ -102,10 +102,10 @@ def doctor(
         if node is not None:  # started by `herd doctor --cluster` on a node: one line
             print(json.dumps(diagnose_as_node(node)))
             return
-        from herd.llama3.recipe.load import load_recipe
+        from herd.tasks.models.start import load_recipe
 
         chosen_cluster = load_cluster(cluster) if cluster else Cluster()
-        loaded = load_recipe(recipe) if recipe else None
+        loaded = load_recipe(Root.parse(root), recipe) if recipe else None
         with at_work("this machine"):
             findings = diagnose(Root.parse(root), chosen_cluster, loaded)
         if chosen_cluster.nodes:

@@ -64,11 +64,12 @@ def plan_recipe(
     json_: JsonOption = False,
 ) -> None:
     """Show stages, totals, FLOPs and warnings; with a cluster layouts, steps, days, money, cadence and risks too."""
-    from herd.llama3.recipe.load import base_changes, load_recipe
+    from herd.llama3.recipe.load import base_changes
+    from herd.tasks.models.start import load_recipe
     from herd.tasks.plan.recipe import memory_lines, plan_document, survey_and_plan
 
     with mistakes():
-        loaded = load_recipe(recipe, set_)
+        loaded = load_recipe(Root.parse(root), recipe, set_)
         if not json_ and (changes := base_changes(recipe)):
             out.print(f"base     {escape(changes)}")
         plan = survey_and_plan(loaded, Root.parse(root))
@@ -179,12 +180,12 @@ def compare_clusters(
     json_: JsonOption = False,
 ) -> None:
     """Compare clusters for a recipe; each becomes an MLflow run with the metrics of a training run."""
-    from herd.llama3.recipe.load import load_recipe
+    from herd.tasks.models.start import load_recipe
     from herd.tasks.plan.cluster import compare_fabrics, fabrics_table
 
     with mistakes():
         clusters = cluster or ["roce-24k", "ib-24k"]
-        results = compare_fabrics(Root.parse(root), load_recipe(recipe, set_), clusters, gpus or [])
+        results = compare_fabrics(Root.parse(root), load_recipe(Root.parse(root), recipe, set_), clusters, gpus or [])
         if json_:
             print(json.dumps([result.as_json() for result in results], indent=1))
         else:

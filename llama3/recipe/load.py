@@ -27,6 +27,10 @@ ADDRESSES = ("uri", "contents", "use", "path", "init_from", "data")
 VARIABLE = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
 
 
+Complete = Callable[[dict[str, Any]], dict[str, Any]]
+"""Adds to the mapping of a recipe what is read elsewhere, such as the shape of the weights it starts from."""
+
+
 class RecipeError(ValueError):
     """An invalid recipe; the message has one line per fault: field, value, remedy."""
 
@@ -61,13 +65,13 @@ def did_you_mean(word: str, known: Iterable[str], show: Callable[[str], str] = r
     return f"did you mean {show(close[0])}? " if close else ""
 
 
-def load_recipe(path: Path | str, overrides: list[str] | str | None = None) -> Recipe:
+def load_recipe(path: Path | str, overrides: list[str] | str | None = None, complete: Complete | None = None) -> Recipe:
     """Return the recipe in a YAML file, or shipped under that name, with `overrides` (`curate.dedup.jaccard=0.7`).
 
     Raises RecipeError.
     """
-    path = find_recipe(path)
-    return parse_recipe(read_recipe(path), str(path), [overrides] if isinstance(overrides, str) else overrides)
+    path, changes = find_recipe(path), [overrides] if isinstance(overrides, str) else overrides
+    return parse_recipe(read_recipe(path), str(path), changes, complete)
 
 
 def read_recipe(path: Path, above: tuple[Path, ...] = ()) -> Any:
@@ -148,7 +152,9 @@ def expand_variables(data: Any, path: str = "") -> Any:
     return VARIABLE.sub(value_of, data) if is_address else data
 
 
-def parse_recipe(data: object, name: str, overrides: list[str] | None = None) -> Recipe:
+def parse_recipe(
+    data: object, name: str, overrides: list[str] | None = None, complete: Complete | None = None
+) -> Recipe:
     """Return the recipe of the mapping `data`; errors start with `name`. Raises RecipeError."""
     if not isinstance(data, dict):
         raise RecipeError(f"{name}: must be a mapping with the keys {', '.join(Recipe.model_fields)}")
@@ -158,6 +164,7 @@ def parse_recipe(data: object, name: str, overrides: list[str] | None = None) ->
         apply_override(data, override)
     try:
         data = expand_variables(data)
+        data = data if complete is None else complete(data)
     except RecipeError as error:
         raise RecipeError(f"{name}: {error}") from None
     try:

@@ -19,8 +19,8 @@ A recipe file may also have the key `base`: the path of another recipe from the 
 takes and changes. Mappings are merged, lists and values replaced; a base may have a base. `herd plan` prints the
 changes in a line. Only the resolved recipe is recorded, so the digest is that of the same recipe written out.
 
-In addresses (the keys `uri`, `contents`, `use`, `path`, `data`) `${NAME}` is the variable NAME of the environment,
-`${NAME:-default}` has a default. A variable that holds a secret or is named like one is refused.
+In addresses (keys `uri`, `contents`, `use`, `path`, `init_from`, `data`) `${NAME}` is the variable NAME of the
+environment, `${NAME:-default}` has a default. A variable that holds a secret or is named like one is refused.
 
 In an editor: `herd schema --json > recipe.schema.json`, and as the recipe's first line
 `# yaml-language-server: $schema=recipe.schema.json`."""

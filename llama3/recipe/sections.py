@@ -271,6 +271,7 @@ PRESETS: dict[str, dict[str, Any]] = {name: dict(zip(_FIELDS, shape, strict=True
 """Model shapes by name; a recipe can override each number."""
 
 
+FROM_WEIGHTS = "from_weights"
 INIT_STD = 0.02
 """Standard deviation of initial weights."""
 
@@ -279,7 +280,8 @@ class Model(Section):
     """The shape of the transformer; missing fields come from the preset."""
 
     preset: Annotated[str, decides("nothing")] = "custom"
-    """Name in the table of presets below."""
+    """Name in the table of presets below, or `from_weights`: the shape that the weights of `init_from` have, as without
+    `model`. Fields beside it change it."""
     layers: Annotated[int, _SHAPE] = Field(ge=1)
     dim: Annotated[int, _SHAPE] = Field(ge=8)
     """Hidden size."""
@@ -320,6 +322,8 @@ class Model(Section):
     def _fill_from_preset(cls, data: object) -> object:
         if not isinstance(data, dict) or "preset" not in data or data["preset"] == "custom":
             return data
+        if data["preset"] == FROM_WEIGHTS:
+            raise ValueError(f"preset {FROM_WEIGHTS!r} needs init_from with weights on this machine")
         if data["preset"] not in PRESETS:
             raise ValueError(f"preset {data['preset']!r} is unknown; the presets are {', '.join(PRESETS)}")
         return {**PRESETS[data["preset"]], **data}

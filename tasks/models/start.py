@@ -8,16 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from herd.llama3.model.flops import recipe_vocab_size
+from herd.llama3.recipe import load
 from herd.llama3.recipe.base import NAME
 from herd.llama3.recipe.load import RecipeError
 from herd.llama3.recipe.schema import Recipe
-from herd.llama3.recipe.sections import InitFrom
+from herd.llama3.recipe.sections import FROM_WEIGHTS, InitFrom
 from herd.llama3.tokens.tokenizer import MODEL_FILE, Tokenizer, use_tokenizer
 from herd.storage.artifact import Artifact, Store
-from herd.storage.filesystem import fetched_files, is_local
+from herd.storage.fetch import use_fetched
+from herd.storage.filesystem import fetched_files, is_local, local_path
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.models.lookup import label_of_alias
@@ -47,31 +53,38 @@ def with_local_models(root: Root, recipe: Recipe) -> Recipe:
     alias, a tokenizer is remote, or the weights have no known format.
     """
 
-    def local(field: str, name: str, file: str) -> str:
-        if not is_local(name):
-            copies = fetched_files(name)
-            if copies and (file or len({copy.parent for copy in copies}) == 1):
-                return str(copies[0] if file else copies[0].parent)
-            if file:
-                raise RecipeError(f"{field}: {name!r} is not on this machine; download it with herd fetch RECIPE")
-            return name
-        try:
-            label = alias_label(root, name)
-        except ValueError as error:
-            raise RecipeError(f"{field}: {error}") from None
-        return name if label is None else str(open_store(root).load(label).path_of("model") / file)
-
     start, use, changed = recipe.init_from, recipe.tokenizer.use, dict[str, object]()
     if start is not None and not start.is_checkpoint:
-        path = local("init_from.path", start.path, "")
-        changed["init_from"] = _with_format(start.model_copy(update={"path": path}))
+        changed["init_from"] = _local_weights(root, start)
     if use is not None:
-        changed["tokenizer"] = recipe.tokenizer.model_copy(update={"use": local("tokenizer.use", use, MODEL_FILE)})
+        changed["tokenizer"] = recipe.tokenizer.model_copy(update={"use": _local(root, "tokenizer.use", use, True)})
     return recipe.model_copy(update=changed)
 
 
-def _with_format(start: InitFrom) -> InitFrom:
-    """Return `start` with the format that its files show in place of `auto`. Raises RecipeError."""
+def _local(root: Root, field: str, name: str, of_tokenizer: bool = False) -> str:
+    if not is_local(name):
+        copies = fetched_files(name)
+        if copies and (of_tokenizer or len({copy.parent for copy in copies}) == 1):
+            return str(copies[0] if of_tokenizer else copies[0].parent)
+        if of_tokenizer:
+            raise RecipeError(f"{field}: {name!r} is not on this machine; download it with herd fetch RECIPE")
+        return name
+    try:
+        label = alias_label(root, name)
+    except ValueError as error:
+        raise RecipeError(f"{field}: {error}") from None
+    if label is None:
+        return name
+    folder = open_store(root).load(label).path_of("model")
+    return str(folder / MODEL_FILE if of_tokenizer else folder)
+
+
+def _local_weights(root: Root, start: InitFrom) -> InitFrom:
+    """Return `start` with a path for an alias or a fetched copy, and the format that its files show for `auto`.
+
+    Raises RecipeError.
+    """
+    start = start.model_copy(update={"path": _local(root, "init_from.path", start.path)})
     if start.format != "auto":
         return start
     from herd.llama3.export.convert import format_of  # imports torch
@@ -80,6 +93,39 @@ def _with_format(start: InitFrom) -> InitFrom:
         return start.model_copy(update={"format": format_of(start.path)})
     except (OSError, ValueError) as error:
         raise RecipeError(f"init_from.path: {error}") from None
+
+
+def load_recipe(root: Root, path: Path | str, overrides: list[str] | str | None = None) -> Recipe:
+    """Return the recipe in a file, as `llama3.recipe.load` does; without `model` it has the shape of its weights.
+
+    Raises RecipeError.
+    """
+    return load.load_recipe(path, overrides, partial(_with_shape, root))
+
+
+def _with_shape(root: Root, data: dict[str, Any]) -> dict[str, Any]:
+    """Return the mapping of a recipe with the shape of the weights of `init_from`, if its `model` leaves that open."""
+    given = data.get("model") or {"preset": FROM_WEIGHTS}
+    if "init_from" not in data or not isinstance(given, dict) or given.get("preset") != FROM_WEIGHTS:
+        return data
+    try:
+        start = InitFrom.model_validate(data["init_from"])
+    except ValidationError:  # the recipe says why
+        return data
+    if start.is_checkpoint:
+        return data
+    use_fetched(root)
+    start = _local_weights(root, start)
+    if not is_local(start.path):
+        raise RecipeError(f"model: is missing, and {start.path} is not on this machine; write the shape of its weights")
+    from herd.llama3.export.convert import open_source  # imports torch
+
+    try:
+        config = open_source(local_path(start.path), start.format).config
+    except ValueError as error:
+        raise RecipeError(f"init_from.path: {error}") from None
+    shape = config.model_dump(mode="json", exclude={"preset", "embedding_std"})
+    return {**data, "model": {**shape, **{key: value for key, value in given.items() if key != "preset"}}}
 
 
 def known_tokenizer(root: Root, recipe: Recipe) -> Tokenizer | None:

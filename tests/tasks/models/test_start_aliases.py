@@ -1,14 +1,21 @@
-"""Models of the root by alias, where a recipe takes a path."""
+"""Models by path or alias, where a recipe starts from one: short forms, and the shape that the weights give."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from herd.llama3.export.convert import convert
+from herd.llama3.recipe import keys
 from herd.llama3.recipe.load import RecipeError, load_recipe
+from herd.llama3.recipe.sections import InitFrom, Model
 from herd.storage.root import Root
+from herd.tasks.models import start
 from herd.tasks.models.start import alias_label, with_local_models
+from tests.llama3.export.export_samples import herd_folder, shape, tokenizer
 
 CHAT = Path("recipes/quickstart-chat.yaml")
 
@@ -25,3 +32,74 @@ def test_a_path_is_no_alias(tmp_path: Path) -> None:
         assert alias_label(root, name) is None
     plain = load_recipe(Path("recipes/domain-adaptation.yaml"))
     assert with_local_models(root, plain) == plain
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders with one model in each format."""
+    folder = tmp_path_factory.mktemp("models")
+    herd_folder(folder / "herd", shape(rope_theta=10_000.0, max_seq_len=2048), coder=tokenizer())
+    for form in ("hf", "meta", "gguf"):
+        convert(folder / "herd", "herd", folder / form, form)
+    return folder
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    """Write the chat recipe without `model`, with `changes`."""
+    plain = yaml.safe_load(Path("recipes/domain-adaptation.yaml").read_text())
+    plain.pop("model")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({**plain, **changes}))
+    return folder / "recipe.yaml"
+
+
+@pytest.mark.parametrize("form", ["herd", "hf", "meta", "gguf"])
+def test_a_recipe_without_a_model_has_the_shape_of_its_weights(tmp_path: Path, models: Path, form: str) -> None:
+    root, asked = Root.parse(tmp_path), written(tmp_path, init_from=str(models / form), stages=STAGES)
+    loaded = start.load_recipe(root, asked)
+    longest = 8192 if form == "meta" else 2048  # a params.json does not say it
+    assert loaded.model == shape(rope_theta=10_000.0, max_seq_len=longest)
+    assert with_local_models(root, loaded).init_from == InitFrom(path=str(models / form), format=form)
+    changed = start.load_recipe(root, asked, ["model.preset=from_weights", "model.max_seq_len=128"])
+    assert changed.model == shape(rope_theta=10_000.0, max_seq_len=128)
+    with pytest.raises(RecipeError, match=r"model: is missing"):
+        load_recipe(asked)
+    with pytest.raises(RecipeError, match=r"preset 'from_weights' needs init_from with weights on this machine"):
+        load_recipe(asked, "model.preset=from_weights")
+
+
+STAGES = [{"name": "main", "until": "1Mi", "seq_len": 128, "batch": "64Ki", "mix": "base"}]
+
+
+def test_a_model_that_is_given_is_not_read(tmp_path: Path) -> None:
+    asked = written(tmp_path, init_from="nowhere", model={"preset": "tiny"}, stages=STAGES)
+    assert start.load_recipe(Root.parse(tmp_path), asked).model == Model(preset="tiny")
+
+
+@pytest.mark.parametrize(
+    ("origin", "message"),
+    [
+        ("nowhere", "init_from.path: nowhere: has neither config.json nor params.json nor a .gguf file"),
+        ("me@champion", "init_from.path: no model of .* holds me@champion"),
+        ("s3://models/8b", "model: is missing, and s3://models/8b is not on this machine"),
+        ({"path": "nowhere", "form": "hf"}, "init_from.form: unknown key; did you mean 'format'"),
+    ],
+)
+def test_a_shape_that_cannot_be_read_is_said(tmp_path: Path, origin: Any, message: str) -> None:
+    asked = written(tmp_path, init_from=origin if isinstance(origin, dict) else {"path": origin, "format": "auto"})
+    if str(origin).startswith("s3"):
+        asked = written(tmp_path, init_from={"path": origin, "format": "hf"})
+    with pytest.raises(RecipeError, match=message):
+        start.load_recipe(Root.parse(tmp_path), asked)
+
+
+def test_the_spelling_of_a_start_does_not_change_the_key_of_its_weights(tmp_path: Path, models: Path) -> None:
+    root = Root.parse(tmp_path)
+    spelled = [
+        str(models / "gguf"),
+        {"path": str(models / "gguf/model.gguf")},
+        {"path": str(models / "gguf"), "format": "gguf"},
+    ]
+    loaded = [start.load_recipe(root, written(tmp_path, init_from=origin, stages=STAGES)) for origin in spelled]
+    parameters = [keys.weights(with_local_models(root, recipe), "the files", 99) for recipe in loaded]
+    assert parameters[0] == parameters[1] == parameters[2]
+    assert parameters[0]["init_from"] == {"format": "gguf"}
