@@ -24,10 +24,11 @@ _LEAST = 3
 _LOWER = 0.3
 """Share of continued lines that begin with a letter that is not an ASCII capital; verse begins with capitals."""
 _NEWLINE, _SPACE, _TAB, _BAR = np.uint8(10), np.uint8(32), np.uint8(9), np.uint8(0x7C)
-_START, _STOP, _LENGTH, _INDENT, _WORD, _KIND, _LOWERCASE, _FINAL, _WORDS_SEEN = range(9)
-_FIELDS = 9
+_START, _STOP, _LENGTH, _INDENT, _WORD, _KIND, _LOWERCASE, _FINAL, _WORDS_SEEN, _COLUMNS = range(10)
+_FIELDS = 10
 """What is known of a line: the bytes of its visible characters, characters without the indentation, indentation,
-characters of its first word, its kind, whether it begins in lower case, whether a statement ends with it, words."""
+characters of its first word, its kind, whether it begins in lower case, whether a statement ends with it, words, gaps
+of three blanks and twice the tabs."""
 _BLANK, _PROSE, _ITEM, _COMMENT, _ROW = range(5)
 """Kinds of lines; _ROW: of a table, or with gaps for columns."""
 _WORDS = 4
@@ -46,13 +47,13 @@ def line_flags(data: Bytes, offsets: Offsets, flags: Bytes) -> None:
                 grown = np.empty((2 * count, _FIELDS), np.int64)
                 grown[:count] = lines
                 lines = grown
-            at = _measure_line(data, at, stop, lines[count]) + 1
+            at = _measure_line(data, at, stop, lines, count) + 1
             count += 1
         found, flagged = lines[:count], flags[line : line + count]
         width = _width(found)
         wrapped = NARROWEST <= width <= WIDEST
         for number in range(count):
-            _tell_kind(data, found[number], wrapped)
+            _tell_kind(data, found, number, wrapped)
         _bind(data, found, flagged)
         if wrapped:
             _continue(found, width, flagged)
@@ -72,50 +73,54 @@ def join_paragraphs(data: Bytes, offsets: Offsets, flags: Bytes) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _measure_line(data: Bytes, start: int, stop: int, line: Offsets) -> int:
+def _measure_line(data: Bytes, start: int, stop: int, lines: Offsets, number: int) -> int:
     """Write where a line is, its indentation and its characters; return where it ends."""
-    at, wide = start, 0
-    while at < stop and data[at] != _NEWLINE:
-        wide += data[at] & np.uint8(0xC0) == np.uint8(0x80)
-        at += 1
+    at = line_end(data, start, stop)
     first, last = strip_blanks(data, start, at)
-    line[:] = 0
-    line[_START], line[_STOP], line[_LENGTH] = first, last, last - first - wide
+    # Sums without branches, which would be predicted wrongly at each word.
+    wide, words, columns = 0, int(first < last), 0
+    before, twice, thrice = 0, 0, 0  # whether the last byte, the last two, the last three are blank
+    for position in range(first, last):
+        byte = data[position]
+        wide += int(byte & np.uint8(0xC0) == np.uint8(0x80))
+        tab = int(byte == _TAB)
+        blank = int(byte == _SPACE) | tab
+        words += before & (1 - blank)
+        columns += (twice & blank & (1 - thrice)) + 2 * tab
+        before, twice, thrice = blank, blank & before, blank & twice
+    lines[number, :] = 0
+    lines[number, _START], lines[number, _STOP], lines[number, _LENGTH] = first, last, last - first - wide
+    lines[number, _WORDS_SEEN], lines[number, _COLUMNS] = words, columns
+    indent = 0
     for position in range(start, first):
-        line[_INDENT] += 8 if data[position] == _TAB else 1
+        indent += 8 if data[position] == _TAB else 1
+    lines[number, _INDENT] = indent
     return at
 
 
 @njit(cache=True, nogil=True)
-def _tell_kind(data: Bytes, line: Offsets, wrapped: bool) -> None:
+def _tell_kind(data: Bytes, lines: Offsets, number: int, wrapped: bool) -> None:
     """Write the kind of a line, and of one in a text that may be `wrapped` what tells where a break is."""
-    first, last = line[_START], line[_STOP]
+    first, last = lines[number, _START], lines[number, _STOP]
     if first == last:
         return
     head, tail = data[first], data[last - 1]
-    line[_KIND] = _ROW if head == _BAR or tail == _BAR else _PROSE
+    lines[number, _KIND] = _ROW if head == _BAR or tail == _BAR else _PROSE
     if not wrapped:
         return
-    word = gaps = blanks = tabs = words = 0
-    for position in range(first, last):
-        byte = data[position]
-        if byte in (_SPACE, _TAB):
-            blanks += 1
-            gaps += blanks == 3
-            tabs += byte == _TAB
-        else:
-            words += blanks > 0 or position == first
-            word += words == 1 and byte & np.uint8(0xC0) != np.uint8(0x80)
-            blanks = 0
-    line[_WORD], line[_WORDS_SEEN] = word, words
-    line[_LOWERCASE] = not (np.uint8(0x41) <= head <= np.uint8(0x5A))
-    line[_FINAL] = tail in (0x3B, 0x7B, 0x7D, 0x5C)  # ; { } \
-    if gaps > 1 or tabs > 0:
-        line[_KIND] = _ROW
+    at, word = first, 0
+    while at < last and data[at] != _SPACE and data[at] != _TAB:
+        word += data[at] & np.uint8(0xC0) != np.uint8(0x80)
+        at += 1
+    lines[number, _WORD] = word
+    lines[number, _LOWERCASE] = not (np.uint8(0x41) <= head <= np.uint8(0x5A))
+    lines[number, _FINAL] = tail in (0x3B, 0x7B, 0x7D, 0x5C)  # ; { } \
+    if lines[number, _COLUMNS] > 1:
+        lines[number, _KIND] = _ROW
     elif head == 0x23:  # number sign
-        line[_KIND] = _COMMENT
-    elif line[_KIND] != _ROW and _is_item(data, first, last):
-        line[_KIND] = _ITEM
+        lines[number, _KIND] = _COMMENT
+    elif lines[number, _KIND] != _ROW and _is_item(data, first, last):
+        lines[number, _KIND] = _ITEM
 
 
 @njit(cache=True, nogil=True)
