@@ -55,7 +55,7 @@ from herd.llama3.model.transformer import Transformer
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.statistics.estimates import ratio
 from herd.llama3.tokens.chat import encode_chat
-from herd.llama3.tokens.tokenizer import MODEL_FILE, Tokenizer
+from herd.llama3.tokens.tokenizer import Tokenizer, tokenizer_file
 
 # Tasks of the kinds `generate` and `code`. Every answer is kept whole, with the reason if it is wrong.
 
@@ -98,7 +98,7 @@ def generate_answers(
         # questions, and cutting it would remove the examples that show how to answer.
         reasons = []
         for prompt in prompts:
-            size = 1 + len(tokenizer.encode(prompt.context))
+            size = len(tokenizer.prompt(prompt.context))
             fits = size + writing.max_tokens <= window
             more = f"{size} positions and {writing.max_tokens} to write are more than the model's {window}"
             reasons.append("" if fits else f"{TOO_LONG}{more}")
@@ -283,7 +283,7 @@ def evaluate(
     ranks = ranks or EvalRanks()
     with _threads(threads):
         coder = Tokenizer.load(tokenizer)
-        if (model / MODEL_FILE).is_file() and model.resolve() != tokenizer.resolve():
+        if tokenizer_file(model).is_file() and model.resolve() != tokenizer.resolve():
             trained_with = Tokenizer.load(model).digest
             if trained_with != coder.digest:
                 raise ValueError(

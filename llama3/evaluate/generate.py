@@ -45,7 +45,7 @@ class Sampler:
     """Chooses tokens for the texts of one tokenizer. Raises ValueError for invalid settings."""
 
     base: int
-    """Number of text tokens; the rows after them are special tokens, which are never written."""
+    """Stop of the ids of text; the rows after them are special tokens and padding, which are never written."""
     end: int
     """The special token that may be chosen."""
     temperature: float = 0.0
@@ -58,16 +58,25 @@ class Sampler:
     """Divides the logit of each token of prompt and text, or multiplies it if it is negative, arXiv 1909.05858."""
     stop_token_ids: tuple[int, ...] = ()
     """More special tokens that may be chosen, such as `<|eot_id|>`."""
+    silent: tuple[int, ...] = ()
+    """Ids below `base` that are no text."""
 
     def __post_init__(self) -> None:
         check_sampling(self.temperature, self.top_p, self.top_k, self.repetition_penalty)
 
     @classmethod
     def for_tokenizer(
-        cls, tokenizer: Tokenizer, temperature: float, top_p: float, top_k: int = 0, repetition_penalty: float = 1.0
+        cls,
+        tokenizer: Tokenizer,
+        temperature: float,
+        top_p: float,
+        top_k: int = 0,
+        repetition_penalty: float = 1.0,
+        stop_token_ids: tuple[int, ...] = (),
     ) -> Sampler:
         """Return the sampler for texts of `tokenizer`."""
-        return cls(len(tokenizer.base), tokenizer.end, temperature, top_p, top_k, repetition_penalty)
+        settings = (temperature, top_p, top_k, repetition_penalty, stop_token_ids)
+        return cls(len(tokenizer.tokens), tokenizer.end, *settings, tokenizer.silent)
 
     def pick(self, logits_BV: Tensor, dice: Sequence[Dice], tokens: Sequence[Sequence[int]] = ()) -> list[int]:
         """Return the next token of each text; `tokens`, of prompt and text so far, are read for `repetition_penalty`.
@@ -86,7 +95,11 @@ class Sampler:
                 )
         ends = (self.end, *self.stop_token_ids)
         if self.temperature == 0:
-            largest_B, likeliest_B = logits_BV[:, : self.base].max(-1)
+            text_BV = logits_BV[:, : self.base]
+            if self.silent:
+                text_BV = text_BV.clone()
+                text_BV[:, list(self.silent)] = float("-inf")
+            largest_B, likeliest_B = text_BV.max(-1)
             for end in ends:
                 likeliest_B = torch.where(logits_BV[:, end] > largest_B, end, likeliest_B)
                 largest_B = largest_B.maximum(logits_BV[:, end])
@@ -94,6 +107,7 @@ class Sampler:
             return greedy
         allowed_BV = logits_BV.clone()
         allowed_BV[:, self.base :] = float("-inf")
+        allowed_BV[:, list(self.silent)] = float("-inf")
         for end in ends:
             allowed_BV[:, end] = logits_BV[:, end]
         drawn_B1 = torch.tensor([[each.random()] for each in dice], dtype=torch.float64, device=logits_BV.device)
@@ -172,9 +186,7 @@ def stream(
     if "" in until:
         raise ValueError("stop has an empty text, at which every text ends; take it out")
     sampler = Sampler.for_tokenizer(tokenizer, temperature, top_p, top_k, repetition_penalty)
-    text = GeneratedText(
-        tokenizer, [tokenizer.begin, *tokenizer.encode(prompt)], max_tokens, Random(str(seed)), TextStream(until)
-    )
+    text = GeneratedText(tokenizer, tokenizer.prompt(prompt), max_tokens, Random(str(seed)), TextStream(until))
     return _stream(as_runner(model), sampler, text)
 
 
@@ -206,7 +218,7 @@ def generate_batch(
     check_fit(model, tokenizer)
     check_generation_settings(writing)
     longest = model.config.max_seq_len
-    encoded = [[tokenizer.begin, *tokenizer.encode(prompt.context)] for prompt in prompts]
+    encoded = [tokenizer.prompt(prompt.context) for prompt in prompts]
     for prompt, tokens in zip(prompts, encoded, strict=True):
         if len(tokens) + writing.max_tokens > longest:
             raise ValueError(
@@ -331,8 +343,9 @@ class GeneratedText:
     def add(self, token: int) -> str:
         """Append the next token; return the text that has become certain. A special token ends the text."""
         self.tokens.append(token)
-        end = token >= len(self.tokenizer.base)
-        piece = "" if end else self.pieces.add(self.tokenizer.base[token])
+        text = self.tokenizer.text_of(token)
+        end = not text
+        piece = "" if end else self.pieces.add(text)
         self.left = 0 if end or self.pieces.ended else self.left - 1
         if not self.left:
             piece += self.pieces.finish()

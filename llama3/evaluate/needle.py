@@ -211,7 +211,7 @@ class HaystackTokenizer(Protocol):
     """What is needed of a tokenizer."""
 
     @property
-    def begin(self) -> int: ...
+    def start(self) -> int: ...
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Iterable[int]) -> str: ...
 
@@ -296,7 +296,7 @@ def make_haystacks(
         for position, needle in sorted(zip(positions, needles, strict=True), key=lambda item: item[0], reverse=True):
             at = _sentence_end(coder, text, position)
             haystack[at:at] = needle
-        yield Haystack(depth, (coder.begin, *haystack), asks)
+        yield Haystack(depth, (coder.start, *haystack), asks)
 
 
 def _numbers(coder: HaystackTokenizer, dice: Random) -> list[str]:

@@ -250,7 +250,9 @@ class ScoringTokenizer(Protocol):
     """
 
     @property
-    def begin(self) -> int: ...
+    def begin(self) -> int | None: ...
+    @property
+    def start(self) -> int: ...
     def encode(self, text: str) -> list[int]: ...
 
 
@@ -304,7 +306,11 @@ def encode_requests(tokenizer: ScoringTokenizer, requests: Iterable[Request]) ->
             whole = tokenizer.encode(request.context + request.continuation)
             # a token that straddles the boundary counts in full
             shared = next((i for i, (a, b) in enumerate(zip(whole, context, strict=False)) if a != b), len(context))
-        sequences.append(([tokenizer.begin, *whole], 1 + min(shared, len(whole))))
+        shared = min(shared, len(whole))
+        if tokenizer.begin is None and shared:
+            sequences.append((whole, shared))
+        else:  # the first token is scored, so something must stand before it
+            sequences.append(([tokenizer.start, *whole], 1 + shared))
     return sequences
 
 

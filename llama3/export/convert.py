@@ -22,8 +22,7 @@ from herd.llama3.export.meta import PARAMS, MetaModel, check_parts
 from herd.llama3.model.files import CONFIG, JSON_BYTES, StoredModel, WeightReader, parameters, read_json, save_model
 from herd.llama3.model.transformer import Transformer, empty_model
 from herd.llama3.recipe.sections import InitFrom, Model
-from herd.llama3.tokens.chat import TEMPLATE_FILE
-from herd.llama3.tokens.tokenizer import MODEL_FILE, Tokenizer, use_tokenizer
+from herd.llama3.tokens.tokenizer import JSON_FILE, MODEL_FILE, TEMPLATE_FILE, Tokenizer, tokenizer_file, use_tokenizer
 from herd.storage.filesystem import (
     filesystem_of,
     is_local,
@@ -42,7 +41,7 @@ OPEN: dict[Format, Callable[[Path], WeightReader]] = {
     "meta": MetaModel,
     "gguf": GgufModel,
 }
-TOKENIZERS = {"herd": MODEL_FILE, "hf": "tokenizer.json", "meta": MODEL_FILE}
+TOKENIZERS = {"herd": MODEL_FILE, "hf": JSON_FILE, "gguf": "model.gguf", "meta": MODEL_FILE}
 SUFFIXES = (".safetensors", ".json", ".pth", ".gguf", ".bin")
 """Suffixes of model files (`.bin`, so that the reader rejects it by name)."""
 
@@ -176,9 +175,10 @@ def staging_folder(target: Path) -> Iterator[Path]:
 
 def _tokenizer(folder: Path, form: Format, vocab_size: int) -> Tokenizer | None:
     """Return the tokenizer in `folder`, if any. Raises ValueError if it does not have one id per embedding row."""
-    if form not in TOKENIZERS:
-        return None
-    path = folder / TOKENIZERS[form]
+    if form == "gguf":
+        path = gguf_files(folder)[0]
+    else:
+        path = tokenizer_file(folder) if form == "herd" else folder / TOKENIZERS[form]
     if not path.is_file():
         return None
     tokenizer = use_tokenizer(path)

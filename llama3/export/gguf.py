@@ -7,7 +7,6 @@ quantized by any type that package gguf dequantizes.
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import re
 from pathlib import Path
@@ -24,10 +23,7 @@ from herd.llama3.model.files import WeightReader, bounded_params, parameters, sh
 from herd.llama3.model.param_table import param_table
 from herd.llama3.recipe.load import fault_lines
 from herd.llama3.recipe.sections import Model, RopeScaling
-from herd.llama3.tokens.chat import END_OF_TURN, special_id
-from herd.llama3.tokens.hf_tokenizer import byte_level_json
 from herd.llama3.tokens.tokenizer import Tokenizer
-from herd.llama3.tokens.vocabulary import PATTERN
 from herd.storage.gguf import GgufHeader, GgufTensor, read_gguf
 
 FILE = "model.gguf"
@@ -329,17 +325,15 @@ def frequency_divisors(config: Model) -> Tensor | None:
 
 
 def _add_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
-    """Add the vocabulary in GPT-2's characters; `llama-bpe` splits by our pattern and looks up whole words first."""
-    from gguf import TokenType
-
-    table = json.loads(byte_level_json(tokenizer.base, PATTERN))["model"]
-    tokens = list(table["vocab"])
+    """Add the vocabulary in GPT-2's characters, with padding as unused tokens."""
+    table = tokenizer.gguf_table()
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")
-    writer.add_token_list([*tokens, *tokenizer.specials])
-    writer.add_token_types([TokenType.NORMAL] * len(tokens) + [TokenType.CONTROL] * len(tokenizer.specials))
-    writer.add_token_merges([" ".join(pair) for pair in table["merges"]])
-    writer.add_bos_token_id(tokenizer.begin)
+    writer.add_tokenizer_pre(table.pre)
+    writer.add_token_list(table.tokens)
+    writer.add_token_types(table.types)
+    writer.add_token_merges(table.merges)
+    if tokenizer.begin is not None:
+        writer.add_bos_token_id(tokenizer.begin)
     writer.add_eos_token_id(tokenizer.end)
-    writer.add_eot_token_id(special_id(tokenizer, END_OF_TURN))
-    writer.add_add_bos_token(True)
+    writer.add_eot_token_id(tokenizer.turn_end)
+    writer.add_add_bos_token(tokenizer.begin is not None)

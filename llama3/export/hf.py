@@ -30,10 +30,7 @@ from herd.llama3.model.files import (
 from herd.llama3.model.param_table import BY_NAME
 from herd.llama3.recipe.load import fault_lines
 from herd.llama3.recipe.sections import INIT_STD, Model
-from herd.llama3.tokens.chat import END_OF_TURN, TEMPLATE_FILE, special_id
-from herd.llama3.tokens.hf_tokenizer import hugging_face_config, hugging_face_json
-from herd.llama3.tokens.tokenizer import Tokenizer
-from herd.llama3.tokens.vocabulary import PATTERN
+from herd.llama3.tokens.tokenizer import JSON_FILE, SETTINGS_FILE, TEMPLATE_FILE, Tokenizer
 from herd.storage.filesystem import write_atomic
 
 SIZES = {
@@ -113,7 +110,7 @@ def write_hugging_face(
 ) -> None:
     """Write the model `source` with its tokenizer into `folder` as transformers' `from_pretrained` reads it.
 
-    `template` is the chat template of a model trained on conversations; such a model ends its turns with `<|eot_id|>`.
+    `template` is the chat template of a model trained on conversations; such a model ends texts as its turns.
     """
     stored = dtype or source.tensor("norm.weight").dtype
     write_weights(
@@ -122,9 +119,9 @@ def write_hugging_face(
     ends: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
     if tokenizer is not None:
         ends = {"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end}
-        write_atomic(folder / "tokenizer.json", hugging_face_json(tokenizer.base, tokenizer.specials, PATTERN))
-        write_atomic(folder / "tokenizer_config.json", hugging_face_config(tokenizer.specials, template))
-        stops = [tokenizer.end, special_id(tokenizer, END_OF_TURN)]
+        write_atomic(folder / JSON_FILE, tokenizer.hugging_face_json())
+        write_atomic(folder / SETTINGS_FILE, tokenizer.hugging_face_config(template))
+        stops = [tokenizer.end, tokenizer.turn_end]
         if template:
             write_atomic(folder / TEMPLATE_FILE, template)
             ends["eos_token_id"] = stops[1]

@@ -320,6 +320,8 @@ def write_meta(
     Raises ValueError if `params.json` cannot express the model or it cannot be cut into that number of parts.
     """
     config, settings = source.config, meta_settings(source.config, source.vocab_size)
+    if tokenizer is not None and not tokenizer.base:
+        raise ValueError("format meta: its files hold tokenizers in the Llama 3 format, not this one; export as hf")
     check_parts(config, source.vocab_size, parts, pickled)
 
     def renamed() -> Iterator[tuple[Param, Tensor]]:

@@ -15,8 +15,6 @@ from herd.llama3.tokens.tokenizer import Tokenizer
 ROLES = ("system", "user", "assistant")
 END_OF_TURN = "<|eot_id|>"
 PADDING = "<|finetune_right_pad_id|>"
-TEMPLATE_FILE = "chat_template.jinja"
-"""File of the template in a model folder; its presence marks a model that was trained on conversations."""
 TEMPLATE = """\
 {{- bos_token }}
 {%- for message in messages %}
@@ -75,7 +73,7 @@ def special_id(tokenizer: Tokenizer, name: str) -> int:
             f"tokenizer: has no {name}, which conversations need; use a tokenizer in the Llama 3 format "
             "(tokenizer.use), or train one"
         )
-    return len(tokenizer.base) + tokenizer.specials.index(name)
+    return tokenizer.specials[name]
 
 
 def _header(tokenizer: Tokenizer, role: str) -> list[int]:

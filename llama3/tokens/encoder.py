@@ -1,7 +1,8 @@
-"""Encode batches of texts: with gigatoken if its ids pass the parity check against tiktoken, else with tiktoken.
+"""Encode batches of texts: with gigatoken if its ids pass the parity check against a reference, else with that.
 
-Neither encoder knows special tokens, so no text can produce one. The result is one array of ids and one of offsets.
-On one core gigatoken encodes 20-45 million tokens per second, tiktoken 3 million, `tokenizers` 0.5 million.
+The reference is tiktoken for the Llama 3 format, `tokenizers` for other tokenizers. No encoder knows special tokens, so
+no text can produce one. The result is one array of ids and one of offsets. On one core gigatoken encodes 20-45 million
+tokens per second, tiktoken 3 million, `tokenizers` 0.5 million.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 import sys
 import unicodedata
 import warnings
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
@@ -26,6 +28,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import tiktoken
 from numpy.typing import NDArray
+from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from herd.llama3.tokens.adversarial_strings import adversarial_strings
 from herd.llama3.tokens.hf_tokenizer import byte_level_json
@@ -35,6 +38,8 @@ from herd.storage.filesystem import cache_folder, write_atomic
 Ids = NDArray[np.uint32]
 Flat = tuple[Ids, NDArray[np.int64]]
 """Ids of all texts (uint32[n]) and where each text begins among them (int64[texts + 1])."""
+Vocabulary = Sequence[bytes] | str
+"""The tokens of all ranks in the Llama 3 format, or a `tokenizer.json` without special tokens."""
 LONGEST_SPACE = 100_000
 """Longest run of blanks in a piece of text; tiktoken's regular expression fails on about a million blanks."""
 RENEWED_AFTER = 2**29
@@ -54,9 +59,9 @@ SHOWN = 120
 
 
 class Encoder(Protocol):
-    """Encodes texts as base ids. A subclass implements `version` and `encode_pieces`."""
+    """Encodes texts as ids of text. A subclass implements `version` and `encode_pieces`."""
 
-    def __init__(self, base: Sequence[bytes]) -> None: ...
+    def __init__(self, vocabulary: Any) -> None: ...
 
     @staticmethod
     def version() -> str:
@@ -79,31 +84,19 @@ class Encoder(Protocol):
         return [ids[start:stop] for start, stop in pairwise(offsets.tolist())]
 
 
-class TiktokenEncoder(Encoder):
-    """The reference encoder; the ids of every other encoder must equal its ids."""
-
-    def __init__(self, base: Sequence[bytes]) -> None:
-        self._base = base
-
-    @cached_property
-    def _encoding(self) -> Any:
-        ranks = {token: rank for rank, token in enumerate(self._base)}
-        return tiktoken.Encoding("herd", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
-
-    @staticmethod
-    def version() -> str:
-        return f"tiktoken {version('tiktoken')}"
+class ReferenceEncoder(Encoder):
+    """The ids of every other encoder must equal its ids."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of one text."""
         ids: list[int] = []
         for start, stop in pairwise([0, *blank_cuts(text), len(text)]):
-            ids += self._encoding.encode_ordinary(text[start:stop])
+            ids += self._encode_piece(text[start:stop])
         return ids
 
     def encode_pieces(self, texts: pa.Array, threads: int) -> Flat:
         def encode(text: str) -> Ids:
-            return np.array(self._encoding.encode_ordinary(text), np.uint32)
+            return np.array(self._encode_piece(text), np.uint32)
 
         pieces = texts.to_pylist()
         if threads > 1:
@@ -115,24 +108,72 @@ class TiktokenEncoder(Encoder):
         np.cumsum([len(array) for array in arrays], out=offsets[1:])
         return np.concatenate([np.empty(0, np.uint32), *arrays]), offsets
 
+    @abstractmethod
+    def _encode_piece(self, text: str) -> list[int]: ...
+
+
+class TiktokenEncoder(ReferenceEncoder):
+    """The reference for tokenizers in the Llama 3 format."""
+
+    def __init__(self, vocabulary: Sequence[bytes]) -> None:
+        self._base = vocabulary
+
+    @cached_property
+    def _encoding(self) -> Any:
+        ranks = {token: rank for rank, token in enumerate(self._base)}
+        return tiktoken.Encoding("herd", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
+
+    @staticmethod
+    def version() -> str:
+        return f"tiktoken {version('tiktoken')}"
+
+    def _encode_piece(self, text: str) -> list[int]:
+        ids: list[int] = self._encoding.encode_ordinary(text)
+        return ids
+
+
+class HuggingFaceEncoder(ReferenceEncoder):
+    """The reference for other byte-level BPE tokenizers: the `tokenizers` library."""
+
+    def __init__(self, vocabulary: str) -> None:
+        self._document = vocabulary
+
+    @cached_property
+    def _encoding(self) -> HuggingFaceTokenizer:
+        return HuggingFaceTokenizer.from_str(self._document)
+
+    @staticmethod
+    def version() -> str:
+        return f"tokenizers {version('tokenizers')}"
+
+    def _encode_piece(self, text: str) -> list[int]:
+        ids: list[int] = self._encoding.encode(paired(text), add_special_tokens=False).ids
+        return ids
+
+
+def reference_encoder(vocabulary: Vocabulary) -> ReferenceEncoder:
+    """Return the reference for `vocabulary`."""
+    return HuggingFaceEncoder(vocabulary) if isinstance(vocabulary, str) else TiktokenEncoder(vocabulary)
+
 
 class GigatokenEncoder(Encoder):
     """gigatoken on Arrow buffers. It gets no added tokens, because text could then spell one.
 
     gigatoken 0.10 follows Unicode 17, tiktoken 0.14 Unicode 16, so they split newer digits differently. A text with a
-    code point that this Python does not know (Unicode 14 to 15.1, older than both) is encoded with tiktoken; the search
-    for such code points costs 2 ms per megabyte.
+    code point that this Python does not know (Unicode 14 to 15.1, older than both) is encoded by the reference; the
+    search for such code points costs 2 ms per megabyte.
     """
 
-    def __init__(self, base: Sequence[bytes]) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """Raises RuntimeError for a vocabulary without some byte or with a split pattern that it does not have."""
         import awkward
         import gigatoken
 
         self._from_arrow, self._from_json = awkward.from_arrow, gigatoken.Tokenizer.from_json
         # gigatoken's tiktoken reader panics on tokens that are not a merge of two other tokens, which the published
         # vocabulary has; the Hugging Face format lists every merge.
-        self._vocabulary = byte_level_json(base, PATTERN)
-        self._reference = TiktokenEncoder(base)
+        self._vocabulary = vocabulary if isinstance(vocabulary, str) else byte_level_json(vocabulary, PATTERN)
+        self._reference = reference_encoder(vocabulary)
         self._renew()
 
     @staticmethod
@@ -145,7 +186,7 @@ class GigatokenEncoder(Encoder):
         new = pc.match_substring_regex(texts, unassigned_pattern())
         if not pc.any(new).as_py():
             return self._encode(texts, threads)
-        # Encode texts with new code points as empty texts, then insert their ids from tiktoken.
+        # Encode texts with new code points as empty texts, then insert their ids from the reference.
         ids, offsets = self._encode(pc.if_else(new, pa.scalar("", pa.large_string()), texts), threads)
         new_ids, bounds = self._reference.encode_pieces(texts.filter(new), threads)
         new_texts = np.flatnonzero(new)
@@ -185,11 +226,15 @@ def text_array(texts: pa.Array | Sequence[str]) -> pa.Array:
         try:
             texts = pa.array(texts, pa.large_string())
         except UnicodeEncodeError:
-            paired = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
-            texts = pa.array(paired, pa.large_string())
+            texts = pa.array(map(paired, texts), pa.large_string())
     if texts.null_count:
         raise ValueError(f"text: {texts.null_count} of {len(texts)} texts are null; write them as empty strings")
     return texts.cast(pa.large_string())
+
+
+def paired(text: str) -> str:
+    """Return `text` with U+FFFD in place of unpaired surrogates."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def blank_cuts(text: str) -> Iterator[int]:
@@ -223,28 +268,29 @@ def _split_blank_runs(array: pa.Array) -> tuple[pa.Array, NDArray[np.int64] | No
     return pa.array(pieces, pa.large_string()), np.array(ends)
 
 
-# The parity check of a fast encoder against tiktoken.
+# The parity check of a fast encoder against the reference.
 # It runs once per tokenizer, library version and machine (about a second); the verdict is stored in the user's cache.
 
 
-class RankedVocabulary(Protocol):
+class Encodable(Protocol):
     """The attributes of a tokenizer that `encoder_for` reads."""
 
     @property
-    def base(self) -> Sequence[bytes]: ...
+    def vocabulary(self) -> Vocabulary: ...
     @property
     def digest(self) -> str: ...
 
 
 def encoder_for(
-    tokenizer: RankedVocabulary, texts: pa.Array | Sequence[str] = (), fast: type[Encoder] = GigatokenEncoder
+    tokenizer: Encodable, texts: pa.Array | Sequence[str] = (), fast: type[Encoder] = GigatokenEncoder
 ) -> Encoder:
-    """Return an encoder of type `fast` if its ids equal tiktoken's, else a TiktokenEncoder.
+    """Return an encoder of type `fast` if its ids equal those of the reference, else the reference.
 
     Without a stored verdict, the check also compares about 2 MB of the corpus `texts`, spread evenly. Falls back
-    silently if the library is not installed, and with a warning that shows the first differing text otherwise.
+    silently if the library is not installed or does not have the split pattern, and with a warning that shows the first
+    differing text otherwise.
     """
-    reference = TiktokenEncoder(tokenizer.base)
+    reference = reference_encoder(tokenizer.vocabulary)
     try:
         subject: dict[str, Any] = {
             "gate": GATE_VERSION,
@@ -257,8 +303,8 @@ def encoder_for(
         path = cache_folder() / "parity" / f"{key[:32]}.json"
         verdict = _read_verdict(path, subject)
         if verdict is None or verdict["differs"] is None:
-            candidate = fast(tokenizer.base)
-    except ImportError:
+            candidate = fast(tokenizer.vocabulary)
+    except (ImportError, RuntimeError):
         return reference
     if verdict is None:
         verdict = {**subject, "differs": first_difference(candidate, reference, texts)}
@@ -269,8 +315,9 @@ def encoder_for(
             warnings.warn(f"the verdict on {library} cannot be kept ({error}); set XDG_CACHE_HOME", stacklevel=2)
     if verdict["differs"] is None:
         return candidate
+    name = reference.version().partition(" ")[0]
     warnings.warn(
-        f"{subject['library']} is not used, tiktoken encodes (slower, right): {verdict['differs']}", stacklevel=2
+        f"{subject['library']} is not used, {name} encodes (slower, right): {verdict['differs']}", stacklevel=2
     )
     return reference
 

@@ -30,6 +30,12 @@ def hugging_face_json(base: Sequence[bytes], specials: Sequence[str], pattern: s
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
+    set_special_tokens(tokenizer, specials)
+    return str(tokenizer.to_str(pretty=False))
+
+
+def set_special_tokens(tokenizer: HuggingFaceTokenizer, specials: Sequence[str]) -> str:
+    """Add `specials` after the vocabulary of `tokenizer`; return the first of them, with which it begins texts."""
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in specials])
     begin = specials[0]
@@ -43,7 +49,7 @@ def hugging_face_json(base: Sequence[bytes], specials: Sequence[str], pattern: s
             ),
         ]
     )
-    return str(tokenizer.to_str(pretty=False))
+    return begin
 
 
 def hugging_face_config(specials: Sequence[str], template: str = "") -> str:

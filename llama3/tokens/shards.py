@@ -231,7 +231,7 @@ def tokenize(
     runner(job, STEP, tokenize_file, left)
     vocabulary = {
         "vocab_size": encoder.vocab_size,
-        "begin": encoder.begin,
+        "begin": encoder.start,
         "end": encoder.end,
         "tokenizer": encoder.digest,
     }
@@ -257,7 +257,7 @@ def tokenize_file(job: TokenJob, item: int) -> None:
         for dataset, chosen in _by_dataset(batch, datasets):
             lengths = np.diff(offsets)[chosen] + 2
             tokens = np.empty(int(lengths.sum()), dtype)
-            add_begin_end(ids, offsets, chosen, encoder.begin, encoder.end, tokens)
+            add_begin_end(ids, offsets, chosen, encoder.start, encoder.end, tokens)
             batches_by_dataset[dataset.name].append(_DatasetBatch(tokens, lengths, columns.take(chosen).cast(_KEPT)))
     for name, batches in batches_by_dataset.items():
         lengths = np.concatenate([np.zeros(0, np.int64), *(batch.lengths for batch in batches)])

@@ -1,4 +1,4 @@
-"""The Llama 3 split pattern and special tokens, and the tiktoken file format (lines of base64 token and rank)."""
+"""Published split patterns, Llama 3's special tokens, and the tiktoken file format (lines of base64 token and rank)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,20 @@ PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """How text is split before merges (meta-llama/llama-models, models/llama3/tokenizer.py)."""
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+PATTERNS = {
+    "llama3": (PATTERN,),
+    "gpt2": (GPT2_PATTERN,),
+    "smollm": (r"\p{N}", GPT2_PATTERN),
+    "qwen2": (PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),),
+    "tekken": (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+}
+"""Name -> regular expressions at which text is split, one after another: of GPT-2, SmolLM2, Qwen 2 and 3, and
+Mistral-Nemo."""
 PLACES = {
     "<|begin_of_text|>": 0,
     "<|end_of_text|>": 1,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -49,9 +49,8 @@ class PackingTokenizer(Protocol):
     """The part of a tokenizer that is used here."""
 
     @property
-    def begin(self) -> int: ...
-    @property
-    def base(self) -> Sequence[bytes]: ...
+    def start(self) -> int: ...
+    def text_of(self, token: int) -> bytes: ...
     def encode(self, text: str) -> list[int]: ...
 
 
@@ -115,9 +114,9 @@ def pack_sequences(
     room = 0
     sizes: list[tuple[int, int]] = []
     for document in documents:
-        ids = [tokenizer.begin, *tokenizer.encode(document.text)][: seq_len + 1]
+        ids = [tokenizer.start, *tokenizer.encode(document.text)][: seq_len + 1]
         domain = next(name for name in DOMAINS if name == document.domain)
-        sizes.append((DOMAINS.index(domain), sum(len(tokenizer.base[token]) for token in ids[1:])))
+        sizes.append((DOMAINS.index(domain), sum(len(tokenizer.text_of(token)) for token in ids[1:])))
         if len(ids) - 1 > room:
             sequences.append([])
             room = seq_len

@@ -25,8 +25,8 @@ from herd.llama3.recipe.load import to_yaml
 from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import tokens
-from herd.llama3.tokens.chat import TEMPLATE_FILE
 from herd.llama3.tokens.inspect import TokenCount, inspect, stream_position
+from herd.llama3.tokens.tokenizer import TEMPLATE_FILE
 from herd.llama3.train import metrics
 from herd.llama3.train.journal import read_series
 from herd.storage.artifact import Artifact, Store

@@ -10,8 +10,7 @@ from typing import Any
 from herd.llama3.model.files import CONFIG, weight_files
 from herd.llama3.model.merge import MergedModel
 from herd.llama3.recipe.load import digest
-from herd.llama3.tokens.chat import TEMPLATE_FILE
-from herd.llama3.tokens.tokenizer import MODEL_FILE
+from herd.llama3.tokens.tokenizer import TEMPLATE_FILE, tokenizer_file
 from herd.storage.artifact import Artifact, ArtifactSpec
 from herd.storage.digests import digest_file
 from herd.tasks.runs.records import MERGED
@@ -63,7 +62,7 @@ def _check_files(folders: dict[str, Path]) -> None:
     """Raise ValueError unless all models have the tokenizer of the first, and all or none chats."""
     (first, folder), *others = folders.items()
     for label, other in others:
-        if digest_file(other / MODEL_FILE).sha256 != digest_file(folder / MODEL_FILE).sha256:
+        if digest_file(tokenizer_file(other)).sha256 != digest_file(tokenizer_file(folder)).sha256:
             raise ValueError(f"merge: {label} has another tokenizer than {first}; merge models that share one")
         paths = [each / TEMPLATE_FILE for each in (folder, other)]
         chats = [path.read_text() if path.is_file() else "" for path in paths]

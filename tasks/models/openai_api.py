@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect
 
 from herd.llama3.evaluate.generate import GeneratedText, Sampler, TextStream, TokenLikelihood
 from herd.llama3.serve.engine import ERROR, BatchEngine, Generation, QueueFull
-from herd.llama3.tokens.chat import END_OF_TURN, encode_chat, special_id
+from herd.llama3.tokens.chat import encode_chat
 from herd.llama3.tokens.tokenizer import Tokenizer
 
 BODY_BYTES = 8 * 2**20
@@ -184,7 +184,7 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: Tokenizer, window: int) -> None:
         self.tokenizer, self.window = tokenizer, window
-        self._most_bytes = window * max(map(len, tokenizer.base))
+        self._most_bytes = window * max(map(len, tokenizer.tokens))
         self._long = asyncio.Semaphore(1)
 
     async def prompts(self, prompts: Sequence[Prompt], client: Client) -> list[list[int]]:
@@ -196,7 +196,8 @@ class PromptEncoder:
         for prompt in prompts:
             if isinstance(prompt, str):
                 self._check_size([prompt], "prompt")
-                encoded.append([self.tokenizer.begin, *await self._text(prompt, client)])
+                ids = await self._text(prompt, client)
+                encoded.append(ids if ids and self.tokenizer.begin is None else [self.tokenizer.start, *ids])
             else:
                 if wrong := [token for token in prompt if not 0 <= token < self.tokenizer.vocab_size]:
                     message = (
@@ -322,13 +323,13 @@ class LogprobsWriter:
 
     def _name(self, token: int) -> str:
         """Return a name that no other token has: its text, or its bytes if they are no text."""
-        base = self._tokenizer.base
-        if token >= len(base):
-            return self._tokenizer.specials[token - len(base)]
+        text = self._tokenizer.text_of(token)
+        if not text:
+            return self._tokenizer.names.get(token, f"id:{token}")
         try:
-            return base[token].decode()
+            return text.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in base[token])
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in text)
 
     def _top(self, likelihood: TokenLikelihood) -> dict[str, float]:
         """Return the likeliest tokens and the text's own."""
@@ -342,13 +343,12 @@ class LogprobsWriter:
         return {**own, "top_logprobs": top}
 
     def _bytes(self, token: int) -> list[int] | None:
-        return list(self._tokenizer.base[token]) if token < len(self._tokenizer.base) else None
+        return list(self._tokenizer.text_of(token)) or None
 
     def _move(self, token: int) -> int:
         """Return where in the text the token begins; special ones have no text."""
         begin = self._offset
-        if token < len(self._tokenizer.base):
-            self._offset += len(self._characters.decode(self._tokenizer.base[token]))
+        self._offset += len(self._characters.decode(self._tokenizer.text_of(token)))
         return begin
 
 
@@ -417,9 +417,9 @@ async def answer(
     if top is not None and shown * (1 + top) > MOST_SCORES:
         message = f"logprobs {top}: {shown:,} tokens x {1 + top} likelihoods exceed the {MOST_SCORES:,} of an answer"
         raise APIError(400, f"{message}; send fewer prompts at once, or lower logprobs, max_tokens or n", "logprobs")
-    specials = (special_id(tokenizer, END_OF_TURN),) if chat else ()
+    specials = (tokenizer.turn_end,) if chat else ()
     settings = (sampling.temperature, sampling.top_p, max(0, sampling.top_k), sampling.repetition_penalty)
-    sampler = Sampler(len(tokenizer.base), tokenizer.end, *settings, specials)
+    sampler = Sampler.for_tokenizer(tokenizer, *settings, specials)
     seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
     loop, pieces = asyncio.get_running_loop(), asyncio.Queue[tuple[int, str, str]]()
 

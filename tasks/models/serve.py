@@ -29,8 +29,7 @@ from starlette.exceptions import HTTPException
 
 from herd.llama3.recipe.units import tokens
 from herd.llama3.serve.engine import BatchEngine
-from herd.llama3.tokens.chat import TEMPLATE_FILE
-from herd.llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.tokens.tokenizer import TEMPLATE_FILE, Tokenizer
 from herd.storage.processes import in_background
 from herd.storage.root import Root
 from herd.tasks.html import render

@@ -20,7 +20,7 @@ from herd.llama3.recipe.base import NAME
 from herd.llama3.recipe.load import RecipeError
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.sections import FROM_WEIGHTS, InitFrom
-from herd.llama3.tokens.tokenizer import MODEL_FILE, Tokenizer, use_tokenizer
+from herd.llama3.tokens.tokenizer import Tokenizer, tokenizer_file, use_tokenizer
 from herd.storage.artifact import Artifact, Store
 from herd.storage.fetch import use_fetched
 from herd.storage.filesystem import fetched_files, is_local, local_path
@@ -30,6 +30,8 @@ from herd.tasks.models.lookup import label_of_alias
 from herd.tasks.runs.records import Runs
 
 KIND = "checkpoint"
+FOREIGN_SUFFIXES = (".json", ".gguf")
+"""Files whose tokenizer may be in another than the Llama 3 format."""
 
 
 def alias_label(root: Root, name: str) -> str | None:
@@ -76,7 +78,7 @@ def _local(root: Root, field: str, name: str, of_tokenizer: bool = False) -> str
     if label is None:
         return name
     folder = open_store(root).load(label).path_of("model")
-    return str(folder / MODEL_FILE if of_tokenizer else folder)
+    return str(tokenizer_file(folder) if of_tokenizer else folder)
 
 
 def _local_weights(root: Root, start: InitFrom) -> InitFrom:
@@ -129,8 +131,12 @@ def _with_shape(root: Root, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def known_tokenizer(root: Root, recipe: Recipe) -> Tokenizer | None:
-    """Return the tokenizer that a recipe with conversations names, or None: it is trained later, or absent."""
-    if recipe.conversations and recipe.tokenizer.use:
+    """Return the tokenizer that a recipe names, or None: it is trained later, absent, or not needed for a plan.
+
+    A plan needs it for conversations, and to know the vocabulary of one that is not a tiktoken file.
+    """
+    use = recipe.tokenizer.use or ""
+    if recipe.conversations or use.endswith(FOREIGN_SUFFIXES) or "@" in use:
         with suppress(ValueError):  # the checks of the run tell
             return use_tokenizer(str(with_local_models(root, recipe).tokenizer.use))
     return None
@@ -195,7 +201,7 @@ def tokenizer_faults(recipe: Recipe, checkpoint: Artifact, tokenizer: Tokenizer)
     """Yield a fault if the checkpoint was trained with another tokenizer than `tokenizer`."""
     trained_with = Tokenizer.load(checkpoint.path_of(f"model/{MODEL_FILE}").parent)
     if trained_with.digest != tokenizer.digest:
-        field, file = "use" if recipe.tokenizer.use else "train", checkpoint.path_of(f"model/{MODEL_FILE}")
+        field, file = "use" if recipe.tokenizer.use else "train", tokenizer_file(model)
         yield (
             f"tokenizer.{field}: gives a tokenizer with digest {tokenizer.digest[:12]}, but {checkpoint.label} was "
             f"trained with {trained_with.digest[:12]}; write tokenizer: {{use: {file}}}"

@@ -79,6 +79,8 @@ class RunPlan:
     conversations: Sequence[ConversationSurvey] = ()
     gate: Sequence[RulePower] = ()
     """What the rules of `promote.when` can show."""
+    tokenizer: str = ""
+    """The tokenizer in a line; empty: in the Llama 3 format, or not known."""
 
     def __repr__(self) -> str:  # the last line of a notebook's cell would print the whole recipe
         sizes = f"{tokens(self.parameters)} parameters, {tokens(self.schedule.tokens)} tokens"
@@ -115,7 +117,19 @@ def make_plan(
     warnings = [
         *placeholders(recipe), *lint(recipe), *short, *conversation_shortage(recipe, conversations), *lacking, *weak
     ]  # fmt: skip
-    return RunPlan(recipe, recipe.schedule, vocab_size, [*surroundings, *warnings], sources, conversations, gate)
+    warnings = [*surroundings, *warnings]
+    line = "" if tokenizer is None or tokenizer.base else _tokenizer_line(tokenizer)
+    return RunPlan(recipe, recipe.schedule, vocab_size, warnings, sources, conversations, gate, line)
+
+
+def _tokenizer_line(tokenizer: Tokenizer) -> str:
+    names, texts = tokenizer.names, len(tokenizer.tokens) - len(tokenizer.silent)
+    padding = tokenizer.vocab_size - texts - len(names)
+    begin = "have no first token" if tokenizer.begin is None else f"begin with {names[tokenizer.begin]}"
+    return (
+        f"split pattern {tokenizer.pattern}, {texts:,} tokens of text, {len(names)} special"
+        f"{f', {padding} of padding' if padding else ''}; prompts {begin}, documents end with {names[tokenizer.end]}"
+    )
 
 
 def _rule_powers(recipe: Recipe, sources: Sequence[DomainSurvey]) -> list[RulePower]:
@@ -294,6 +308,8 @@ def summary_lines(plan: RunPlan) -> list[str]:
         f"total    {tokens(plan.schedule.tokens)} tokens in {plan.schedule.steps:,} steps",
         f"FLOPs    {causal:.3g} (6N + causal attention); {dense:.3g} (6N, N without the embedding table)",
     ]
+    if plan.tokenizer:
+        lines.insert(1, f"tokens   {plan.tokenizer}")
     if plan.recipe.init_from is not None:
         trained = plan.schedule.tokens - plan.schedule.trained[0].start
         lines.append(f"start    from {plan.recipe.init_from.path}; {tokens(trained)} tokens are trained here")

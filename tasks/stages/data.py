@@ -24,7 +24,7 @@ from herd.llama3.data.work_items import Runner, read_table, run_step, write_tabl
 from herd.llama3.evaluate.held_out import nothing_held_out
 from herd.llama3.recipe import keys
 from herd.storage.artifact import Artifact, ArtifactSpec
-from herd.storage.digests import content_digests, digest_file
+from herd.storage.digests import content_digests
 from herd.storage.filesystem import is_local, source_state
 from herd.storage.object_artifact import StoredFile, StoredFiles
 from herd.storage.objects import list_objects
@@ -196,13 +196,13 @@ TOKENS_VERSION = 2
 @task(name="tokenizer", cache_policy=NO_CACHE, persist_result=False)
 def prepare_tokenizer(context: Context, curated: Artifact) -> Artifact:
     """Return the tokenizer of the recipe, trained on the curated documents or taken from its file."""
-    from herd.llama3.tokens.tokenizer import make_tokenizer
+    from herd.llama3.tokens.tokenizer import make_tokenizer, tokenizer_inputs
 
     recipe = local = context.recipe
     inputs = {"curated": curated.key}
     if recipe.tokenizer.use:
         local = with_local_models(context.root, recipe)
-        inputs["model"] = digest_file(Path(local.tokenizer.use or "")).sha256
+        inputs |= tokenizer_inputs(local.tokenizer.use or "")
     spec = ArtifactSpec("tokenizer", recipe.name, TOKENIZER_VERSION, keys.tokenizer(recipe), inputs)
     return ensure_artifact(context, "tokenizer", spec, lambda folder, _: make_tokenizer(local, curated.path, folder))
 

@@ -106,7 +106,8 @@ def train_stage(
         link_files(work / "result", folder)  # not moved: after a kill before the commit, the next attempt needs it
         shutil.copytree(tokenizer.path, folder / "model", dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
         if conversations is not None:
-            from herd.llama3.tokens.chat import TEMPLATE, TEMPLATE_FILE
+            from herd.llama3.tokens.chat import TEMPLATE
+            from herd.llama3.tokens.tokenizer import TEMPLATE_FILE
 
             write_atomic(folder / "model" / TEMPLATE_FILE, TEMPLATE)
         costs, hours, provenance = _costs(context.cluster, parent), device_hours(work), context.record.provenance

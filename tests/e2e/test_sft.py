@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from herd.llama3.model.files import load_model
-from herd.llama3.tokens.chat import TEMPLATE_FILE, encode_chat
-from herd.llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.tokens.chat import encode_chat
+from herd.llama3.tokens.tokenizer import TEMPLATE_FILE, Tokenizer
 from herd.storage.artifact import Store
 from tests.e2e.conftest import Herd, record
 

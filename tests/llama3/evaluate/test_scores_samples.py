@@ -34,7 +34,7 @@ class Uniform:
 class Bytes:
     """The tokenizer whose tokens are the 256 bytes."""
 
-    begin = 256
+    begin = start = 256
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

@@ -8,9 +8,7 @@ import pytest
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from herd.llama3.tokens.adversarial_strings import adversarial_strings
-from herd.llama3.tokens.hf_tokenizer import hugging_face_json
 from herd.llama3.tokens.tokenizer import Tokenizer, use_tokenizer
-from herd.llama3.tokens.vocabulary import PATTERN
 from tests.llama3.export.export_samples import tokenizer
 
 
@@ -19,7 +17,7 @@ from tests.llama3.export.export_samples import tokenizer
 )
 def test_no_fuzz_string_differs(vocabulary: str, count: int, request: pytest.FixtureRequest) -> None:
     coder = tokenizer() if vocabulary == "trained" else published(request.getfixturevalue("shared"))
-    theirs = HuggingFaceTokenizer.from_str(hugging_face_json(coder.base, coder.specials, PATTERN))
+    theirs = HuggingFaceTokenizer.from_str(coder.hugging_face_json())
     # a special token that a text spells is text to us and a token to Hugging Face: the data path never uses theirs
     texts = [text for text in adversarial_strings(count) if "<|" not in text]
     assert len(texts) > 0.9 * count

@@ -112,6 +112,7 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "curate.topics.caps": ("curate.topics.caps.a=5%",),
     "tokenizer.train.sample": ("tokenizer.train.sample=2kB",),
     "tokenizer.train.mix": ("tokenizer.train.mix=late",),
+    "tokenizer.train.pattern": ("tokenizer.train.pattern=gpt2",),
     "tokenizer.use": ("tokenizer={use: t.model}",),
     "tokens.dtype": ("tokens.dtype=uint32",),
     "tokens.chunk_tokens": ("tokens.chunk_tokens=32 tokens",),

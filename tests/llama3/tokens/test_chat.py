@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from herd.llama3.tokens.chat import TEMPLATE, encode_chat, encode_conversation
-from herd.llama3.tokens.hf_tokenizer import hugging_face_config, hugging_face_json
 from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer, use_tokenizer
-from herd.llama3.tokens.vocabulary import PATTERN
 
 WORDS = (
     *(
@@ -56,8 +54,10 @@ def reference(coder: Tokenizer) -> Any:
     library = pytest.importorskip("transformers", reason="package transformers is not installed")
     from tokenizers import Tokenizer as Library
 
-    made = Library.from_str(hugging_face_json(coder.base, coder.specials, PATTERN))
-    return library.PreTrainedTokenizerFast(tokenizer_object=made, bos_token=coder.specials[0], chat_template=TEMPLATE)
+    made = Library.from_str(coder.hugging_face_json())
+    return library.PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token=coder.names[coder.start], chat_template=TEMPLATE
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_the_published_ids(shared: Path) -> None:
 
 def test_a_special_token_in_a_content_is_text(small: Tokenizer) -> None:
     ids, _ = encode_conversation(small, CHAT)
-    names = [small.specials[token - len(small.base)] for token in ids if token >= len(small.base)]
+    names = [small.names[token] for token in ids if token >= len(small.base)]
     turn = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     assert names == ["<|begin_of_text|>", *turn * 5]
     assert "Yes, <|eot_id|>." in small.decode(ids)
@@ -94,7 +94,7 @@ def test_a_special_token_in_a_content_is_text(small: Tokenizer) -> None:
 
 def test_targets_are_the_contents_of_the_assistant_and_their_ends(small: Tokenizer) -> None:
     ids, mask = encode_conversation(small, CHAT)
-    end = len(small.base) + small.specials.index("<|eot_id|>")
+    end = small.specials["<|eot_id|>"]
     due = [*small.encode("2"), end, *small.encode("Yes, <|eot_id|>."), end]
     assert [token for token, target in zip(ids, mask, strict=True) if target] == due
     assert encode_conversation(small, CHAT[:2])[1] == [False] * len(encode_chat(small, CHAT[:2], False))
@@ -126,11 +126,11 @@ def test_a_broken_message_is_named(messages: Any, fault: str, small: Tokenizer) 
 
 def test_a_tokenizer_without_the_tokens_is_refused(small: Tokenizer) -> None:
     lacking = Tokenizer(small.base)
-    lacking.specials[lacking.specials.index("<|eot_id|>")] = "<|other|>"
+    del lacking.specials["<|eot_id|>"]
     with pytest.raises(ValueError, match=r"tokenizer: has no <\|eot_id\|>.*tokenizer.use"):
         encode_chat(lacking, CHAT, False)
 
 
 def test_the_configuration_of_a_chat_model_has_the_template(small: Tokenizer) -> None:
-    assert "chat_template" not in hugging_face_config(small.specials)
-    assert '"eos_token": "<|eot_id|>"' in hugging_face_config(small.specials, TEMPLATE)
+    assert "chat_template" not in small.hugging_face_config()
+    assert '"eos_token": "<|eot_id|>"' in small.hugging_face_config(TEMPLATE)

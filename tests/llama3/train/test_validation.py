@@ -40,8 +40,10 @@ TEXTS = ("one", "a little more text", "ü" * 30, "x", "four and twenty blackbird
 class Bytes:
     """A tokenizer whose ids are bytes."""
 
-    begin = BEGIN
-    base = tuple(bytes([value]) for value in range(256))
+    begin = start = BEGIN
+
+    def text_of(self, token: int) -> bytes:
+        return bytes([token])
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

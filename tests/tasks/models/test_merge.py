@@ -10,8 +10,7 @@ import pytest
 
 from herd.flows.run_lifecycle import find_checkpoint
 from herd.llama3.model.files import open_model
-from herd.llama3.tokens.chat import TEMPLATE_FILE
-from herd.llama3.tokens.tokenizer import MODEL_FILE
+from herd.llama3.tokens.tokenizer import MODEL_FILE, TEMPLATE_FILE
 from herd.storage.processes import free_port
 from herd.tasks.models import export
 from herd.tasks.models.lookup import model_folder

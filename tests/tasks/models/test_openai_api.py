@@ -102,7 +102,7 @@ def test_a_chat_has_likelihoods(served: Served, http: httpx.Client) -> None:
     found = choice["logprobs"]["content"]
     ids = encode_chat(TOKENIZER, CHAT, True)
     written = [
-        TOKENIZER.specials.index(each["token"]) + 256 if each["bytes"] is None else each["bytes"][0] for each in found
+        TOKENIZER.specials[each["token"]] if each["bytes"] is None else each["bytes"][0] for each in found
     ]
     model = served.engine.runner.model
     (due,) = score_sequences(model, [([*ids, *written], len(ids))], model.config.max_seq_len)
