@@ -9,9 +9,9 @@ import pytest
 from herd.llama3.recipe.load import RecipeError, base_changes, digest, load_recipe, resolved
 
 PUBLISHED = {
-    "llama3-8b": "0e6399e83a4635e188b2e5053e83f04197be6869c00b4fccb045bd3550b02e4c",
-    "llama3-70b": "52fe025467deb28ac59ed11c12822fbc1fd2f2dca878ce76dc911495ed8debf7",
-    "llama3-405b": "e22326a43fd0354650be6951ef2a995ca7f9c3a6fadc564b7ce2121130b535d4",
+    "llama3-8b": "a96f5d856e90f4d48ba797883e57e28aefc6bffcf22e7ee79bcd27651896a76e",
+    "llama3-70b": "a671027b51bf578f96871d08dcce7bd0d8f3b52d39ec2a62aba95e9d3f1aa85c",
+    "llama3-405b": "0903f98b66cb690436be22f255cf3c6959ae030d531fa8f419507f032bda70a9",
 }
 """Digests of the three recipes when each was written out in full."""
 QUICKSTART = Path("recipes/quickstart.yaml")
