@@ -34,7 +34,7 @@ from herd.tasks.format import format_bytes
 from herd.tasks.models.start import with_local_models
 from herd.tasks.step import Context, ensure_artifact, ensure_in_scratch, link_files
 
-COLLECT_VERSION = 4
+COLLECT_VERSION = 5
 
 
 @task(name="collect", cache_policy=NO_CACHE, persist_result=False)

@@ -30,6 +30,9 @@ _FRONT_MATTER = re.compile(r"\s*(---|\+\+\+)[ \t]*\n((?:.*\n){1,300}?)(?:\1|\.\.
 _KEY = re.compile(r"(?:[ \t]*(?:#.*)?\n)*[\"']?[\w.-]+[\"']?[ \t]*[:=](?:\s|$)")
 """How front matter begins; a text between two rules does not."""
 _FENCE = re.compile(r"[ \t]*(?:>[ \t]?)*(`{3,}|~{3,})")
+_HIGHLIGHT = re.compile(r"[ \t]*\{%-?[ \t]*(end)?highlight\b[^%\n]*%\}[ \t]*")
+"""Begins or ends a block of code of Jekyll: `{% highlight ruby %}`."""
+_CODE = "~" * 8
 _BLOCK_MARK = re.compile(r"([ \t]*)(/{3,}|:{3,})[ \t]*(.*)$")
 """Begins or ends a block of pymdown (`/// tip | Title`) or of Docusaurus and Pandoc (`:::tip Title`)."""
 _ADMONITION = re.compile(r"([ \t]*)(?:!!!|\?\?\?\+?|===)[ \t]+[\w\"'][^\n]*$")
@@ -69,8 +72,11 @@ def strip_markdown(text: str) -> str:
 
 
 def _plain_blocks(text: str) -> str:
-    """Return `text` with the marks of admonitions, tabs and containers left out, their titles and content kept."""
-    if "///" not in text and ":::" not in text and "!!!" not in text and "???" not in text and "===" not in text:
+    """Return `text` with the marks of admonitions, tabs and containers left out, their titles and content kept.
+
+    Code between marks of Liquid gets fences.
+    """
+    if not any(mark in text for mark in ("///", ":::", "!!!", "???", "===", "highlight")):
         return text
     return "\n".join(_plain_lines(text.split("\n")))
 
@@ -82,8 +88,10 @@ def _plain_lines(lines: list[str]) -> Iterator[str]:
         while indented and line.strip() and _indent(line) <= indented[-1]:
             indented.pop()
         line = line[min(4 * len(indented), _indent(line)) :]
-        fenced = _FENCE.match(line)
-        if fence:
+        fenced, liquid = _FENCE.match(line), _HIGHLIGHT.fullmatch(line)
+        if liquid and bool(liquid[1]) == (fence == _CODE) and fence in ("", _CODE):
+            fence, line = "" if fence else _CODE, _CODE
+        elif fence:
             if fenced and fenced[1].startswith(fence) and not line[fenced.end() :].strip("`~ \t"):
                 fence = ""
         elif fenced:

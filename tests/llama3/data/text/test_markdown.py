@@ -12,6 +12,13 @@ from hypothesis import strategies as st
 from herd.llama3.data.text.markdown import strip_markdown
 
 
+def test_code_of_jekyll_keeps_its_lines() -> None:
+    text = "So:\n\n{% highlight ruby %}\n# a *b*\nclass A\n  def b\n```\n{% endhighlight %}\n\nOne\nparagraph."
+    assert strip_markdown(text) == "So:\n\n# a *b*\nclass A\n  def b\n```\n\nOne paragraph."
+    inside = "```\n{% highlight ruby %}\n{% endhighlight %}\n```"
+    assert strip_markdown(inside) == "{% highlight ruby %}\n{% endhighlight %}"
+
+
 def test_front_matter_goes() -> None:
     for front in [
         '---\nlayout: news_post\ntitle: "Ruby 3.4"\nlang: de\n---\n',
