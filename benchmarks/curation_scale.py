@@ -57,7 +57,7 @@ SCALE = 64
 """Of the engine's constants, what the benchmark sets is so much smaller."""
 CONSTANTS = {
     "herd.llama3.data.write_shards": {"SHARD_BYTES": SCALE},
-    "herd.llama3.data.collect": {"ITEM_BYTES": SCALE, "MOST_TEXT": SCALE},
+    "herd.llama3.data.collect": dict.fromkeys(("ITEM_BYTES", "MOST_TEXT", "LARGEST_ITEM", "LEAST_ITEMS"), SCALE),
     "herd.llama3.data.curate": {"PARTITION_DOCUMENTS": SCALE},
 }
 """Module -> its constants that say how much text or how many documents one work item has -> how often smaller they are
@@ -117,8 +117,8 @@ def write_corpus(folder: Path, texts: Sequence[str], size: int) -> int:
 @cache
 def scale_down() -> None:
     """Give this process work items of a 64th of the size. Raises AttributeError if a constant has another name now."""
-    for name, constants in CONSTANTS.items():
-        module = import_module(name)
+    modules = [import_module(name) for name in CONSTANTS]  # one may have a constant of another
+    for module, constants in zip(modules, CONSTANTS.values(), strict=True):
         for constant, divisor in constants.items():
             setattr(module, constant, getattr(module, constant) // divisor)
 
@@ -456,7 +456,7 @@ def stored_sizes(run: Session) -> list[Stored]:
     return found
 
 
-def curate_in_store(uri: str) -> None:
+def curate_in_store(uri: str, fan: int | None = None) -> None:
     """Curate `uri`/corpus by small work items with all their files below `uri`, as workers of a cluster do."""
     from herd.llama3.data.annotate import annotate
     from herd.llama3.data.collect import collect
@@ -467,7 +467,7 @@ def curate_in_store(uri: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         collect(recipe, f"{uri}/collected")
         annotate(recipe, f"{uri}/collected", f"{uri}/annotated", run_serial)
-        curate(recipe, f"{uri}/collected", f"{uri}/annotated", Path(folder), f"{uri}/work", memory=MEMORY)
+        curate(recipe, f"{uri}/collected", f"{uri}/annotated", Path(folder), f"{uri}/work", memory=MEMORY, fan=fan)
 
 
 def stored_lines(sizes: Sequence[Stored]) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from herd.storage.filesystem import (
 )
 from herd.storage.objects import get_bytes, get_file, list_entries, list_objects, put_file, remove_all, size_of
 
-BLOCK, KEPT = 8 << 20, 8
+BLOCK, KEPT = 16 << 20, 4
 """Bytes per fetch, and blocks kept in memory: Parquet seeks back and forth between columns."""
 
 
@@ -41,9 +41,9 @@ class RemoteFile(io.RawIOBase):
     more, so that bytes changed by the network are not taken for damage in the store.
     """
 
-    def __init__(self, uri: str, size: int) -> None:
+    def __init__(self, uri: str, size: int, kept: int = KEPT) -> None:
         super().__init__()
-        self.uri, self.size = uri, size
+        self.uri, self.size, self._kept = uri, size, kept
         self.failure: OSError | None = None
         """The error of the store, if a read failed."""
         self._offset = 0
@@ -91,7 +91,7 @@ class RemoteFile(io.RawIOBase):
             return self._blocks[number]
         data = self._fetch(number)
         self._blocks[number] = data
-        if len(self._blocks) > KEPT:
+        if len(self._blocks) > self._kept:
             self._blocks.popitem(last=False)
         return data
 
@@ -124,13 +124,13 @@ def _request_range(uri: str, start: int, stop: int) -> bytes:
     return data
 
 
-def open_file(uri: str) -> str | RemoteFile:
-    """Return a source for Parquet readers: the path of a local file, or an opened remote file."""
+def open_file(uri: str, kept: int = KEPT) -> str | RemoteFile:
+    """Return a source for Parquet readers: the path of a local file, or a remote file that keeps `kept` blocks."""
     if is_local(uri):
         return str(local_path(uri))
     if (size := size_of(uri)) is None:
         raise FileNotFoundError(errno.ENOENT, "not found", uri)
-    return RemoteFile(uri, size)
+    return RemoteFile(uri, size, kept)
 
 
 def read_range(uri: str, start: int, stop: int) -> bytes:

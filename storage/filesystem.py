@@ -30,7 +30,11 @@ from typing import Any, TypeVar
 TRIES, FIRST_WAIT_S = 4, 0.5
 """Tries of a call, and seconds to wait after the first; each later wait is twice as long."""
 Answer = TypeVar("Answer")
-OBJECT_STORES = {"s3": "herd.storage.s3:BoundedS3", "s3a": "herd.storage.s3:BoundedS3"}
+OBJECT_STORES = {
+    "s3": "herd.storage.s3:BoundedS3",
+    "s3a": "herd.storage.s3:BoundedS3",
+    "counted": "herd.storage.counted:CountedStore",
+}
 """Scheme of a URI -> module and class of the client of an object store.
 
 A client is an fsspec file system whose calls end by `call_deadline`. `pipe_file(..., mode="create")` never replaces an

@@ -32,8 +32,9 @@ TRIES = 3
 ROUNDS, LATER_ROUNDS = 4, 12
 """Repetitions of these by s3fs, 0.1 to 15 s apart, before and after the store's first answer, even that it is busy: a
 wrong address is told within seconds, and a store that restarts is waited for."""
-STREAMS = 4
-"""Concurrent parts of one file transfer; each takes 50 MiB of memory."""
+STREAMS, PART = 4, 100 << 20
+"""Concurrent parts of one file transfer, and bytes of each in memory; a part is a paid request. A file of less than two
+parts is sent by one request."""
 BUSY = (429, 500, 502, 503, 504)
 """HTTP statuses worth a retry."""
 
@@ -127,6 +128,7 @@ class BoundedS3(S3FileSystem):  # type: ignore[misc]
             return await super()._pipe_file(path, data, *args, **given)
 
     async def _put_file(self, lpath: str, rpath: str, *args: Any, **given: Any) -> Any:
+        given.setdefault("chunksize", PART)
         async with self._within(rpath, os.path.getsize(lpath)):
             return await super()._put_file(lpath, rpath, *args, **given)
 

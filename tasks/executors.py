@@ -50,6 +50,11 @@ def item_memory(cluster: Cluster) -> str:
     return f"{Bytes.parse(cluster.memory) // sharing}B"
 
 
+def workers_of(cluster: Cluster) -> int:
+    """Return how many items are done at the same time."""
+    return cluster.threads if cluster.data == "threads" else cluster.data_workers
+
+
 def _threads(count: int) -> Runner:
     """Return a runner on `count` threads: kernels and DuckDB release Python's lock."""
 

@@ -182,10 +182,15 @@ def annotate(
     for shard in job.shards:
         text_files[shard.domain].append(shard.text)
     metadata = _prepare_models(recipe.curate, text_files, f"{scratch}/{MODELS}")
-    if recipe.curate.needs_divergence:
+    annotate_shards(runner, job)
+    return {"shards": len(job.shards), "classifiers": metadata}
+
+
+def annotate_shards(runner: Runner, job: CurationJob) -> None:
+    """Write the attributes of all shards of `job`."""
+    if job.recipe.curate.needs_divergence:
         count_words(runner, job)
     job.each_shard(runner, STEP, annotate_shard)
-    return {"shards": len(job.shards), "classifiers": metadata}
 
 
 def _prepare_models(curate: Curate, text_files: dict[Domain, list[str]], uri: str) -> dict[str, Any]:

@@ -60,7 +60,7 @@ from herd.llama3.recipe.schema import Recipe
 from herd.storage.files import atomic_file, file_names, read_file, remove_tree
 
 STEP, TEXT, LISTING = "items", "text", "listing.json"
-ITEM_BYTES, LARGEST_ITEM = 64_000_000, 4_096_000_000
+ITEM_BYTES, LARGEST_ITEM = 64_000_000, 5_120_000_000
 """Least and most bytes of files in an item; a larger file is an item by itself. Larger ones cost a store fewer
 requests, and need more room on a worker's disk: twice the text that an item has after compression."""
 LEAST_ITEMS, ITEMS_PER_WORKER = 1000, 4

@@ -86,25 +86,39 @@ def curate(
     Raises ValueError if a file named in the recipe cannot be read or a domain keeps no document.
     """
     shards = list_shards(collected, annotated)
-    documents = sum(shard.documents for shard in shards)
     pieces = 1
     if not partitions:
-        pieces = max(1, -(-documents // PARTITION_DOCUMENTS // len(shards)))
-        partitions = max(1, -(-documents // PARTITION_DOCUMENTS // pieces))
+        partitions, pieces = partitions_for(sum(shard.documents for shard in shards), len(shards))
     job = CurationJob(recipe, shards, str(scratch), partitions, memory, threads, CURATION, fan or FAN, pieces)
     for stage in job.stages:
         stage.run(runner, job)
-    names = write_documents(runner, job)
-    folder.mkdir(parents=True, exist_ok=True)
+    names, metadata, ledger = write_curated(runner, job, f"{collected}/skipped.parquet", folder)
     if is_local(job.folder):
         _link(job, "documents", names, folder)
-    ledger = write_ledger(runner, job, f"{collected}/skipped.parquet", folder / "ledger.parquet")
-    if is_local(job.folder):
         _link(job, DROPS, file_names(f"{job.folder}/{DROPS}"), folder)
-    metadata = summarize_ledger(runner, job, ledger)
-    write_findings(runner, job, folder / FINDINGS)
     check_not_empty(metadata, ledger)
     return metadata
+
+
+def write_curated(
+    runner: Runner, job: CurationJob, skipped: str, folder: Path
+) -> tuple[list[str], dict[str, Any], pa.Table]:
+    """Write the documents that the stages left, and the ledger and the report tables into `folder`.
+
+    `skipped` is the table of what collecting left out. Returns the names of the curated files, metadata and ledger.
+    """
+    names = write_documents(runner, job)
+    folder.mkdir(parents=True, exist_ok=True)
+    ledger = write_ledger(runner, job, skipped, folder / "ledger.parquet")
+    metadata = summarize_ledger(runner, job, ledger)
+    write_findings(runner, job, folder / FINDINGS)
+    return names, metadata, ledger
+
+
+def partitions_for(documents: int, shards: int) -> tuple[int, int]:
+    """Return the number of partitions, about as many as shards or fewer, and of the pieces of each."""
+    pieces = max(1, -(-documents // PARTITION_DOCUMENTS // shards))
+    return max(1, -(-documents // PARTITION_DOCUMENTS // pieces)), pieces
 
 
 def _link(job: CurationJob, step: str, names: Iterable[str], folder: Path) -> None:
@@ -120,6 +134,23 @@ def curate_sample(recipe: Recipe, count: int, folder: Path, note: Callable[[str]
     They are read from 8 files in turns, and from further ones where these end; of a source with a limit, in file order.
     The ledger and the samples there say what each rule drops; few duplicates show in few documents. `note` gets a line
     about files that are not read. Raises ValueError as `collect` and `curate` do.
+    """
+    sampled, unread = sample_sources(recipe, count, folder, note)
+    for step in ("collected", "annotated", "scratch", "curated"):
+        (folder / step).mkdir()
+    collect(sampled, folder / "collected")
+    skipped = f"{folder}/collected/skipped.parquet"
+    write_table(pa.concat_tables([read_table(skipped), skipped_table(unread)]), skipped)
+    annotate(sampled, folder / "collected", folder / "annotated", run_serial)
+    curate(sampled, folder / "collected", folder / "annotated", folder / "curated", folder / "scratch")
+
+
+def sample_sources(
+    recipe: Recipe, count: int, folder: Path, note: Callable[[str], None] = lambda line: None
+) -> tuple[Recipe, list[tuple[Any, ...]]]:
+    """Write up to `count` documents of each source into `folder`/sample; see `curate_sample`.
+
+    Returns the recipe that reads them instead of its sources, and rows of SKIPPED for what could not be read.
     """
     sources: dict[Domain, list[Source]] = {}
     unread: list[tuple[Any, ...]] = []
@@ -140,14 +171,7 @@ def curate_sample(recipe: Recipe, count: int, folder: Path, note: Callable[[str]
             unread += errors.rows(domain, path.stem)
             local = {"uri": str(path), "format": "jsonl", "text": "text", "contents": None, "limit": None}
             sources[domain].append(source.model_copy(update=local))
-    sampled = recipe.model_copy(update={"sources": sources})
-    for step in ("collected", "annotated", "scratch", "curated"):
-        (folder / step).mkdir()
-    collect(sampled, folder / "collected")
-    skipped = f"{folder}/collected/skipped.parquet"
-    write_table(pa.concat_tables([read_table(skipped), skipped_table(unread)]), skipped)
-    annotate(sampled, folder / "collected", folder / "annotated", run_serial)
-    curate(sampled, folder / "collected", folder / "annotated", folder / "curated", folder / "scratch")
+    return recipe.model_copy(update={"sources": sources}), unread
 
 
 def _lines(

@@ -162,11 +162,11 @@ class CurationJob:
     def each_shard(self, runner: Runner, step: str, work: Work, shards: Sequence[int] | None = None) -> None:
         """Do `step` for every shard (or `shards`): `work(job, index)` for each piece."""
         shards = range(len(self.shards)) if shards is None else shards
-        run_step(runner, self, step, partial(_do_shard, step, work), shards)
+        run_step(runner, self, step, partial(do_shard, step, work), shards)
 
     def each_partition(self, runner: Runner, step: str, work: Work) -> None:
         """Do `step` for every partition: `work(job, index)` for each piece."""
-        run_step(runner, self, step, partial(_do_partition, step, work), range(self.partitions))
+        run_step(runner, self, step, partial(do_partition, step, work), range(self.partitions))
 
     def shard(self, index: int) -> Shard:
         """Return the shard of a piece."""
@@ -276,11 +276,13 @@ class CurationJob:
             yield from file.iter_batches(batch, row_groups=groups, columns=names, use_threads=False)
 
 
-def _do_shard(step: str, work: Work, job: CurationJob, shard: int) -> None:
+def do_shard(step: str, work: Work, job: CurationJob, shard: int) -> None:
+    """Do `work` for each piece of a shard."""
     do_pieces(step, job.shard_pieces, work, job, shard, job.shards[shard].pieces)
 
 
-def _do_partition(step: str, work: Work, job: CurationJob, partition: int) -> None:
+def do_partition(step: str, work: Work, job: CurationJob, partition: int) -> None:
+    """Do `work` for each piece of a partition."""
     do_pieces(step, job.pieces, work, job, partition, job.pieces)
 
 
@@ -326,7 +328,7 @@ def aggregate(runner: Runner, job: CurationJob, step: str, items: int, query: st
     source, level = step, 0
     while True:
         target = f"{step}/sums/{level}"
-        work = partial(_aggregate_files, source, items, target, query)
+        work = partial(aggregate_files, source, items, target, query)
         items = -(-items // job.fan)
         run_step(runner, job, target, work, range(items))
         if items == 1:
@@ -334,7 +336,8 @@ def aggregate(runner: Runner, job: CurationJob, step: str, items: int, query: st
         source, level = target, level + 1
 
 
-def _aggregate_files(source: str, items: int, target: str, query: str, job: CurationJob, item: int) -> None:
+def aggregate_files(source: str, items: int, target: str, query: str, job: CurationJob, item: int) -> None:
+    """Write the result of `query` over up to `fan` of the `items` files of the step `source`."""
     files = [job.file(source, number) for number in range(item * job.fan, min((item + 1) * job.fan, items))]
     tables: list[pa.Table] = []
     size = most = AGGREGATED

@@ -88,9 +88,9 @@ class Shuffle:
         for level in range(self.levels):
             if level:
                 files = range(self._ranges(level - 1) * self._files(level))
-                run_step(runner, job, self.step(level), partial(_merge_files, self, level), files)
+                run_step(runner, job, self.step(level), partial(merge_files, self, level), files)
             batches = range(self._ranges(level - 1) * self._files(level + 1))
-            run_step(runner, job, self._indexes(level), partial(_copy_indexes, self, level), batches)
+            run_step(runner, job, self._indexes(level), partial(copy_indexes, self, level), batches)
 
     def read(self, job: Any, index: int) -> pa.Table:
         """Return the rows of piece `index` of all partitions. Their order depends on the items: sort what must not."""
@@ -130,6 +130,18 @@ class Shuffle:
         end = int(np.frombuffer(indexes[0], np.int64)[0])
         with atomic_file(job.file(self._indexes(level), item)) as temporary, temporary.open("wb") as file:
             file.writelines([*indexes, read_range(names[0], size, end)])
+
+    def files_read(self, level: int) -> int:
+        """Return the number of files of `level` that have a range of it."""
+        return self._files(level)
+
+    def files_written(self, level: int) -> int:
+        """Return the number of files of `level`."""
+        return self._ranges(level - 1) * self._files(level)
+
+    def ranges_read(self, level: int) -> int:
+        """Return the number of ranges in all files of `level`."""
+        return self._ranges(level) * self._files(level)
 
     def _indexes(self, level: int) -> str:
         return f"{self.step(level)}/indexes"
@@ -312,11 +324,13 @@ class RangeFile:
             raise InterruptedError("its item failed")
 
 
-def _merge_files(shuffle: Shuffle, level: int, job: Any, item: int) -> None:
+def merge_files(shuffle: Shuffle, level: int, job: Any, item: int) -> None:
+    """Do `Shuffle.merge_item`."""
     shuffle.merge_item(job, level, item)
 
 
-def _copy_indexes(shuffle: Shuffle, level: int, job: Any, item: int) -> None:
+def copy_indexes(shuffle: Shuffle, level: int, job: Any, item: int) -> None:
+    """Do `Shuffle.copy_indexes`."""
     shuffle.copy_indexes(job, level, item)
 
 
@@ -349,6 +363,13 @@ def _read_chunk(file: StoredChunks, number: int) -> list[pa.Table]:
     raise StoreError(
         f"{file.uri}: the bytes from {start:,} to {end:,} are not those that were written; delete the file"
     )
+
+
+def rows_in(path: str, chunks: int) -> int:
+    """Return the number of rows in the file `path` of a shuffle with `chunks` chunks beside the schema."""
+    index = np.frombuffer(read_range(path, 0, 16 * (chunks + 1)), np.int64).reshape(-1, 2)
+    file = StoredChunks(path, index)
+    return sum(table.num_rows for chunk in range(1, chunks + 1) for table in _read_chunk(file, chunk))
 
 
 def _streams(data: bytes | memoryview) -> Iterator[pa.Table]:

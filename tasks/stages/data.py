@@ -29,7 +29,7 @@ from herd.storage.filesystem import is_local, source_state
 from herd.storage.object_artifact import StoredFile, StoredFiles
 from herd.storage.objects import list_objects
 from herd.storage.page_cache import lazy_folder
-from herd.tasks.executors import data_runner, item_memory
+from herd.tasks.executors import data_runner, item_memory, workers_of
 from herd.tasks.format import format_bytes
 from herd.tasks.models.start import with_local_models
 from herd.tasks.step import Context, ensure_artifact, ensure_in_scratch, link_files
@@ -54,7 +54,7 @@ def collect_documents(context: Context) -> Artifact:
     def build(folder: Path, scratch: Path) -> dict[str, Any]:
         work = context.shared_scratch(scratch.name)
         with data_runner(context.cluster) as runner:
-            metadata = collect(context.recipe, work, runner)
+            metadata = collect(context.recipe, work, runner, workers_of(context.cluster))
             place_files(runner, work, ["text", "skipped.parquet"], folder)
         return metadata
 
