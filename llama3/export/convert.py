@@ -35,7 +35,7 @@ from herd.storage.filesystem import (
 
 Number = Literal["bf16", "fp16", "fp32"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-OPEN: dict[Format, Callable[[Path], WeightReader]] = {
+OPEN: dict[str, Callable[[Path], WeightReader]] = {
     "herd": StoredModel,
     "hf": HuggingFaceModel,
     "meta": MetaModel,
@@ -90,7 +90,7 @@ def convert(
     return model.config
 
 
-def open_source(folder: Path, form: Format) -> WeightReader:
+def open_source(folder: Path, form: str) -> WeightReader:
     """Return the model in `folder`, to read one parameter at a time; format gguf may be a file.
 
     Raises ValueError if it is not of that format.

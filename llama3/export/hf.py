@@ -179,14 +179,15 @@ def read_hugging_face_config(path: Path) -> tuple[Model, int]:
                 f"{path}: rope_type is {kind!r}; we know {', '.join(SCALING_OF)}: start from another model"
             )
         factors = {"type": kind, **{ours: rope[SCALING[ours]] for ours in SCALING_OF[kind]}}
-        factors = None if kind == "default" else factors
-        model = Model.model_validate({**sizes, "rope_theta": rope["rope_theta"], "rope_scaling": factors})
+        scaled = None if kind == "default" else factors
+        model = Model.model_validate({**sizes, "rope_theta": rope["rope_theta"], "rope_scaling": scaled})
         if not isinstance(config["vocab_size"], int):
             raise ValueError(f"{path}: vocab_size is {config['vocab_size']!r}, not a number; copy the folder again")
         return model, config["vocab_size"]
     except (KeyError, TypeError, AttributeError, ArithmeticError, ValidationError) as error:
-        invalid = isinstance(error, ValidationError)
-        reason = "; ".join(fault_lines(error, Model).splitlines()) if invalid else repr(error)
+        reason = repr(error)
+        if isinstance(error, ValidationError):
+            reason = "; ".join(fault_lines(error, Model).splitlines())
         raise ValueError(f"{path}: does not describe a Llama ({reason}); name a folder with one") from error
 
 

@@ -163,8 +163,8 @@ def parse_recipe(
     for override in overrides or []:
         apply_override(data, override)
     try:
-        data = expand_variables(data)
-        data = data if complete is None else complete(data)
+        expanded: dict[str, Any] = expand_variables(data)
+        data = expanded if complete is None else complete(expanded)
     except RecipeError as error:
         raise RecipeError(f"{name}: {error}") from None
     try:

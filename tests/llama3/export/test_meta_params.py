@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from herd.llama3.export.convert import convert, open_source
 from herd.llama3.export.meta import ffn_multiplier, hidden_size, meta_settings, read_params
 from herd.llama3.recipe.sections import Model, RopeScaling
-from tests.llama3.export.export_samples import SCALED, shape
+from tests.llama3.export.export_samples import SCALED, herd_folder, shape
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,40 @@ def test_the_factor_of_published_files_is_known(tmp_path: Path) -> None:
     params = {key: value for key, value in meta_settings(shape(**SCALED), 83).items() if key != "rope_scaling_factor"}
     assert read(tmp_path, params).rope_scaling == RopeScaling(factor=8)
     assert read(tmp_path, params, tied=True).rope_scaling == RopeScaling(factor=32)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"n_layers": 10**9}, r"the weights do not fit params.json in layers\.\d+\.attention.wk.weight"),
+        ({"n_heads": 0}, "does not describe a Llama 3 .*n"),
+        ({"multiple_of": 0}, "does not describe a Llama 3 .*Zero"),
+        ({"ffn_dim_multiplier": 1e308}, "does not describe a Llama 3 .*Overflow"),
+        ({"norm_eps": float("nan")}, r"params.json: cannot be read as JSON \(holds NaN\)"),
+    ],
+)
+def test_hostile_params_are_refused(tmp_path: Path, more: dict[str, Any], message: str) -> None:
+    herd_folder(tmp_path / "a", shape())
+    convert(tmp_path / "a", "herd", tmp_path / "b", "meta")
+    params = json.loads((tmp_path / "b/params.json").read_text())
+    (tmp_path / "b/params.json").write_text(json.dumps(params | more))
+    with pytest.raises(ValueError, match=message):
+        open_source(tmp_path / "b", "meta")
+
+
+@pytest.mark.parametrize("name", ["params.json", "consolidated.00.pth"])
+def test_named_pipes_are_refused(tmp_path: Path, name: str) -> None:
+    herd_folder(tmp_path / "a", shape())
+    convert(tmp_path / "a", "herd", tmp_path / "b", "meta")
+    (tmp_path / "b" / name).unlink()
+    os.mkfifo(tmp_path / "b" / name)
+    with pytest.raises(ValueError, match="is not a file"):
+        open_source(tmp_path / "b", "meta")
+
+
+def test_linear_scaling_has_no_place() -> None:
+    with pytest.raises(ValueError, match=r"model.rope_scaling: type linear is not in Meta's format; export .* as hf"):
+        meta_settings(shape(rope_scaling={"type": "linear", "factor": 2}), 83)
 
 
 def test_a_scaling_that_has_no_place_is_refused() -> None:
