@@ -36,7 +36,7 @@ from herd.llama3.data.readers.files import (
     list_source,
 )
 from herd.llama3.data.readers.files import SCHEMA as SKIPPED
-from herd.llama3.data.readers.sources import BUILT_IN, naming, read_source, source_names
+from herd.llama3.data.readers.sources import BUILT_IN, content_states, naming, read_source, source_names
 from herd.llama3.data.text.extract import plain_text
 from herd.llama3.data.text.language import UNDETERMINED, detect_language, primary_subtag
 from herd.llama3.data.text.normalize import normalize_texts, replace_texts
@@ -122,7 +122,9 @@ def collect(recipe: Recipe, folder: str | Path, runner: Runner = run_serial, wor
     listing = f"{folder}/{LISTING}"
     earlier = read_file(listing).decode() if LISTING in file_names(str(folder)) else "[[], [], null]"
     job = plan_job(recipe, str(folder), workers, json.loads(earlier)[2])
-    state = json.dumps([collected(recipe), job.items, job.item_bytes])
+    limits = (recipe.sources[item.domain][item.source_index].limit for item in job.items)
+    contents = [(*item[:3], content_states(item.files, limit)) for item, limit in zip(job.items, limits, strict=True)]
+    state = json.dumps([collected(recipe), contents, job.item_bytes])
     if earlier != state:
         for step in (STEP, TEXT):
             remove_tree(f"{folder}/{step}")

@@ -1,25 +1,27 @@
-"""Read conversations from JSON lines: lists of messages (OpenAI, ShareGPT), or pairs (prompt and response, Alpaca).
+"""Read conversations from JSON lines or a list: messages (OpenAI, ShareGPT), or pairs (prompt and response, Alpaca).
 
-The first line of a file decides its form. Unlike documents, a broken line is never skipped: SourceError names file,
+The first row of a file decides its form. Unlike documents, a broken line is never skipped: SourceError names file,
 line, field, and what to write. BUILT_IN_CONVERSATIONS are generated instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from herd.llama3.data.demo.sql_functions import sql_conversations
 from herd.llama3.data.demo.word_problems import conversation
 from herd.llama3.data.readers.files import (
     DAMAGE,
+    MAX_LINE,
     Fault,
     File,
     SourceError,
     decompress,
     is_unchanged,
     open_raw,
+    read_all,
     source_files,
     split_lines,
 )
@@ -114,7 +116,7 @@ def conversation_files(source: ConversationSource) -> list[File]:
     if not files:
         raise SourceError(f"{source.uri!r} matches no file; correct the path (it is relative to where herd runs)")
     for file in files:
-        if file.kind != "jsonl":
+        if file.kind not in ("jsonl", "json"):
             raise SourceError(
                 f"{file.uri!r} is not read as conversations; write them as .jsonl (also packed: .jsonl.gz), or "
                 "name the file under ignore:"
@@ -147,31 +149,49 @@ def read_conversations(
 
 def _read_file(file: File, source: ConversationSource) -> Iterator[Conversation]:
     """Yield the conversations of one file. Raises SourceError."""
-    form, number = "", 0
+    form = ""
     try:
         if not is_unchanged(file):
             raise SourceError(f"{file.uri!r} changed since it was listed; run again when no process writes there")
         with open_raw(file) as raw:
-            for lines in split_lines(decompress(raw, file.uri), LONGEST_LINE):
-                for line in lines:
-                    number += 1
-                    if isinstance(line, int):
-                        raise SourceError(f"{file.uri}:{number} is longer than {LONGEST_LINE // 10**6} MB; split it")
-                    if not line or line.isspace():
-                        continue
-                    try:
-                        row = parse_json(line.removeprefix(b"\xef\xbb\xbf"))
-                        if isinstance(row, Fault):
-                            raise ValueError(f"{row.message}; a line is {FORMS}")
-                        form = form or _form(row)
-                        messages = _messages(row, form)
-                    except ValueError as error:
-                        raise SourceError(f"{file.uri}:{number} {error}") from None
-                    own = row.get("license")
-                    stated = source.license if source.license != "unknown" or not isinstance(own, str) else own
-                    yield Conversation(messages, stated)
+            for number, row in _rows(raw, file):
+                try:
+                    if isinstance(row, Fault):
+                        raise ValueError(f"{row.message}; a line is {FORMS}")
+                    form = form or _form(row)
+                    messages = _messages(row, form)
+                except ValueError as error:
+                    raise SourceError(f"{file.uri}:{number} {error}") from None
+                own = row.get("license")
+                stated = source.license if source.license != "unknown" or not isinstance(own, str) else own
+                yield Conversation(messages, stated)
     except DAMAGE as error:
         raise SourceError(f"{file.uri!r} cannot be read to its end ({error}); copy or pack it again") from error
+
+
+def _rows(raw: Any, file: File) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of a file, or their faults, with their numbers: its lines, or the elements of its list (.json)."""
+    pieces, bom = decompress(raw, file.uri), b"\xef\xbb\xbf"
+    first = next(pieces, b"").removeprefix(bom)
+    if file.kind == "json" and first.lstrip()[:1] == b"[":
+        data = read_all(chain([first], pieces))
+        if isinstance(data, int):
+            raise SourceError(
+                f"{file.uri!r} is longer than {MAX_LINE // 10**6} MB; write a conversation a line, as .jsonl"
+            )
+        rows = parse_json(data)
+        if isinstance(rows, Fault):
+            raise SourceError(f"{file.uri!r} {rows.message.partition(';')[0]}; repair the list")
+        yield from enumerate(rows, 1)
+        return
+    number = 0
+    for lines in split_lines(chain([first], pieces), LONGEST_LINE):
+        for line in lines:
+            number += 1
+            if isinstance(line, int):
+                raise SourceError(f"{file.uri}:{number} is longer than {LONGEST_LINE // 10**6} MB; split it")
+            if line and not line.isspace():
+                yield number, parse_json(line.removeprefix(bom))
 
 
 def _form(row: Any) -> str:

@@ -322,7 +322,8 @@ def fingerprint(recipe: Recipe) -> str:
 
 
 WITHIN_LIMIT = 4
-"""Of a source with a limit, the files in this many times its bytes are digested; a time stands for others."""
+"""Of a source with a limit, the files in this many times its bytes are digested; a time stands for others. A limit
+counts text, of which files with other columns or markup have less than bytes: only reading tells which it takes."""
 
 
 def content_states(files: Sequence[File], limit: int | None = None) -> list[tuple[str, int, str]]:

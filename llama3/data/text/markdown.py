@@ -65,7 +65,8 @@ def strip_markdown(text: str) -> str:
     front = _FRONT_MATTER.match(text)
     if front and _KEY.match(front[2]):
         text = text[front.end() :]
-    return "".join(gap + block for gap, block in _blocks(_plain_blocks(text.replace(_PROTECTED, ""))))
+    text = text.replace(_PROTECTED, "")  # `normalize` drops it from every text
+    return "".join(gap + block for gap, block in _blocks(_plain_blocks(text)))
 
 
 # What CommonMark does not know

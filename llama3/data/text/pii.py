@@ -139,7 +139,7 @@ _ESCAPES = {"\\": re.compile(r"u[0-9A-Fa-f]{4}|x[0-9A-Fa-f]{2}|[nrtfv]"), "%": r
 _STRING = re.compile(r"(?i:[bfru]|[bf]r|r[bf])|[NE]")
 """Prefixes of strings in Python and SQL: `b'jane@acme.org'`."""
 _DIRECTIVE = re.compile(r"[sdiu]@")
-_CODE = re.compile(r"git@.*|.*@(?:(?:self|cls|this)\..*|[0-9]x\..*|[^.]+\.(?:py|zip|mov))")
+_CODE = re.compile(r"git@.*|.*@(?:(?:self|cls|this)\..*|[0-9]x\..*|[^.]+\.(?:py|zip|mov|data|dot|map|prod))")
 _CODE_NAMES = re.compile(
     r"(?:this|super|return|break|continue)@.*|.*@[0-9]+\.[^.]*"
     r"|(?:.*\.)?[A-Za-z][0-9]?@[A-Za-z][0-9]?\.(?:\w+\.)*[a-z]{3,}|(?=[A-Z]|.*@[A-Z])[A-Za-z][0-9]?@[A-Za-z][0-9]?\.[a-z]+"
@@ -214,7 +214,8 @@ def _is_code(text: str, start: int, end: int, host: str, stop: int) -> bool:
     """Return whether the address text[start:stop] is more often code.
 
     Code is: the service `git@`, a file (`run@main.py`, `icon@2x.md`), a format (`%s@acme.org`), a product of three
-    matrices (`a@b.T@c.T`) and a host that begins with `self.`. If the host ends in none of _NO_NAMES, code is also: a
+    matrices (`a@b.T@c.T`), a host that begins with `self.`, and an attribute whose top-level domain sells no names
+    (`hidden@proj.data`, `.dot`, `.map`, `.prod`). If the host ends in none of _NO_NAMES, code is also: a
     call, an index or a longer name (`W@x.to(device)`, `W@x.is_cuda`), names of one letter (`x@w.data`, `A@b.to`), a
     version (`foo@1.bar`) and a label (`this@Main.name`).
     """

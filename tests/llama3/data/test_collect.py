@@ -366,6 +366,7 @@ def test_a_stopped_job_goes_on_and_a_changed_one_begins_again(
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             collect(recipe, tmp_path / "out", stopping)
+        os.utime(tmp_path / "in/3.jsonl", (1, 1))  # its item is done, and what was read is still true
     assert asked == [[0, 1, 2, 3], [0, 1]]
     collect(recipe, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")

@@ -42,6 +42,19 @@ def test_the_form_is_found_per_file(tmp_path: Path) -> None:
     assert len(read(tmp_path, limit=2)) == 2
 
 
+def test_a_list_of_conversations_is_read(tmp_path: Path) -> None:
+    rows = [{"instruction": "1 + 1?", "input": "", "output": "2"}] * 2
+    (tmp_path / "a.json").write_text("\ufeff \n" + json.dumps(rows, indent=2))
+    write(tmp_path / "b.json", {"messages": [USER, ANSWER]}, {"messages": [USER, ANSWER]})
+    assert read(tmp_path) == [[USER, ANSWER]] * 4
+    (tmp_path / "a.json").write_text(json.dumps([*rows, {"instruction": "1 + 1?"}]))
+    with pytest.raises(SourceError, match=r"a.json:3 output: is missing"):
+        read(tmp_path)
+    (tmp_path / "a.json").write_text(json.dumps(rows)[:-2])
+    with pytest.raises(SourceError, match=r"a.json' is not JSON .*; repair the list"):
+        read(tmp_path)
+
+
 @pytest.mark.parametrize("ending", ["gz", "zst"])
 def test_packed_files_are_read(tmp_path: Path, ending: str) -> None:
     data = (json.dumps({"messages": [USER, ANSWER]}) + "\n").encode() * 3
