@@ -110,18 +110,22 @@ def format_of(place: Path | str) -> Format:
     top = str(place).rstrip("/")
     if is_local(top):
         path = local_path(top)
-        files = {path.name} if path.is_file() else {name for name in (PARAMS, CONFIG) if (path / name).exists()}
-        files |= {file.name for file in path.glob("*.gguf")}
+        files = [file.name for file in ([path] if path.is_file() else path.glob("*"))]
     else:
-        files = {uri.rsplit("/", 1)[1] for uri in _top_level(top, [uri for uri, _ in list_files(top)])}
+        files = [uri.rsplit("/", 1)[1] for uri in _top_level(top, [uri for uri, _ in list_files(top)])]
     if PARAMS in files:
         return "meta"
+    if _only_gguf(files):  # many folders with such files have the config.json of the model they were made from
+        return "gguf"
     if CONFIG in files:
         config = read_json(local_path(top) / CONFIG) if is_local(top) else _remote_json(f"{top}/{CONFIG}")
         return "hf" if isinstance(config, dict) and "model_type" in config else "herd"
-    if any(name.endswith(".gguf") for name in files):
-        return "gguf"
     raise ValueError(f"{place}: has neither {CONFIG} nor {PARAMS} nor a .gguf file; name the folder of a model")
+
+
+def _only_gguf(files: Sequence[str]) -> bool:
+    """Return whether the weights among `files` are in GGUF files."""
+    return {Path(name).suffix for name in files} & {".gguf", ".safetensors", ".pth", ".bin"} == {".gguf"}
 
 
 def _top_level(folder: str, uris: Sequence[str]) -> list[str]:
@@ -241,8 +245,9 @@ def weights_state(path: str) -> list[list[object]]:
 def start_files(start: InitFrom, uris: Sequence[str]) -> list[str]:
     """Return those of `uris`, the files of `start.path`, that hold a model: at its top level, one format of two."""
     files = [uri for uri in _top_level(start.path, uris) if uri.endswith(SUFFIXES)]
-    files = [uri for uri in files if uri.endswith(".gguf") == (start.format == "gguf")]
-    if start.format == "hf" and any(uri.endswith(".safetensors") for uri in files):
+    gguf = start.format == "gguf" or (start.format == "auto" and _only_gguf(files))
+    files = [uri for uri in files if uri.endswith(".gguf") == gguf]
+    if start.format in ("hf", "auto") and any(uri.endswith(".safetensors") for uri in files):
         files = [uri for uri in files if not uri.endswith((".bin", ".pth"))]
     return files
 

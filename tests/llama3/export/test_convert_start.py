@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import herd.llama3.model.files
-from herd.llama3.export.convert import convert, import_weights
+from herd.llama3.export.convert import convert, format_of, import_weights
 from herd.llama3.model.files import open_model, read_config
 from herd.llama3.recipe.sections import InitFrom
 from tests.llama3.export.export_samples import SCALED, herd_folder, same, shape, state, tokenizer
@@ -53,6 +53,20 @@ def test_weights_under_a_uri_are_copied_and_the_copy_deleted(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "model"]
     with pytest.raises(ValueError, match=r"init_from.path: memory://.*-not holds no weights \(0 files\)"):
         import_weights(start(origin + "-not"), tmp_path / "other")
+
+
+@pytest.mark.parametrize("form", ["auto", "gguf"])
+@pytest.mark.parametrize("name", ["", "/model.gguf"])
+def test_a_gguf_under_a_uri_is_copied(tmp_path: Path, form: str, name: str) -> None:
+    pytest.importorskip("gguf", reason="package gguf is not installed")
+    made = herd_folder(tmp_path / "a", shape(), coder=CODER)
+    convert(tmp_path / "a", "herd", tmp_path / "b", "gguf")
+    (tmp_path / "b/config.json").write_text('{"model_type": "llama"}')
+    origin = f"memory://{uuid.uuid4().hex}/llama"
+    fsspec.filesystem("memory").put(str(tmp_path / "b"), origin, recursive=True)
+    assert format_of(origin + name) == "gguf"
+    import_weights(start(origin + name, form), tmp_path / "model", shape())
+    assert same(state(open_model(tmp_path / "model")), dict(made.state_dict()))
 
 
 @pytest.mark.parametrize(

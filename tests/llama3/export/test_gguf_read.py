@@ -162,6 +162,8 @@ def test_the_format_is_found_and_each_spelling_has_one_state(tmp_path: Path, mon
     assert format_of(tmp_path / "gguf" / FILE) == "gguf"
     with pytest.raises(ValueError, match=r"has neither config.json nor params.json nor a .gguf file"):
         format_of(tmp_path)
+    (tmp_path / "gguf/config.json").write_text('{"model_type": "llama"}')  # of the model it was made from
+    assert format_of(tmp_path / "gguf") == "gguf"
     monkeypatch.chdir(tmp_path)
     states = [weights_state(text) for text in (f"gguf/{FILE}", "gguf", f"{tmp_path}/gguf/", f"./gguf/../gguf/{FILE}")]
     assert states[0] == states[1] == states[2] == states[3]
