@@ -21,7 +21,9 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 from herd.llama3.model.param_table import Param, param_table
+from herd.llama3.recipe.load import digest
 from herd.llama3.recipe.sections import Model
+from herd.storage.digests import digest_file
 from herd.storage.filesystem import sync_folder, write_atomic
 
 if TYPE_CHECKING:  # reading a shape needs no torch
@@ -353,3 +355,9 @@ def _open(path: Path) -> Any:
         if path.exists() and not os.access(path, os.R_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path)) from error
         raise ValueError(f"{path}: cannot be read as safetensors ({error}); copy it again") from error
+
+
+def weights_digest(folder: Path) -> str:
+    """Return the SHA-256 (hex) of the weights in a model folder: of the file, or of the list of all files' digests."""
+    digests = [digest_file(file).sha256 for file in sorted(set(weight_files(folder).values()))]
+    return digests[0] if len(digests) == 1 else digest(digests)

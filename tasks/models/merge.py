@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from herd.llama3.model.files import CONFIG, weight_files
+from herd.llama3.model.files import CONFIG, weight_files, weights_digest
 from herd.llama3.model.merge import MergedModel
 from herd.llama3.recipe.load import digest
 from herd.llama3.tokens.tokenizer import TEMPLATE_FILE, tokenizer_file
@@ -48,11 +48,10 @@ def merge_checkpoints(context: Context, parents: Sequence[Artifact], weights: Se
         for path in sorted(first.iterdir()):
             if path.name not in skipped and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, model / path.name)
-        digests = [digest_file(file).sha256 for file in sorted(set(weight_files(model).values()))]
         return {
             "end": end,
             MERGED: dict(zip(folders, parameters_["weights"], strict=True)),
-            "model_sha256": digests[0] if len(digests) == 1 else digest(digests),
+            "model_sha256": weights_digest(model),
         }
 
     return ensure_artifact(context, step, spec, build)

@@ -29,7 +29,11 @@ from herd.tasks.runs.records import PENDING_APPROVAL, RunRecord
 PROMOTED: Literal["promoted"] = "promoted"
 REJECTED: Literal["rejected"] = "rejected"
 ROLLED_BACK: Literal["rolled back"] = "rolled back"
-Kind = Literal["promoted", "rejected", "pending_approval", "rolled back"]
+IMPORTED: Literal["imported"] = "imported"
+"""Weights that training started from: the first champion of a family, without a gate."""
+Kind = Literal["promoted", "rejected", "pending_approval", "rolled back", "imported"]
+GIVEN = (PROMOTED, ROLLED_BACK, IMPORTED)
+"""Kinds that give the alias to the model."""
 CANDIDATE, CHAMPION, PREVIOUS = "candidate", "champion", "previous"
 CHALLENGER = "challenger"
 """Alias of a model that passed the gate and waits for a person."""
@@ -67,7 +71,7 @@ class Promotion(BaseModel):
     against: int = 0
     """Number of the newest record when this was decided."""
     gate: Decision | None = None
-    """The gate's own decision; None in a rollback, which has no gate."""
+    """The gate's own decision; None in a rollback and an import, which have no gate."""
     evidence: Evidence | None = None
     """Inputs of the gate: `evidence.decide()` is `gate`."""
     asked: bool = False
@@ -84,7 +88,7 @@ class Promotion(BaseModel):
     def decision(self) -> Decision:
         """The gate's table with the person's row; accepted if the model holds, or held, the alias by this record."""
         rows = self.gate.rows if self.gate else ()
-        return Decision(accepted=self.kind in (PROMOTED, ROLLED_BACK), rows=(*rows, *self._person()))
+        return Decision(accepted=self.kind in GIVEN, rows=(*rows, *self._person()))
 
     def _person(self) -> list[GateRow]:
         """Return the row of the person who was asked, or who decided against the gate."""
@@ -129,7 +133,7 @@ Log = Sequence[Promotion]
 
 def alias_changes(log: Log, alias: str) -> list[Promotion]:
     """Return the records that gave `alias` to a model; the last names the holder."""
-    return [record for record in log if record.alias == alias and record.kind in (PROMOTED, ROLLED_BACK)]
+    return [record for record in log if record.alias == alias and record.kind in GIVEN]
 
 
 def alias_history(log: Log, alias: str) -> list[Promotion]:
@@ -149,7 +153,7 @@ def alias_history(log: Log, alias: str) -> list[Promotion]:
 
 
 def current_label(log: Log, alias: str) -> str:
-    """Return the label of the model to which `alias` was promoted (or rolled back) last, empty if none was."""
+    """Return the label of the model that was given `alias` last, empty if none was."""
     moves = alias_changes(log, alias)
     return moves[-1].artifact if moves else ""
 
@@ -173,11 +177,11 @@ def current_aliases(log: Log) -> dict[str, str]:
 
 
 def gate_decisions(log: Log, run: str = "", artifact: str = "") -> list[Promotion]:
-    """Return the judgements on models (on those of `run`, on `artifact`): every record but rollbacks."""
+    """Return the judgements on models (on those of `run`, on `artifact`): every record but rollbacks and imports."""
     return [
         record
         for record in log
-        if record.kind != ROLLED_BACK and run in ("", record.run) and artifact in ("", record.artifact)
+        if record.kind not in (ROLLED_BACK, IMPORTED) and run in ("", record.run) and artifact in ("", record.artifact)
     ]
 
 
@@ -205,7 +209,7 @@ def version_description(log: Log, label: str) -> str:
     """Return in a line what decided on the model `label`: `promoted: run tiny-1, 98.3K tokens, eval/bpb 4.127`."""
     decisions = _promoted(log, label) or gate_decisions(log, artifact=label)
     if not decisions:
-        return ""
+        return next((f"imported: {record.comment}" for record in log if record.artifact == label), "")
     last = decisions[-1]
     score = last.evidence.candidate.get("eval/bpb") if last.evidence else None
     bits = f", eval/bpb {score.value:.4g}" if score else ""
@@ -225,6 +229,7 @@ def decided(record: Promotion, shown: bool) -> str:
         REJECTED: f"{record.run}: rejected, {record.artifact} stays a candidate",
         PENDING_APPROVAL: f"{record.run}: pending approval",
         ROLLED_BACK: f"{record.family}@{record.alias}: rolled back from {record.champion} to {record.artifact}",
+        IMPORTED: f"{record.run}: imported, {record.artifact} is the {record.alias}",
     }[record.kind]
     return text if shown else f"{text}; MLflow does not show it yet: the flow reconcile sends it when it answers"
 

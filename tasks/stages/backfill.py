@@ -27,7 +27,7 @@ from herd.storage.artifact import Artifact, Store, flatten
 from herd.storage.lease import LeaseHeld, LeaseLost
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
-from herd.tasks.promotion.log import Promotion, PromotionLog, gate_decisions, read_log
+from herd.tasks.promotion.log import IMPORTED, Promotion, PromotionLog, gate_decisions, read_log
 from herd.tasks.promotion.registry import Registry
 from herd.tasks.runs.provenance import CLUSTER
 from herd.tasks.runs.records import RunRecord, Runs, evaluation_of
@@ -141,8 +141,9 @@ class _Publisher:
                     self.mlflow.close(child, STATUS[record.state], _time(record.ended))
         log = PromotionLog(self.root, record.family)
         decisions = gate_decisions(log.records, record.judged_in or record.name)
+        imported = [each.artifact for each in log.records if (each.kind, each.run) == (IMPORTED, record.name)]
         for decision in {decision.artifact: decision for decision in decisions}.values():
-            self._publish_decision(decision)
+            self._publish_decision(decision, imported)
         if decisions:
             self.mlflow.reach.attempt(lambda: len(Registry(self.mlflow).publish(log)), 0)
         if record.state != "running":
@@ -180,8 +181,8 @@ class _Publisher:
         self.mlflow.close(child, "FINISHED", artifact.created if made else start)
         entry.mlflow_run = child
 
-    def _publish_decision(self, decision: Promotion) -> None:
-        """Publish a decision on a model: its run and the model version."""
+    def _publish_decision(self, decision: Promotion, imported: list[str]) -> None:
+        """Publish a decision on a model: its run and the model version, and those of `imported` (labels)."""
         from herd.tasks.models.card import describe_model  # imports matplotlib
 
         evaluation: Artifact | None = None
@@ -193,11 +194,15 @@ class _Publisher:
             return
         child = self._child(step_tags("promote", "promotion", evaluation.key), _time(decision.time))
         self.mlflow.set_tags(child, {"verdict": decision.kind})
-        model = checkpoint_model(self.mlflow, [child], checkpoint)
+        models = [checkpoint]
+        with suppress(ValueError):  # the weights were deleted
+            models = [*map(self.store.load, imported), checkpoint]
 
         def register() -> int:
-            Registry(self.mlflow).version(checkpoint, self.record.name, child, model)
-            return 1
+            for model in models:
+                identity = checkpoint_model(self.mlflow, [child], model)
+                Registry(self.mlflow).version(model, self.record.name, child, identity)
+            return len(models)
 
         self.done.versions += self.mlflow.reach.attempt(register, 0)
         describe_model(self.root, self.record, self.mlflow)

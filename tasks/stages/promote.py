@@ -6,6 +6,8 @@ moved since, and `apply` moves the MLflow aliases.
 
 from __future__ import annotations
 
+from functools import partial
+
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from rich.markup import escape
@@ -16,6 +18,7 @@ from herd.tasks.promotion.approval import append_answer, ask
 from herd.tasks.promotion.log import (
     APPROVAL,
     CHALLENGER,
+    IMPORTED,
     PROMOTED,
     REJECTED,
     HeadMoved,
@@ -79,18 +82,48 @@ def judge_model(
         )
     with tracked_step(context, "promotion", "promote", evaluation.key) as mlflow_run:
         log = PromotionLog(context.root, context.recipe.name)
+        if (imported := import_champion(context, log)) is not None:
+            context.console.log(f"  {'promote':<18}compares with {imported.label}, where training started")
         promotion = None if override.rejudge else decided_before(log.records, context.record.name, checkpoint.label)
         if promotion is None:
             promotion = append_decision(context, log, checkpoint, evaluation, curated, override)
         context.record.judged_in = promotion.run if promotion.run != context.record.name else ""
-        model_id, registry = checkpoint_model(context.tracker, [mlflow_run], checkpoint), Registry(mlflow)
-        version = mlflow.reach.attempt(  # empty while MLflow is away
-            lambda: str(registry.version(checkpoint, context.record.name, mlflow_run, model_id).version), ""
-        )
+        registry, version = Registry(mlflow), ""
+        for model in filter(None, (imported, checkpoint)):
+            model_id = checkpoint_model(context.tracker, [mlflow_run], model)
+            register = partial(registry.version, model, context.record.name, mlflow_run, model_id)
+            version = mlflow.reach.attempt(lambda register=register: str(register().version), "")  # empty: it is away
         apply(context.runs, context.record, context.tracker, log)
         context.tracker.set_tags(mlflow_run, {"verdict": promotion.kind})
     _say(context, promotion, version)
     return promotion
+
+
+def import_champion(context: Context, log: PromotionLog) -> Artifact | None:
+    """Return the weights that training started from if they are the first champion of the family, and record that.
+
+    The gate compares with them then. A checkpoint of another run (`format: checkpoint`) is no model of its own.
+    """
+    start, recipe = context.recorded("init-weights"), context.recipe
+    if start is None or start.manifest.kind != "weights":
+        return None
+    while not log.records:
+        imported = Promotion(
+            time=now(),
+            kind=IMPORTED,
+            run=context.record.name,
+            family=recipe.name,
+            artifact=start.label,
+            digest=start.metadata["model_sha256"],
+            position=start.metadata["end"],
+            alias=recipe.promote.to,
+            comment=f"training started from {start.metadata['from']}",
+        )
+        try:
+            log.append(imported, log.head)
+        except HeadMoved:
+            log.refresh()
+    return start if (log.records[0].kind, log.records[0].artifact) == (IMPORTED, start.label) else None
 
 
 def append_decision(

@@ -22,10 +22,10 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from rich.markup import escape
 
-from herd.llama3.model.files import weight_files
+from herd.llama3.model.files import weights_digest
 from herd.llama3.model.flops import parameter_count
 from herd.llama3.recipe import keys
-from herd.llama3.recipe.load import RecipeError, digest
+from herd.llama3.recipe.load import RecipeError
 from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.units import Bytes, Tokens
 from herd.llama3.tokens.tokenizer import Tokenizer
@@ -37,7 +37,6 @@ from herd.llama3.train.job import TERMINATED, AttemptResult, HourlyCosts, TrainJ
 from herd.llama3.train.journal import SkippedRanges, device_hours
 from herd.llama3.train.main import REFUSED
 from herd.storage.artifact import MANIFEST, Artifact, ArtifactSpec
-from herd.storage.digests import digest_file
 from herd.storage.filesystem import write_atomic
 from herd.storage.lease import folder_lease
 from herd.storage.objects import remove_all
@@ -65,7 +64,7 @@ from herd.tasks.tracking.prometheus import Gauges
 from herd.tasks.tracking.steps import StageCurves, Thinning
 
 VERSION = 2
-WEIGHTS_VERSION = 2
+WEIGHTS_VERSION = 3
 """Of `init_weights`."""
 SILENCE = 2
 """Timeouts without a step after which a trainer hangs; after one, the processes notice a peer that hangs."""
@@ -104,7 +103,7 @@ def train_stage(
         offers = CheckpointOffers(context, span, kept or str(work / "checkpoints"))
         _train(context, span, job, [context.record.mlflow_run, mlflow_run], offers)
         link_files(work / "result", folder)  # not moved: after a kill before the commit, the next attempt needs it
-        shutil.copytree(tokenizer.path, folder / "model", dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
+        copy_tokenizer(tokenizer, folder / "model")
         if conversations is not None:
             from herd.llama3.tokens.chat import TEMPLATE
             from herd.llama3.tokens.tokenizer import TEMPLATE_FILE
@@ -322,8 +321,6 @@ def _facts(span: StageSpan, folder: Path) -> dict[str, Any]:
     table = parquet.read_table(folder / "metrics.parquet", filters=[("key", "=", metrics.LOSS)])
     path = folder / AVERAGE
     average = Choice.model_validate_json(path.read_text()).model_dump(mode="json") if path.exists() else None
-    files = sorted(set(weight_files(folder / "model").values()))
-    digests = [digest_file(file).sha256 for file in files]
     losses = [row["value"] for row in sorted(table.to_pylist(), key=lambda row: row["position"])]
     window = metrics.window(len(losses))  # a single batch is a few documents
     held_out = parquet.read_table(folder / "metrics.parquet", filters=[("key", "=", metrics.HELD_OUT)]).to_pylist()
@@ -334,11 +331,16 @@ def _facts(span: StageSpan, folder: Path) -> dict[str, Any]:
         "first_loss": fmean(losses[:window]),
         "last_loss": metrics.mean_loss(losses),
         **({"bits_per_byte": max(held_out, key=lambda row: row["position"])["value"]} if held_out else {}),
-        "model_sha256": digests[0] if len(files) == 1 else digest(digests),
+        "model_sha256": weights_digest(folder / "model"),
         "skips": SkippedRanges.read(folder).as_dicts(),
         "environment": json.loads((folder / ENVIRONMENT).read_text()),
         **({"average": average} if average is not None else {}),
     }
+
+
+def copy_tokenizer(tokenizer: Artifact, model: Path) -> None:
+    """Write the tokenizer's files into a model folder."""
+    shutil.copytree(tokenizer.path, model, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
 
 
 # What training starts from: imported weights, or a checkpoint of another run
@@ -361,11 +363,17 @@ def init_weights(context: Context, tokenizer: Artifact) -> Artifact:
     assert start is not None
     label = alias_label(context.root, path)
     parameters = keys.weights(local, label or weights_state(path), vocab_size)
-    spec = ArtifactSpec("weights", recipe.name, WEIGHTS_VERSION, parameters, {})
+    spec = ArtifactSpec("weights", recipe.name, WEIGHTS_VERSION, parameters, {"tokenizer": tokenizer.key})
 
     def build(folder: Path, _: str) -> dict[str, Any]:
         config = import_weights(start, folder / "model", recipe.model, vocab_size)
-        return {"from": label or path, "parameters": parameter_count(config, vocab_size)}
+        copy_tokenizer(tokenizer, folder / "model")
+        return {
+            "from": label or path,
+            "parameters": parameter_count(config, vocab_size),
+            "end": 0,
+            "model_sha256": weights_digest(folder / "model"),
+        }
 
     return ensure_artifact(context, "init-weights", spec, build)
 

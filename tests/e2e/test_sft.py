@@ -14,6 +14,8 @@ from herd.llama3.model.files import load_model
 from herd.llama3.tokens.chat import encode_chat
 from herd.llama3.tokens.tokenizer import TEMPLATE_FILE, Tokenizer
 from herd.storage.artifact import Store
+from herd.storage.root import Root
+from herd.tasks.promotion.log import read_log
 from tests.e2e.conftest import Herd, record
 
 pytestmark = pytest.mark.slow
@@ -59,7 +61,7 @@ def test_the_run_says_what_it_trains_on(herd: Herd, printed: str) -> None:
     assert "chats    problems: 300 in" in printed
     assert "epochs   chat: about" in printed
     assert "sequences of 256" in printed
-    assert "tiny-chat version 1 is the champion" in printed
+    assert "tiny-chat version 2 is the champion" in printed
     assert "herd serve tiny-chat-1" in printed
     run = record(herd, "tiny-chat-1")
     assert run.verdict == "promoted"
@@ -68,6 +70,19 @@ def test_the_run_says_what_it_trains_on(herd: Herd, printed: str) -> None:
     assert facts["licenses"].keys() == {"CC0", "unknown"}
     metadata = chat_checkpoint(herd).metadata
     assert metadata["last_loss"] < metadata["first_loss"]
+
+
+def test_the_model_is_compared_with_what_it_started_from(herd: Herd, printed: str) -> None:
+    root = Root.parse(herd.root)
+    imported, promoted = read_log(root, "tiny-chat")
+    assert (imported.kind, imported.gate, imported.position) == ("imported", None, 0)
+    assert imported.artifact == record(herd, "tiny-chat-1").steps["init-weights"].artifact
+    assert imported.comment.startswith("training started from checkpoint/tiny-")
+    assert (promoted.kind, promoted.champion) == ("promoted", imported.artifact)
+    assert promoted.gate is not None
+    assert all(row.champion is not None for row in promoted.gate.rows if not row.is_check)
+    assert "compares with weights/tiny-chat-" in printed
+    assert "imported" in herd("promotion-log", "tiny-chat")
 
 
 def test_the_answers_held_out_are_scored(herd: Herd, printed: str) -> None:
@@ -129,6 +144,13 @@ def test_a_second_run_reuses_it_all_and_a_new_question_redoes_the_rest(herd: Her
     fault = "conversations.1.uri: "
     assert fault in herd("run", str(asked), status=2)
     assert "chats.jsonl:41 messages.0.role: the last message is of 'user'" in herd("plan", str(asked), status=2)
+
+
+def test_a_rollback_goes_back_to_what_it_started_from(herd: Herd, printed: str) -> None:
+    start = record(herd, "tiny-chat-1").steps["init-weights"].artifact
+    assert f"to {start}" in herd("rollback", "tiny-chat")
+    assert "7 + 8" in herd("generate", "tiny-chat@champion", "--prompt", "What is 7 + 8?", "--tokens", "3")
+    herd("rollback", "tiny-chat", "--to", "2")
 
 
 def test_an_alias_that_nobody_holds_is_refused(herd: Herd, printed: str, asked: Path) -> None:

@@ -15,6 +15,7 @@ from herd.tasks.promotion.log import (
     CANDIDATE,
     CHALLENGER,
     CHAMPION,
+    IMPORTED,
     OVERRIDE,
     PREVIOUS,
     PROMOTED,
@@ -71,6 +72,19 @@ def test_a_rollback_takes_the_reigns_after_its_model_off_the_pile() -> None:
     assert held([*log, judged_record(1, ROLLED_BACK)]) == {CHAMPION: 1, CANDIDATE: 3}
     again = [*log, judged_record(3, ROLLED_BACK)]  # forward again
     assert held(again) == {CHAMPION: 3, PREVIOUS: 2, CANDIDATE: 3}
+
+
+def test_imported_weights_are_a_champion_that_nobody_judged() -> None:
+    imported = judged_record(1, IMPORTED, n=1, gate=None, evidence=None, comment="training started from public.gguf")
+    assert held([imported]) == {CHAMPION: 1}
+    assert gate_decisions([imported]) == []
+    assert imported.decision.accepted
+    assert imported.decision.rows == ()
+    assert version_description([imported], imported.artifact) == "imported: training started from public.gguf"
+    log = [imported, judged_record(2, PROMOTED, [imported], n=2)]
+    assert held(log) == {CHAMPION: 2, PREVIOUS: 1, CANDIDATE: 2}
+    assert held([*log, judged_record(1, ROLLED_BACK)]) == {CHAMPION: 1, CANDIDATE: 2}
+    assert held([imported, judged_record(2, REJECTED, [imported], n=2)]) == {CHAMPION: 1, CANDIDATE: 2}
 
 
 def test_a_champion_that_is_promoted_again_is_no_predecessor_of_itself() -> None:
