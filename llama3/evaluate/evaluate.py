@@ -54,7 +54,7 @@ from herd.llama3.model.linear import use_reproducible_matmul
 from herd.llama3.model.transformer import Transformer
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.statistics.estimates import ratio
-from herd.llama3.tokens.chat import encode_chat
+from herd.llama3.tokens.chat import encode_conversation
 from herd.llama3.tokens.tokenizer import Tokenizer, tokenizer_file
 
 # Tasks of the kinds `generate` and `code`. Every answer is kept whole, with the reason if it is wrong.
@@ -219,7 +219,7 @@ def score_responses(
 ) -> tuple[dict[str, Score], list[Sample]]:
     """Return the score of the first `count` conversations of `file` by id, a hash, and a sample of each; {} if empty.
 
-    A sample has the bits of all answers, their `<|eot_id|>` included, and the UTF-8 bytes of their contents. A long
+    A sample has the bits of all answers, the ends of turns included, and the UTF-8 bytes of their contents. A long
     conversation loses its beginning, as in `score_requests`.
     """
     rows = sorted(map(json.loads, file.read_text(encoding="utf-8").splitlines()), key=lambda row: row["id"])[:count]
@@ -228,8 +228,10 @@ def score_responses(
     for index, row in enumerate(rows):
         for turn, message in enumerate(row["messages"]):
             if message["role"] == "assistant":
-                start = len(encode_chat(tokenizer, row["messages"][:turn], add_generation_prompt=True))
-                sequences.append((encode_chat(tokenizer, row["messages"][: turn + 1], False), start))
+                tokens_, mask = encode_conversation(tokenizer, row["messages"][: turn + 1])
+                end = len(mask) - mask[::-1].index(True)
+                start = end - next((n for n, target in enumerate(mask[end - 1 :: -1]) if not target), end)
+                sequences.append((tokens_[:end], start))
                 owners.append(index)
     bits, sizes, tokens = ([0.0] * len(rows) for _ in range(3))
     for index, likelihood in zip(owners, score_sequences(model, sequences, window, device, ranks=ranks), strict=True):

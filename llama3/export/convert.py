@@ -81,13 +81,23 @@ def convert(
     tokenizer = _tokenizer(source, source_format, model.vocab_size)
     check_parts(model.config, model.vocab_size, parts, target_format == "meta")
     stored_as = DTYPES[dtype] if dtype else None
-    mark = source / TEMPLATE_FILE
-    template = mark.read_text(encoding="utf-8") if mark.is_file() else ""
+    template = chat_template_of(source, source_format, tokenizer)
     with staging_folder(target) as folder:
         WRITERS[target_format](folder, ExportSource(model, tokenizer, stored_as, template, parts))
         if add is not None:
             add(folder)
     return model.config
+
+
+def chat_template_of(folder: Path, form: str, tokenizer: Tokenizer | None) -> str:
+    """Return the chat template of a model that was trained on conversations; empty: it was not, or has none.
+
+    In our folders and beside Meta's files a file tells; in other formats the tokenizer may hold it.
+    """
+    mark = folder / TEMPLATE_FILE
+    if mark.is_file():
+        return mark.read_text(encoding="utf-8")
+    return tokenizer.template if tokenizer is not None and form in ("hf", "gguf") else ""
 
 
 def open_source(folder: Path, form: str) -> WeightReader:

@@ -23,6 +23,8 @@ OWN = "herd"
 """Key of our settings in `tokenizer_config.json`: begin and end of a document, vocab_size."""
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 """Published names of the token that ends a document. A model for chats often has another `eos_token`: of a turn."""
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+"""Keys of `tokenizer_config.json` by which chat templates may write a token."""
 MOST_IDS = 2**24
 REQUIRED = {*b"\t\n\r", *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF1)}
 """Bytes that a vocabulary must have. Published ones lack control characters and bytes of unassigned planes; the
@@ -134,8 +136,7 @@ class ByteLevelBPE:
 
     def config(self, **settings: Any) -> str:
         """Return `tokenizer_config.json` with `settings` in place of those that were read."""
-        keys = ("bos_token", "eos_token", "chat_template")
-        kept = {key: self.settings[key] for key in keys if self.settings.get(key)}
+        kept = {key: self.settings[key] for key in (*NAMED_TOKENS, "chat_template") if self.settings.get(key)}
         own = {"begin": self.begin, "end": self.end, "vocab_size": self.vocab_size}
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -217,6 +218,7 @@ def byte_level_bpe(document: Mapping[str, Any], settings: Mapping[str, Any], row
         settings,
     )
     try:
+        HuggingFaceTokenizer.from_str(json.dumps(result.document))  # exports have it whole
         library = HuggingFaceTokenizer.from_str(result.bare)
     except (KeyboardInterrupt, SystemExit):
         raise
@@ -401,9 +403,9 @@ def gguf_document(metadata: Mapping[str, Any], name: str) -> tuple[dict[str, Any
     if len(vocabulary) + len(specials) != len(tokens):
         raise ValueError(f"tokenizer.use: {name}: {len(tokens) - len(vocabulary) - len(specials)} tokens twice")
     settings: dict[str, Any] = {"chat_template": metadata.get("tokenizer.chat_template")}
-    for key in ("bos", "eos"):
+    for key, named in zip(("bos", "eos", "unknown", "padding"), NAMED_TOKENS, strict=True):
         number = value(f"ggml.{key}_token_id")
-        settings[f"{key}_token"] = tokens[number] if type(number) is int and 0 <= number < len(tokens) else None
+        settings[named] = tokens[number] if type(number) is int and 0 <= number < len(tokens) else None
     settings["add_bos_token"] = value("ggml.add_bos_token", pre == "llama-bpe")
     model = {
         **{"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None},
@@ -430,8 +432,12 @@ def gguf_document(metadata: Mapping[str, Any], name: str) -> tuple[dict[str, Any
 
 def pre_tokenizer(splits: Sequence[str]) -> dict[str, Any]:
     """Return the `pre_tokenizer` of `tokenizer.json` that splits text at `splits`, one after another."""
-    steps = [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False} for pattern in splits
+    steps: list[dict[str, Any]] = [
+        # Rust's tables of digits are newer than those of its regular expressions
+        {"type": "Digits", "individual_digits": True}
+        if pattern == r"\p{N}"
+        else {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in splits
     ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {"type": "Sequence", "pretokenizers": [*steps, byte_level]}

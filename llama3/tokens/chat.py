@@ -1,59 +1,81 @@
-"""The Llama 3 chat format: conversations as token ids, and which of the tokens a model learns to write.
+"""Conversations as token ids, and which of the tokens a model learns to write: in the Llama 3 format, or by a template.
 
-`<|begin_of_text|>`, then per message `<|start_header_id|>` role `<|end_header_id|>`, two line ends, the stripped
-content and `<|eot_id|>` (meta-llama/llama-models, models/llama3/chat_format.py). Roles and contents are encoded as
-ordinary text, so a content that spells a special token stays text.
+Llama 3: `<|begin_of_text|>`, then per message `<|start_header_id|>` role `<|end_header_id|>`, two line ends, the
+stripped content and `<|eot_id|>` (meta-llama/llama-models, models/llama3/chat_format.py). A tokenizer that comes with a
+chat template has that instead. Contents are encoded as text, so one that spells a special token stays text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
+from herd.llama3.tokens.chat_template import chat_pieces
 from herd.llama3.tokens.tokenizer import Tokenizer
 
 ROLES = ("system", "user", "assistant")
 END_OF_TURN = "<|eot_id|>"
 PADDING = "<|finetune_right_pad_id|>"
-TEMPLATE = """\
-{{- bos_token }}
-{%- for message in messages %}
-    {{- "<|start_header_id|>" + message["role"] + "<|end_header_id|>\\n\\n" }}
-    {{- (message["content"] | trim) + "<|eot_id|>" }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- "<|start_header_id|>assistant<|end_header_id|>\\n\\n" }}
-{%- endif %}
-"""
-"""The same format for Hugging Face's `apply_chat_template`, which reads a special token in a content as one."""
 
 
 def encode_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> list[int]:
     """Return the ids of `messages` (role and content each); `add_generation_prompt` opens the assistant's next turn.
 
     Raises ValueError that names message and field: no message, an unknown role, a content that is not text, a tokenizer
-    without the special tokens of the format.
+    without the special tokens of the format, and as `chat_pieces`.
     """
+    if tokenizer.chat is not None:
+        return _encode_by_template(tokenizer, messages, add_generation_prompt, answers=False)[0]
     ids, _ = encode_conversation(tokenizer, messages)
     return [*ids, *_header(tokenizer, "assistant")] if add_generation_prompt else ids
 
 
 def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], list[bool]]:
-    """Return the ids of `messages` and the loss mask: True at contents of the assistant and their `<|eot_id|>`.
+    """Return the ids of `messages` and the loss mask: True at contents of the assistant and the ends of its turns.
 
-    Raises ValueError as `encode_chat`.
+    A token that begins before an answer is not in it. Raises ValueError as `encode_chat`.
     """
-    if not messages:
-        raise ValueError("messages: is empty; give at least one message")
+    if tokenizer.chat is not None:
+        return _encode_by_template(tokenizer, messages, False, answers=True)
+    _check(messages)
     ids, mask = [special_id(tokenizer, "<|begin_of_text|>")], [False]
-    for number, message in enumerate(messages):
-        if fault := message_fault(message):
-            raise ValueError(f"messages.{number}.{fault}")
+    for message in messages:
         header = _header(tokenizer, message["role"])
         content = [*tokenizer.encode(message["content"].strip()), special_id(tokenizer, END_OF_TURN)]
         ids += [*header, *content]
         mask += [False] * len(header) + [message["role"] == "assistant"] * len(content)
     return ids, mask
+
+
+def _encode_by_template(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool, *, answers: bool
+) -> tuple[list[int], list[bool]]:
+    assert tokenizer.chat is not None
+    _check(messages)
+    ids, mask = list[int](), list[bool]()
+    pieces = chat_pieces(tokenizer.chat, messages, add_generation_prompt, answers)
+    for special, group in groupby(pieces, key=lambda piece: piece.special):
+        if special:
+            for piece in group:
+                ids.append(tokenizer.specials[piece.text])
+                mask.append(piece.answer)
+            continue
+        run = list(group)
+        tokens, starts = tokenizer.encode_with_starts("".join(piece.text for piece in run))
+        in_answer = [piece.answer for piece in run for _ in piece.text]
+        ids += tokens
+        mask += [in_answer[start] for start in starts]
+    return ids, mask
+
+
+def _check(messages: Sequence[Mapping[str, str]]) -> None:
+    """Raise ValueError for a message that cannot be encoded."""
+    if not messages:
+        raise ValueError("messages: is empty; give at least one message")
+    for number, message in enumerate(messages):
+        if fault := message_fault(message):
+            raise ValueError(f"messages.{number}.{fault}")
 
 
 def message_fault(message: Any) -> str:
@@ -70,8 +92,8 @@ def special_id(tokenizer: Tokenizer, name: str) -> int:
     """Return the id of a special token. Raises ValueError if `tokenizer` does not have it."""
     if name not in tokenizer.specials:
         raise ValueError(
-            f"tokenizer: has no {name}, which conversations need; use a tokenizer in the Llama 3 format "
-            "(tokenizer.use), or train one"
+            f"tokenizer: has no {name}, which conversations need; use a tokenizer in the Llama 3 format or with a chat "
+            "template (tokenizer.use), or train one"
         )
     return tokenizer.specials[name]
 

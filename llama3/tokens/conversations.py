@@ -26,7 +26,7 @@ from herd.llama3.recipe.base import CONVERSATIONS, DOMAINS
 from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.units import Tokens
-from herd.llama3.tokens.chat import PADDING, encode_conversation, special_id
+from herd.llama3.tokens.chat import PADDING, encode_conversation
 from herd.llama3.tokens.interleave import MixtureInterleaver
 from herd.llama3.tokens.kernels import IGNORED, Ints
 from herd.llama3.tokens.shards import token_dtype
@@ -94,7 +94,7 @@ def prepare_conversations(recipe: Recipe, tokenizer: Tokenizer, folder: Path) ->
         )
     columns = np.frombuffer(ids, np.uint32), np.frombuffer(mask, np.bool_), np.frombuffer(lengths, np.int64)
     dtype = token_dtype(recipe, tokenizer.vocab_size)
-    padding = special_id(tokenizer, PADDING)
+    padding = tokenizer.specials.get(PADDING, tokenizer.end)
     packing = {
         str(seq_len): write_sequences(folder, seq_len, *columns, dtype, padding) for seq_len in recipe.sft_lengths
     }

@@ -94,6 +94,16 @@ class ReferenceEncoder(Encoder):
             ids += self._encode_piece(text[start:stop])
         return ids
 
+    def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the ids of one text, and the character in which each begins."""
+        ids: list[int] = []
+        starts: list[int] = []
+        for start, stop in pairwise([0, *blank_cuts(text), len(text)]):
+            tokens, offsets = self._starts(text[start:stop])
+            ids += tokens
+            starts += [start + offset for offset in offsets]
+        return ids, starts
+
     def encode_pieces(self, texts: pa.Array, threads: int) -> Flat:
         def encode(text: str) -> Ids:
             return np.array(self._encode_piece(text), np.uint32)
@@ -110,6 +120,8 @@ class ReferenceEncoder(Encoder):
 
     @abstractmethod
     def _encode_piece(self, text: str) -> list[int]: ...
+    @abstractmethod
+    def _starts(self, text: str) -> tuple[list[int], list[int]]: ...
 
 
 class TiktokenEncoder(ReferenceEncoder):
@@ -131,6 +143,12 @@ class TiktokenEncoder(ReferenceEncoder):
         ids: list[int] = self._encoding.encode_ordinary(text)
         return ids
 
+    def _starts(self, text: str) -> tuple[list[int], list[int]]:
+        ids = self._encode_piece(text)
+        sizes = np.array([len(self._base[token]) for token in ids], np.int64)
+        ends = np.cumsum([len(character.encode("utf-8", "replace")) for character in paired(text)])
+        return ids, np.searchsorted(ends, np.cumsum(sizes) - sizes, "right").tolist()
+
 
 class HuggingFaceEncoder(ReferenceEncoder):
     """The reference for other byte-level BPE tokenizers: the `tokenizers` library."""
@@ -149,6 +167,10 @@ class HuggingFaceEncoder(ReferenceEncoder):
     def _encode_piece(self, text: str) -> list[int]:
         ids: list[int] = self._encoding.encode(paired(text), add_special_tokens=False).ids
         return ids
+
+    def _starts(self, text: str) -> tuple[list[int], list[int]]:
+        encoding = self._encoding.encode(paired(text), add_special_tokens=False)
+        return encoding.ids, [start for start, _ in encoding.offsets]
 
 
 def reference_encoder(vocabulary: Vocabulary) -> ReferenceEncoder:

@@ -28,6 +28,7 @@ from herd.llama3.recipe.schema import Recipe
 from herd.llama3.tokens.adversarial_strings import random_strings
 from herd.llama3.tokens.byte_level import (
     CONTROL,
+    NAMED_TOKENS,
     NORMAL,
     ByteLevelBPE,
     GgufTable,
@@ -36,6 +37,7 @@ from herd.llama3.tokens.byte_level import (
     pre_tokenizer,
     token_name,
 )
+from herd.llama3.tokens.chat_template import TEMPLATE, ChatTemplate, turn_end
 from herd.llama3.tokens.documents import first_documents, read_texts
 from herd.llama3.tokens.encoder import (
     Encoder,
@@ -277,10 +279,10 @@ class Tokenizer:
     """Special token that begins a prompt; None: the model was trained without one."""
     end: int
     """Special token that ends a document."""
-    turn_end: int
-    """Special token that ends a turn of the assistant."""
     template = ""
     """Chat template of the model that the tokenizer comes from; empty: the built-in Llama 3 format."""
+    template_tokens: Mapping[str, str]
+    """`bos_token`, `eos_token` and others that the template may write by these names."""
     pattern = "llama3"
     """Name of the split pattern."""
 
@@ -288,8 +290,8 @@ class Tokenizer:
         self.base = self.tokens = tuple(base)
         self.specials = {name: len(base) + offset for offset, name in enumerate(special_tokens())}
         self.vocab_size = len(base) + len(self.specials)
-        ends = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
-        self.begin, self.end, self.turn_end = (len(base) + PLACES[name] for name in ends)
+        self.begin, self.end = (len(base) + PLACES[name] for name in ("<|begin_of_text|>", "<|end_of_text|>"))
+        self.template_tokens = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
         self._encoder: Encoder | None = None
 
     @property
@@ -318,6 +320,19 @@ class Tokenizer:
         return {number: name for name, number in self.specials.items()}
 
     @cached_property
+    def chat(self) -> ChatTemplate | None:
+        """The chat template; None: the built-in Llama 3 format."""
+        specials = tuple(sorted(self.specials, key=len, reverse=True))
+        tokens = tuple(sorted(self.template_tokens.items()))
+        return ChatTemplate(self.template, tokens, specials) if self.template else None
+
+    @cached_property
+    def turn_end(self) -> int:
+        """Special token that ends a turn of the assistant. Raises ValueError for a template that fails."""
+        name = turn_end(self.chat) if self.chat is not None else "<|eot_id|>"
+        return self.specials.get(name or "", self.end)
+
+    @cached_property
     def silent(self) -> tuple[int, ...]:
         """Ids below `len(tokens)` that have no text."""
         return tuple(number for number, token in enumerate(self.tokens) if not token)
@@ -334,6 +349,20 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`: only ids of text, even for text such as `<|end_of_text|>`."""
         return self._reference.encode(text)
+
+    def summary(self) -> str:
+        """Describe the tokenizer in a line."""
+        names, texts = self.names, len(self.tokens) - len(self.silent)
+        padding = self.vocab_size - texts - len(names)
+        begin = "have no first token" if self.begin is None else f"begin with {names[self.begin]}"
+        return (
+            f"split pattern {self.pattern}, {texts:,} tokens of text, {len(names)} special"
+            f"{f', {padding} of padding' if padding else ''}; prompts {begin}, documents end with {names[self.end]}"
+        )
+
+    def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the ids of `text`, and the character of `text` in which each begins."""
+        return self._reference.encode_with_starts(text)
 
     def encode_batch(self, texts: pa.Array | Sequence[str], *, threads: int = 1) -> list[Ids]:
         """Return the ids of each text, as `encode` gives them, as uint32 arrays."""
@@ -391,8 +420,15 @@ class Tokenizer:
 
     @staticmethod
     def load(folder: Path) -> Tokenizer:
-        """Return the tokenizer that `save` wrote into `folder`. Raises ValueError if it is missing or broken."""
-        return use_tokenizer(tokenizer_file(folder))
+        """Return the tokenizer that `save` wrote into `folder`, with the chat template there if it is not built in.
+
+        Raises ValueError if it is missing or broken.
+        """
+        tokenizer = use_tokenizer(tokenizer_file(folder))
+        with suppress(OSError, UnicodeDecodeError):
+            template = _contents(str(folder / TEMPLATE_FILE)).decode()
+            tokenizer.template = "" if template == TEMPLATE else template
+        return tokenizer
 
 
 class ByteLevelTokenizer(Tokenizer):
@@ -403,9 +439,10 @@ class ByteLevelTokenizer(Tokenizer):
         self.tokens = bpe.tokens[: max(number for number, token in enumerate(bpe.tokens, 1) if token)]
         self.specials, self.vocab_size = dict(bpe.specials), bpe.vocab_size
         self.begin, self.end = None if bpe.begin is None else self.specials[bpe.begin], self.specials[bpe.end]
-        self.template, self.pattern = bpe.template, bpe.kind
-        turn_end = token_name(bpe.settings, "eos_token") if self.template else "<|eot_id|>"
-        self.turn_end = self.specials.get(turn_end or "", self.end)
+        self.pattern = bpe.kind
+        self.template = "" if bpe.template == TEMPLATE else bpe.template
+        named = {key: token_name(bpe.settings, key) for key in NAMED_TOKENS}
+        self.template_tokens = {key: name for key, name in named.items() if name is not None}
         self._encoder = None
 
     @property

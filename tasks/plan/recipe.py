@@ -118,18 +118,8 @@ def make_plan(
         *placeholders(recipe), *lint(recipe), *short, *conversation_shortage(recipe, conversations), *lacking, *weak
     ]  # fmt: skip
     warnings = [*surroundings, *warnings]
-    line = "" if tokenizer is None or tokenizer.base else _tokenizer_line(tokenizer)
+    line = "" if tokenizer is None or tokenizer.base else tokenizer.summary()
     return RunPlan(recipe, recipe.schedule, vocab_size, warnings, sources, conversations, gate, line)
-
-
-def _tokenizer_line(tokenizer: Tokenizer) -> str:
-    names, texts = tokenizer.names, len(tokenizer.tokens) - len(tokenizer.silent)
-    padding = tokenizer.vocab_size - texts - len(names)
-    begin = "have no first token" if tokenizer.begin is None else f"begin with {names[tokenizer.begin]}"
-    return (
-        f"split pattern {tokenizer.pattern}, {texts:,} tokens of text, {len(names)} special"
-        f"{f', {padding} of padding' if padding else ''}; prompts {begin}, documents end with {names[tokenizer.end]}"
-    )
 
 
 def _rule_powers(recipe: Recipe, sources: Sequence[DomainSurvey]) -> list[RulePower]:

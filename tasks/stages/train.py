@@ -105,10 +105,10 @@ def train_stage(
         link_files(work / "result", folder)  # not moved: after a kill before the commit, the next attempt needs it
         copy_tokenizer(tokenizer, folder / "model")
         if conversations is not None:
-            from herd.llama3.tokens.chat import TEMPLATE
+            from herd.llama3.tokens.chat_template import TEMPLATE
             from herd.llama3.tokens.tokenizer import TEMPLATE_FILE
 
-            write_atomic(folder / "model" / TEMPLATE_FILE, TEMPLATE)
+            write_atomic(folder / "model" / TEMPLATE_FILE, Tokenizer.load(tokenizer.path).template or TEMPLATE)
         costs, hours, provenance = _costs(context.cluster, parent), device_hours(work), context.record.provenance
         return {
             **_facts(span, folder),

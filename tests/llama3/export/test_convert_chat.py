@@ -11,7 +11,8 @@ import torch
 
 from herd.llama3.export.convert import convert
 from herd.llama3.model.transformer import Transformer
-from herd.llama3.tokens.chat import TEMPLATE, encode_chat
+from herd.llama3.tokens.chat import encode_chat
+from herd.llama3.tokens.chat_template import TEMPLATE
 from herd.llama3.tokens.tokenizer import TEMPLATE_FILE
 from tests.llama3.export.export_samples import herd_folder, shape, tokenizer
 

@@ -16,7 +16,8 @@ from herd.llama3.evaluate.generate import GeneratedText, IncrementalDecoder, Sam
 from herd.llama3.export.convert import convert
 from herd.llama3.model.transformer import Transformer
 from herd.llama3.tokens.adversarial_strings import random_strings
-from herd.llama3.tokens.chat import TEMPLATE, encode_chat
+from herd.llama3.tokens.chat import encode_chat
+from herd.llama3.tokens.chat_template import TEMPLATE
 from herd.llama3.tokens.tokenizer import TEMPLATE_FILE, Tokenizer
 from tests.llama3.export.export_samples import SCALED, herd_folder, shape, tokenizer
 

@@ -160,6 +160,15 @@ def test_a_begin_token_is_taken_from_the_file(way: str, tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path / "saved").begin == coder.begin
 
 
+def test_a_line_describes_it(tmp_path: Path) -> None:
+    path = write(tmp_path, document("smollm", True))
+    (tmp_path / "config.json").write_text('{"vocab_size": 400}')
+    assert use_tokenizer(path).summary() == (
+        "split pattern smollm, 327 tokens of text, 3 special, 70 of padding; prompts have no first token, documents end "
+        "with <|endoftext|>"
+    )
+
+
 def test_a_tokenizer_without_an_end_is_refused(made: dict[str, Any], tmp_path: Path) -> None:
     text = json.dumps(made).replace("<|endoftext|>", "<|other|>")
     with pytest.raises(ValueError, match=r"has no token that ends a document .* eos_token in tokenizer_config.json"):

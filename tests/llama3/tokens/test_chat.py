@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from herd.llama3.tokens.chat import TEMPLATE, encode_chat, encode_conversation
+from herd.llama3.tokens.chat import encode_chat, encode_conversation
+from herd.llama3.tokens.chat_template import TEMPLATE
 from herd.llama3.tokens.tokenizer import Tokenizer, train_tokenizer, use_tokenizer
 
 WORDS = (
