@@ -298,10 +298,38 @@ def make_data(
     root: RootOption = DEFAULT_ROOT,
     threads: ThreadsOption = 0,
     cluster: ClusterOption = None,
+    count: Annotated[bool, typer.Option("--count", help="Only count tasks, files and requests of a store.")] = False,
+    size: Annotated[str, typer.Option(help="Size of the corpus to count for, 60TB; else that of the sources.")] = "",
 ) -> None:
     """Collect, curate and tokenize; the report has the data page. A later `herd run` reuses all of it."""
+    if size and not count:
+        with mistakes():
+            raise ValueError(f"--size {size}: says for which size --count counts; give both")
+    if count:
+        _count_data(recipe, set_ or [], root, threads, cluster, size)
+        return
     fields = {"recipe": str(recipe), "fresh": False, "until": "tokenize"}
     _run(cluster, 0, threads, False, root=root, overrides=set_ or [], **fields)
+
+
+def _count_data(recipe: Path, changes: list[str], root: str, threads: int, cluster: Path | None, size: str) -> None:
+    from herd.llama3.data.count import count_requests
+    from herd.llama3.evaluate.suite import with_evaluation_sets
+    from herd.llama3.recipe.load import load_recipe
+    from herd.llama3.recipe.units import Bytes
+    from herd.storage.fetch import use_fetched
+    from herd.tasks.cluster import Cluster, load_cluster
+    from herd.tasks.executors import workers_of
+    from herd.tasks.report.data import print_count
+
+    with mistakes(), tempfile.TemporaryDirectory(prefix="herd-count-") as folder:
+        use_fetched(Root.parse(root))
+        machines = load_cluster(cluster) if cluster else Cluster(**({"threads": threads} if threads else {}))
+        given = Bytes.parse(size) if size else None
+        loaded = with_evaluation_sets(load_recipe(recipe, changes))
+        with at_work("sample"):
+            count = count_requests(loaded, Path(folder), size=given, workers=workers_of(machines))
+        print_count(count, out)
 
 
 @data.command("try")

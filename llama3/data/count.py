@@ -194,9 +194,13 @@ class Count:
     steps: dict[str, Counted] = field(default_factory=lambda: defaultdict(Counted))
     """By name: "collect", "annotate", the stages, "output", "ledger", "driver"."""
     _shuffles: dict[str, Shuffle] = field(default_factory=dict)
+    _done: set[str] = field(default_factory=set)
 
     def runner(self, job: Any, step: str, work: Work, items: Sequence[int]) -> None:
         """Count the items of a step."""
+        if step in self._done:
+            return
+        self._done.add(step)
         name = _DIMENSIONS.sub("/", step)
         place = name.removeprefix("shuffle/").split("/")[0]
         place = {"attributes": "annotate", "divergence": "annotate", "items": "collect", "drops": "ledger"}.get(
@@ -314,7 +318,6 @@ def count_requests(
     folder: Path,
     *,
     size: float | None = None,
-    files: int | None = None,
     workers: int = 1,
     documents: int = 1000,
     fan: int = FAN,
@@ -323,8 +326,8 @@ def count_requests(
 ) -> Count:
     """Return what `collect`, `annotate` and `curate` of the sources of `recipe` ask of a store that has all files.
 
-    `size`: bytes of files to count for, of the same kinds as the sources, in `files` files (default: as large as those
-    of the sources); without, those that they have now.
+    `size`: bytes of files to count for, of the same kinds as the sources and as large or of 64 MB; without, those that
+    they have now.
     `documents` of each source are a sample, which is curated in the empty `folder`. `rounds` and `stars` are the rounds
     of MinHash that compare documents and that join components. Raises ValueError as `collect` does.
     """
@@ -335,16 +338,18 @@ def count_requests(
     more = 1.0 if size is None or not listed else size / listed
     item_bytes = collecting.bytes_of_item(int(listed * more), workers)
     items = len(plan.items) if more == 1 else math.ceil(listed * more / item_bytes)
-    files = files or math.ceil(sum(len(item.files) for item in plan.items) * more)
+    files = sum(len(item.files) for item in plan.items)
+    if size is not None:
+        files = math.ceil(size / max(listed / max(files, 1), collecting.ITEM_BYTES))
     text = _text_of(plan, sample) * more
+    own = list_shards(f"{folder}/collected", f"{folder}/annotated")
     most = max(1, item_bytes // collecting.MOST_TEXT)
-    shards = items * max(1, math.ceil(text / items / (most * collecting.MOST_TEXT)))
+    shards = max(len(own), items * math.ceil(text / items / (most * collecting.MOST_TEXT)))
     pieces = max(1, min(most, math.ceil(text / shards / collecting.MOST_TEXT)))
     total = text / sum(sample.text.values()) * sample.amounts.documents
     partitions, partition_pieces = partitions_for(int(total), shards)
     count = Count(sample, Amounts(total, shards, partitions), pieces)
     scratch = folder / "scratch"
-    own = list_shards(f"{folder}/collected", f"{folder}/annotated")
     (nothing := folder / "nothing").mkdir()
     job = CountedJob(
         sample.recipe, tuple(_shards(own, shards, pieces)), str(nothing), partitions, stages=CURATION, fan=fan,
@@ -384,9 +389,8 @@ def _text_of(plan: collecting.CollectJob, sample: CountedSample) -> float:
 
 def _shards(own: Sequence[Shard], shards: int, pieces: int) -> Iterable[Shard]:
     """Yield the shards of the sample, whose documents are read, then others like them up to `shards`."""
-    own = [replace(shard, pieces=pieces) for shard in own]
-    yield from own[:1] if shards < len(own) else own
+    yield from own
     first = (own[-1].number >> ITEM_BITS) + 1
     for number in range(shards - len(own)):
         like = own[number % len(own)]
-        yield replace(like, number=(first + number) << ITEM_BITS, documents=0, bytes=0)
+        yield replace(like, number=(first + number) << ITEM_BITS, documents=0, bytes=0, pieces=pieces)

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
 from rich.console import Console
@@ -36,6 +36,9 @@ from herd.tasks.format import format_bytes
 from herd.tasks.promotion.log import last_promotion
 from herd.tasks.runs.records import RunRecord, Runs
 from herd.tasks.tracking.mlflow import MLflowTracker
+
+if TYPE_CHECKING:
+    from herd.llama3.data.count import Count  # imports numba
 
 Row = dict[str, Any]
 COUNTS = ("read", "read_bytes", "kept", "kept_bytes", "held_out", "held_out_bytes")
@@ -361,6 +364,23 @@ def _root_of(source: Source) -> str:
     if os.path.lexists(path):
         return f"{path if os.path.isdir(path) else os.path.dirname(path)}/"
     return split_glob(path, os.path.isdir)[0]
+
+
+def print_count(count: Count, console: Console) -> None:
+    """Print what each step of curation asks of a store, and what that costs at the prices of S3."""
+    table = Table(box=None, pad_edge=False)
+    for head in ("", "tasks", "files", "GET, HEAD", "PUT, LIST", "read", "written", "USD"):
+        table.add_column(head, justify="right" if head else "left")
+    for name, step in [*count.steps.items(), ("in all", count.total)]:
+        numbers = (f"{value:,.0f}" for value in (step.tasks, step.files, step.reads, step.writes))
+        sizes = (format_bytes(int(value)) for value in (step.read_bytes, step.written_bytes))
+        table.add_row(name, *numbers, *sizes, f"{step.usd:,.2f}")
+    console.print(table)
+    documents, shards, partitions = count.amounts
+    console.print(
+        f"[dim]{documents:,.0f} documents, {shards:,} shards, {partitions:,} partitions, from a sample; MinHash with "
+        "the most rounds. Prices of S3 in us-east-1, without machines and storage.[/]"
+    )
 
 
 def print_sample(folder: Path, recipe: Recipe, console: Console, examples: int, rule: str = "") -> None:

@@ -139,3 +139,18 @@ def test_an_example_has_its_path_below_the_source_and_its_text_on_a_line(workspa
     assert shown["part/a.txt"] == "    tiny words of part/a.txt"
     assert shown["b.txt"] == "    tiny words of b.txt"
     assert shown["c.txt"] == "    tiny, too"
+
+
+def test_a_size_without_count_is_refused(tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, ["data", "quickstart", "--size", "60TB", "--root", str(tmp_path)])
+    assert found.exit_code == 2
+    assert "--size 60TB: says for which size --count counts; give both" in found.output
+
+
+def test_a_count_prints_every_step_and_what_it_costs(workspace: Path) -> None:
+    found = CliRunner().invoke(app, ["data", "sampled.yaml", "--count", "--size", "60TB"], env={"COLUMNS": "120"})
+    assert found.exit_code == 0, found.output
+    lines = {line.split()[0]: line.split() for line in found.stdout.splitlines() if line.split()}
+    assert {"collect", "annotate", "exact", "output", "ledger", "in"} <= lines.keys()
+    assert 10 < float(lines["in"][-1]) < 1000
+    assert not (workspace / "herd-data").exists(), "nothing is left"
