@@ -10,25 +10,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.curation_scale import (
-    BOOKKEEPING,
-    METHODS,
-    exponent,
-    size_lines,
-    sizes_of,
-    stored_lines,
-    stored_sizes,
-    whole_items,
-)
+from benchmarks.curation_scale import BOOKKEEPING, METHODS, count_of, exponent, size_lines, sizes_of, whole_items
 from benchmarks.rows import Row, measured, number
 from benchmarks.session import Session
 
-TEXT, INPUTS = 60e12, 1_000_000
-"""Bytes of text and input files: 15T tokens of four bytes, in files of 60 MB, each a work item and a shard."""
+TEXT = 60e12
+"""Bytes of text: 15T tokens of four bytes."""
 BUSY = 0.7
 """Share of the processors' time that is work: the rest waits for the store and for the last item of a step."""
 DAYS = 7
@@ -51,46 +42,22 @@ INSTANCES = (
     Instance("m7i.48xlarge", 192, 768, 50, 9.6768),
     Instance("r7i.48xlarge", 192, 1536, 50, 12.7008),
 )
-USD_PER_WRITE, USD_PER_READ, USD_PER_GB_MONTH = 0.005e-3, 0.0004e-3, 0.021
-WRITES = ("PUT", "POST", "LIST")
-"""Requests that cost as much as a PUT; GET and HEAD cost less, DELETE nothing."""
+USD_PER_GB_MONTH = 0.021
 
 
 def estimate(
-    sizes: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[str, Any]], whole: Mapping[str, Any]
+    sizes: Sequence[Mapping[str, Any]], whole: Mapping[str, Any], count: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return what TEXT in INPUTS files takes.
+    """Return what TEXT takes.
 
-    `sizes` and `stored` are the lines of the rows scale/cpu and scale/requests, small work items, smallest corpus
-    first; `whole` is the largest corpus with the engine's own work items: `mb`, `cpu_s`, `peak_mb`, `shuffled_mb`,
-    `read_mb`, `written_mb`.
+    `sizes` are the lines of the row scale/cpu, small work items, smallest corpus first; `whole` is the largest corpus
+    with the engine's own work items: `mb`, `cpu_s`, `peak_mb`; `count` is that of TEXT.
 
-    Numbers of things go with shards, at the power that was measured, at least 1. CPU time and bytes go with the text;
-    a power above 1 goes on with the shards.
+    Tasks, files, requests and bytes are counted. CPU time goes with the text; a power above 1 goes on with the shards.
     """
-    more = INPUTS / sizes[-1]["files"]
-
-    def power(lines: Sequence[Mapping[str, Any]], value: Callable[[Any], float]) -> float:
-        return max(1.0, exponent([line["mb"] for line in lines], [max(1.0, value(line)) for line in lines]))
-
-    def things(name: str) -> float:
-        return float(sizes[-1][name] * more ** power(sizes, lambda line: line[name]))
-
-    def bytes_of(name: str, like: str = "") -> float:
-        grown = power(sizes, lambda line: line[like or name]) - 1
-        return float(whole[name] / whole["mb"] * TEXT * more**grown)
-
-    def requests_of(methods: Sequence[str]) -> float:
-        def count(line: Mapping[str, Any]) -> float:
-            folders = [counts for folder, counts in line["requests"].items() if folder not in BOOKKEEPING]
-            return float(sum(counts[method] for counts in folders for method in methods))
-
-        return float(count(stored[-1]) * (INPUTS / stored[-1]["files"]) ** power(stored, count))
-
-    cpu_s = bytes_of("cpu_s") / 1e6
-    moved, task_gib = bytes_of("read_mb") + bytes_of("written_mb"), whole["peak_mb"] * 1e6 / 2**30
-    writes, reads = requests_of(WRITES), requests_of(("GET", "HEAD"))
-    shuffled = bytes_of("shuffled_mb", "written_mb")
+    power = max(1.0, exponent([line["mb"] for line in sizes], [line["cpu_s"] for line in sizes]))
+    cpu_s = whole["cpu_s"] / whole["mb"] * TEXT / 1e6 * (count["shards"] / sizes[-1]["files"]) ** (power - 1)
+    moved, task_gib = count["read_bytes"] + count["written_bytes"], whole["peak_mb"] * 1e6 / 2**30
     machines: list[dict[str, Any]] = []
     for instance in INSTANCES:
         tasks_at_once = min(instance.vcpus, int(instance.gib / task_gib))
@@ -102,36 +69,53 @@ def estimate(
              "machine_h": hours, "machines_usd": hours * instance.usd}
         )  # fmt: skip
     best = min(machines, key=lambda machine: machine["machines_usd"])
-    requests_usd = writes * USD_PER_WRITE + reads * USD_PER_READ
-    stored_usd = shuffled / 1e9 * USD_PER_GB_MONTH * DAYS / 30
+    stored_usd = count["written_bytes"] / 1e9 * USD_PER_GB_MONTH * DAYS / 30
     return {
-        "tasks": things("items"),
-        "files": things("written"),
-        "read_calls": things("reads"),
-        "writing_requests": writes,
-        "reading_requests": reads,
-        "shuffled_tb": shuffled / 1e12,
+        "tasks": count["tasks"],
+        "files": count["files"],
+        "writing_requests": count["writes"],
+        "reading_requests": count["reads"],
+        "written_tb": count["written_bytes"] / 1e12,
         "moved_tb": moved / 1e12,
         "task_gib": task_gib,
         "core_h": cpu_s / 3600,
         "machines": machines,
         "cheapest": best["name"],
-        "requests_usd": requests_usd,
+        "machines_usd": best["machines_usd"],
+        "requests_usd": count["usd"],
         "stored_usd": stored_usd,
-        "usd": best["machines_usd"] + requests_usd + stored_usd,
+        "usd": best["machines_usd"] + count["usd"] + stored_usd,
     }
+
+
+def estimated(run: Session) -> dict[str, Any]:
+    """Return the estimate from what this session measures."""
+
+    def measure() -> dict[str, Any]:
+        sizes, whole = size_lines(sizes_of(run)), whole_items(run)
+        line = {"mb": sizes[-1]["mb"], "cpu_s": whole.cpu_s, **whole.facts}
+        corpus = str(run.settings.folder / "scale" / f"whole-x{sizes[-1]['files']}")
+        made = estimate(sizes, line, count_of(corpus, TEXT, scaled=False))
+        line.pop("steps")
+        return {**made, "whole": line}
+
+    found: dict[str, Any] = run.once("scale/15t", measure)
+    return found
 
 
 def money(run: Session, name: str) -> Row:
     """Money for 15T tokens on the cheapest of INSTANCES, requests and storage with it."""
-    sizes, whole = size_lines(sizes_of(run)), whole_items(run)
-    mb = sizes[-1]["mb"]
-    line = {"mb": mb, "cpu_s": whole.cpu_s, **whole.facts}
-    made = estimate(sizes, stored_lines(stored_sizes(run)), line)
+    made = estimated(run)
     note = f"{number(made['core_h'])} core hours, {number(made['tasks'])} tasks, {number(made['files'])} files"
     note += f", {made['task_gib']:.2f} GiB a task, {made['cheapest']}"
-    line.pop("steps")
-    return measured(name, made["usd"], note, estimate=made, whole=line)
+    return measured(name, made["usd"], note, estimate=made)
+
+
+def requests_share(run: Session, name: str) -> Row:
+    """Money for requests over that for machines, for 15T tokens."""
+    made = estimated(run)
+    note = f"{number(made['requests_usd'])} of {number(made['machines_usd'])} USD"
+    return measured(name, made["requests_usd"] / made["machines_usd"], note)
 
 
 # The page.
@@ -206,15 +190,14 @@ def _requests(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
 FIGURES = {
     "tasks": "tasks",
     "files": "files written",
-    "read_calls": "read calls",
     "writing_requests": "PUT, POST and LIST",
     "reading_requests": "GET and HEAD",
-    "shuffled_tb": "files between steps, TB",
+    "written_tb": "written, TB",
     "moved_tb": "read and written, TB",
     "task_gib": "memory of a task, GiB",
     "core_h": "core hours",
     "requests_usd": "requests, USD",
-    "stored_usd": "storage of the files between steps, USD",
+    "stored_usd": "storage of all that is written, USD",
     "usd": "in all on the cheapest machine, USD",
 }
 
@@ -222,7 +205,10 @@ FIGURES = {
 def _total(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
     made = [row.get("scale/15t", {"detail": {}})["detail"].get("estimate") for row in rows]
     known = [(name, each) for name, each in zip(names, made, strict=True) if each]
-    lines = [[label, *(number(each[figure]) for _, each in known)] for figure, label in FIGURES.items()]
+    lines = [
+        [label, *(number(each[figure]) if figure in each else "" for _, each in known)]
+        for figure, label in FIGURES.items()
+    ]
     for place, instance in enumerate(INSTANCES):
         machines = [each["machines"][place] for _, each in known]
         lines.append([f"{instance.name}, hours", *(number(machine["machine_h"]) for machine in machines)])

@@ -45,7 +45,7 @@ from herd.llama3.data.work_items import Runner, run_serial
 from herd.llama3.recipe.load import resolved
 from herd.storage.filesystem import filesystem_of
 from herd.storage.object_artifact import open_store
-from herd.storage.objects import put_bytes
+from herd.storage.objects import list_objects, put_bytes
 from herd.storage.processes import peak_rss
 from herd.storage.root import Root
 from herd.tasks.runs.records import Runs
@@ -433,27 +433,27 @@ def stored_sizes(run: Session) -> list[Stored]:
     """Return the four corpora, each read from a bucket and curated with its root there."""
 
     def measure() -> list[Stored]:
-        texts, store = [normalize(text) for text in read_texts(run.settings.corpus)], _store(run)
-        place, sizes = run.settings.folder / "scale", []
-        for growth in GROWTH:
-            local, uri = place / f"stored-x{growth}", f"{store}/x{growth}"
-            size = write_corpus(local, texts, growth * SMALLEST["small"])
-            paths = [path for path in sorted(local.rglob("*")) if path.is_file()]
-            for path in paths:
-                put_bytes(f"{uri}/corpus/{path.relative_to(local)}", path.read_bytes())
-            log = place / "moto.log"
-            before = log.stat().st_size
-            command = [sys.executable, "-c", f"from {__name__} import curate_in_store as work; work({uri!r})"]
-            subprocess.run(command, check=True, cwd=ROOT)
-            with log.open() as lines:
-                lines.seek(before)
-                counted = requests_of(lines.read(), uri)
-            objects = len(filesystem_of(uri).find(uri))
-            sizes.append(Stored(size, len(paths) - 1, counted, objects))
-        return sizes
+        return [_curated(run, f"x{growth}", growth * SMALLEST["small"])[1] for growth in GROWTH]
 
     found: list[Stored] = run.once("scale/stored", measure)
     return found
+
+
+def _curated(run: Session, name: str, size: int, fan: int | None = None) -> tuple[str, Stored]:
+    """Return the URI of a corpus of about `size` bytes in a bucket, and what its curation asked."""
+    texts, place, uri = read_texts(run.settings.corpus), run.settings.folder / "scale", f"{_store(run)}/{name}"
+    local, log = place / f"stored-{name}", place / "moto.log"
+    size = write_corpus(local, [normalize(text) for text in texts], size)
+    paths = [path for path in sorted(local.rglob("*")) if path.is_file()]
+    for path in paths:
+        put_bytes(f"{uri}/corpus/{path.relative_to(local)}", path.read_bytes())
+    before = log.stat().st_size
+    command = [sys.executable, "-c", f"from {__name__} import curate_in_store as work; work({uri!r}, {fan})"]
+    subprocess.run(command, check=True, cwd=ROOT)
+    with log.open() as lines:
+        lines.seek(before)
+        asked = requests_of(lines.read(), uri)
+    return uri, Stored(size, len(paths) - 1, asked, len(filesystem_of(uri).find(uri)))
 
 
 def curate_in_store(uri: str, fan: int | None = None) -> None:
@@ -468,6 +468,54 @@ def curate_in_store(uri: str, fan: int | None = None) -> None:
         collect(recipe, f"{uri}/collected")
         annotate(recipe, f"{uri}/collected", f"{uri}/annotated", run_serial)
         curate(recipe, f"{uri}/collected", f"{uri}/annotated", Path(folder), f"{uri}/work", memory=MEMORY, fan=fan)
+
+
+COUNTED_FAN = 4
+"""Of the corpora for which the count is checked, so that their few shards are merged as those of terabytes."""
+
+
+def print_count(corpus: str, size: float | None, scaled: bool, documents: int, **given: int) -> None:
+    """Print as JSON what `herd data --count` counts for `corpus`."""
+    from herd.llama3.data.count import count_requests
+
+    if scaled:
+        scale_down()
+    with tempfile.TemporaryDirectory() as folder:
+        count = count_requests(corpus_recipe(corpus), Path(folder), size=size, documents=documents, **given)
+    print(json.dumps({**vars(count.total), "usd": count.total.usd, "shards": count.amounts.shards}))
+
+
+def count_of(corpus: str, size: float | None, scaled: bool, documents: int = 1000, **given: int) -> dict[str, float]:
+    """Return what another process counts for `corpus`."""
+    words = f"{corpus!r}, {size}, {scaled}, {documents}, **{given}"
+    command = [sys.executable, "-c", f"from {__name__} import print_count as work; work({words})"]
+    done = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def counted(size: int) -> Callable[[Session, str], Row]:
+    """Return the measure of how far the count of a corpus of `size` bytes is from the requests of curating it.
+
+    The rounds of MinHash are those that curation needed: without them the count takes the most.
+    """
+
+    def measure(run: Session, name: str) -> Row:
+        uri, stored = _curated(run, f"count-{size}", size, COUNTED_FAN)
+        flags = [name.split("/") for name in list_objects(f"{uri}/work/minhash")]
+        rounds = len({flag[0] for flag in flags if flag[1] == "open"})
+        stars = len({flag[0] for flag in flags if flag[1] == "changed"})
+        count = count_of(f"{uri}/corpus", None, True, size // 40_000, fan=COUNTED_FAN, rounds=rounds, stars=stars)
+        lines = [line for folder, line in stored.requests.items() if folder not in BOOKKEEPING]
+        reads, writes = (
+            sum(line[method] for line in lines for method in methods)
+            for methods in (("GET", "HEAD"), ("PUT", "POST", "LIST"))
+        )
+        off = max(abs(count["reads"] / reads - 1), abs(count["writes"] / writes - 1))
+        note = f"{reads:,} GET and HEAD, counted {count['reads']:,.0f}; {writes:,} PUT, POST and LIST, counted "
+        return measured(name, off, f"{note}{count['writes']:,.0f}", requests=stored.requests, count=count)
+
+    return measure
 
 
 def stored_lines(sizes: Sequence[Stored]) -> list[dict[str, Any]]:

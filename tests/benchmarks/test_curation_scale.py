@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import curation_scale
 from benchmarks.corpus import Page
-from benchmarks.curation_15t import BUSY, INPUTS, TEXT, estimate, page
+from benchmarks.curation_15t import BUSY, TEXT, estimate, page
 from benchmarks.curation_near import NearJob, near_pages
 from benchmarks.curation_scale import (
     FILE_BYTES,
@@ -118,45 +118,33 @@ def test_requests_are_counted_by_folder_of_the_root_and_method() -> None:
     }
 
 
-LINE = {"cpu_s": 20.0, "items": 100, "written": 200, "reads": 1000, "read_mb": 300, "written_mb": 200}
-
-
 def sizes(power: float) -> list[dict[str, Any]]:
-    """Four corpora whose files, reads, tasks and costs grow with this power of the bytes."""
-    return [{"mb": 10 * n, "files": 10 * n, **{key: value * n**power for key, value in LINE.items()}}
-            for n in (1, 2, 4, 8)]  # fmt: skip
+    """Four corpora whose processor time grows with this power of the bytes."""
+    return [{"mb": 10 * n, "files": 10 * n, "cpu_s": 20 * n**power} for n in (1, 2, 4, 8)]
 
 
-def stored() -> list[dict[str, Any]]:
-    counts = {**dict.fromkeys(METHODS, 0), "GET": 30, "PUT": 20}
-    return [{"mb": 10 * n, "files": 10 * n, "requests": {"work": {key: n * value for key, value in counts.items()},
-             "leases": counts}} for n in (1, 2, 4, 8)]  # fmt: skip
+WHOLE = {"mb": 80, "cpu_s": 100.0, "peak_mb": 1000.0}
+COUNT = {"tasks": 1e6, "files": 2e6, "reads": 3e6, "writes": 4e6, "read_bytes": 6e14, "written_bytes": 2e14,
+         "usd": 50.0, "shards": 8000.0}  # fmt: skip
 
 
-WHOLE = {"mb": 80, "cpu_s": 100.0, "peak_mb": 1000.0, "shuffled_mb": 40.0, "read_mb": 240.0, "written_mb": 160.0}
-
-
-def test_15t_is_the_measured_constants_times_the_text_where_all_grows_linearly() -> None:
-    made = estimate(sizes(1), stored(), WHOLE)
-    assert made["tasks"] == pytest.approx(100 / 10 * INPUTS)
-    assert made["files"] == pytest.approx(200 / 10 * INPUTS)
-    assert made["reading_requests"] == pytest.approx(3 * INPUTS)
-    assert made["writing_requests"] == pytest.approx(2 * INPUTS)
+def test_15t_is_the_measured_processor_time_of_the_text_and_what_is_counted() -> None:
+    made = estimate(sizes(1), WHOLE, COUNT)
+    assert [made["tasks"], made["files"], made["reading_requests"], made["writing_requests"]] == [1e6, 2e6, 3e6, 4e6]
     assert made["core_h"] == pytest.approx(100 / 80 * TEXT / 1e6 / 3600)
-    assert made["shuffled_tb"] == pytest.approx(TEXT / 1e12 / 2)
     assert made["task_gib"] == pytest.approx(1e9 / 2**30)
     by_name = {machine["name"]: machine for machine in made["machines"]}
     assert by_name["c7i.48xlarge"]["tasks_at_once"] == 192
     assert by_name["c7i.48xlarge"]["machine_h"] == pytest.approx(made["core_h"] / BUSY / 192)
-    more = estimate(sizes(1), stored(), {**WHOLE, "peak_mb": 4 * 1024**3 / 1e6})
+    assert by_name["c7i.48xlarge"]["network_h"] == pytest.approx(8e14 / 6.25e9 / 3600)
+    more = estimate(sizes(1), {**WHOLE, "peak_mb": 4 * 1024**3 / 1e6}, COUNT)
     assert {machine["name"]: machine["tasks_at_once"] for machine in more["machines"]}["c7i.48xlarge"] == 96
     assert more["usd"] > made["usd"], "memory that a task needs costs machines"
 
 
 def test_15t_of_an_engine_that_reads_every_shard_in_every_item_is_not_estimated_as_if_it_did_not() -> None:
-    linear, quadratic = (estimate(sizes(power), stored(), WHOLE) for power in (1, 2))
-    assert quadratic["read_calls"] / linear["read_calls"] == pytest.approx(8 * INPUTS / 80, rel=1e-6)
-    assert quadratic["core_h"] / linear["core_h"] == pytest.approx(INPUTS / 80, rel=1e-6)
+    linear, quadratic = (estimate(sizes(power), WHOLE, COUNT) for power in (1, 2))
+    assert quadratic["core_h"] / linear["core_h"] == pytest.approx(8000 / 80, rel=1e-6)
 
 
 def test_the_page_has_both_engines_beside_each_other() -> None:
