@@ -60,21 +60,23 @@ def generate(
     ] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed samples the same text.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; repeatable.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Answer the text as a message, by the chat template.")] = False,
     tp: TpOption = None,
     pp: PpOption = None,
     dtype: DtypeOption = None,
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
-    """Continue a text with a model.
+    """Continue a text with a model, or answer it as a message of a user.
 
-    No chat template is applied. The text goes to standard output, the speed to standard error.
+    The text goes to standard output, the speed to standard error.
     """
     from herd.storage.processes import peak_rss
     from herd.tasks.models.lookup import generate_text, load_runner, model_folder
 
     with mistakes():
         from herd.llama3.evaluate.generation_settings import check_sampling
-        from herd.llama3.tokens.tokenizer import Tokenizer
+        from herd.llama3.tokens.chat import encode_chat
+        from herd.llama3.tokens.tokenizer import TEMPLATE_FILE, Tokenizer
 
         try:
             check_sampling(temperature, top_p, top_k, repetition_penalty)
@@ -85,12 +87,16 @@ def generate(
             raise ValueError("--stop: '' is at the start of every text; write the text to stop before")
         given = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
         folder = model_folder(Root.parse(root), model)
+        tokenizer = Tokenizer.load(folder)
+        if chat and tokenizer.chat is None and not (folder / TEMPLATE_FILE).is_file():
+            raise ValueError(f"--chat: {model} was not trained on conversations; leave --chat out")
+        asked = encode_chat(tokenizer, [{"role": "user", "content": given}], True) if chat else given
+        ends = (tokenizer.turn_end,) if chat else ()
         with load_runner(folder, tp, pp, dtype) as runner:
             pieces, written = generate_text(
-                runner, Tokenizer.load(folder), given, tokens, temperature, top_p, seed, stop or (), top_k,
-                repetition_penalty,
-            )  # fmt: skip
-            _write_text(given, dim=True)
+                runner, tokenizer, asked, tokens, temperature, top_p, seed, stop or (), top_k, repetition_penalty, ends
+            )
+            _write_text(given + "\n" * chat, dim=True)
             with suppress(KeyboardInterrupt):  # keep and count the text so far
                 for piece in pieces:
                     _write_text(piece)

@@ -163,7 +163,7 @@ def generate(
 def stream(
     model: Transformer | Runner,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: str | Sequence[int],
     max_tokens: int,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -171,10 +171,12 @@ def stream(
     until: Sequence[str] = (),
     top_k: int = 0,
     repetition_penalty: float = 1.0,
+    stop_token_ids: tuple[int, ...] = (),
 ) -> Iterator[str]:
     """Yield what the model writes after `prompt`: a piece of text per token, empty while the text is not certain.
 
-    Stops before the first of the texts `until`, at the end token, or after `max_tokens` tokens. Temperature 0 takes the
+    A prompt of ids, such as a conversation, is taken as it is. Stops before the first of the texts `until`, at the end
+    token or one of `stop_token_ids`, or after `max_tokens` tokens. Temperature 0 takes the
     likeliest token; above 0 tokens are drawn (see `Sampler`). Special tokens are never written. A text that exceeds
     the model's longest sequence continues from its last half, which is read again. Invalid UTF-8, and a character
     that is cut off at the end, become U+FFFD.
@@ -185,8 +187,9 @@ def stream(
         raise ValueError(f"max_tokens {max_tokens} must be 0 or more")
     if "" in until:
         raise ValueError("stop has an empty text, at which every text ends; take it out")
-    sampler = Sampler.for_tokenizer(tokenizer, temperature, top_p, top_k, repetition_penalty)
-    text = GeneratedText(tokenizer, tokenizer.prompt(prompt), max_tokens, Random(str(seed)), TextStream(until))
+    sampler = Sampler.for_tokenizer(tokenizer, temperature, top_p, top_k, repetition_penalty, stop_token_ids)
+    ids = tokenizer.prompt(prompt) if isinstance(prompt, str) else list(prompt)
+    text = GeneratedText(tokenizer, ids, max_tokens, Random(str(seed)), TextStream(until))
     return _stream(as_runner(model), sampler, text)
 
 

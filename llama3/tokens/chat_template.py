@@ -48,7 +48,7 @@ TEMPLATE = """\
     {{- "<|start_header_id|>assistant<|end_header_id|>\\n\\n" }}
 {%- endif %}
 """
-"""The built-in Llama 3 format for Hugging Face's `apply_chat_template`, to which special tokens in contents are such."""
+"""The built-in Llama 3 format as a template; in `apply_chat_template` a special token in a content is one."""
 
 
 class ChatTemplate(NamedTuple):

@@ -181,7 +181,7 @@ class GenerationStats:
 def generate_text(
     runner: Runner,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: str | Sequence[int],
     count: int,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -189,6 +189,7 @@ def generate_text(
     until: Sequence[str] = (),
     top_k: int = 0,
     repetition_penalty: float = 1.0,
+    stop_token_ids: tuple[int, ...] = (),
 ) -> tuple[Iterator[str], GenerationStats]:
     """Return the model's continuation of `prompt` in pieces as they are generated, and their tokens and seconds.
 
@@ -196,7 +197,8 @@ def generate_text(
     """
     from herd.llama3.evaluate.generate import stream
 
-    pieces = stream(runner, tokenizer, prompt, count, temperature, top_p, seed, until, top_k, repetition_penalty)
+    settings = (temperature, top_p, seed, until, top_k, repetition_penalty, stop_token_ids)
+    pieces = stream(runner, tokenizer, prompt, count, *settings)
     written = GenerationStats()
 
     def counted() -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from io import StringIO
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from typer.testing import CliRunner, Result
 
 from herd.flows.cli import models
 from herd.flows.cli.main import app
-from herd.llama3.evaluate.generate import generate
+from herd.llama3.evaluate.generate import generate, stream
 from herd.llama3.model.files import load_model, save_model
 from herd.llama3.model.transformer import build_model
 from herd.llama3.recipe.sections import Model
-from herd.llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.tokens.chat import encode_chat
+from herd.llama3.tokens.chat_template import TEMPLATE
+from herd.llama3.tokens.tokenizer import TEMPLATE_FILE, Tokenizer
 
 TOKENIZER = Tokenizer([bytes([value]) for value in range(256)])
 CONFIG = Model(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, max_seq_len=64)
@@ -48,6 +51,17 @@ def test_the_text_stands_alone_on_standard_output(folder: Path) -> None:
     assert re.fullmatch(
         r"30 tokens, [\d.]+ tokens/s, first after \d+\.\d\d s, peak memory \d+\.\d\d GiB\n", result.stderr
     )
+
+
+def test_a_message_is_answered_up_to_the_end_of_the_turn(folder: Path, tmp_path: Path) -> None:
+    chat = tmp_path / "chat"
+    copytree(folder, chat)
+    assert "--chat: " in herd(chat, "--chat").output
+    (chat / TEMPLATE_FILE).write_text(TEMPLATE)
+    ids, end = encode_chat(TOKENIZER, [{"role": "user", "content": "Hi"}], True), TOKENIZER.turn_end
+    text = "".join(stream(load_model(folder), TOKENIZER, ids, 20, 0.8, 1.0, 3, stop_token_ids=(end,)))
+    result = herd(chat, "--chat", "--prompt", "Hi", "--tokens", "20", "--seed", "3")
+    assert result.stdout_bytes.decode() == f"Hi\n{text}\n"
 
 
 def test_tokens_are_sampled_as_asked(folder: Path) -> None:
