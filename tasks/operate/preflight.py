@@ -302,17 +302,18 @@ def _curation_faults(curate: Curate) -> list[str]:
 
 def _start_faults(run: CheckedRun) -> list[str]:
     """Return the faults of `init_from`: a checkpoint, or weights on this machine."""
-    recipe, root = run.local_recipe, run.root
-    assert recipe.init_from is not None
-    if recipe.init_from.format == "checkpoint":
+    recipe, root, start = run.local_recipe, run.root, run.local_recipe.init_from
+    assert start is not None
+    if start.format == "checkpoint":
         return init_from_faults(open_store(root), Runs(root), recipe)
-    if not is_local(recipe.init_from.path):
+    if not is_local(start.path):
         return []
     from herd.llama3.export.convert import compare_shapes, open_source  # torch, which most recipes do not need here
 
     try:
-        source = open_source(local_path(recipe.init_from.path), recipe.init_from.format)
-        compare_shapes(recipe.init_from, source.config, source.vocab_size, recipe.model)
+        source, tokenizer = open_source(local_path(start.path), start.format), known_tokenizer(root, recipe)
+        due = tokenizer.vocab_size if tokenizer else None
+        compare_shapes(start, source.config, source.vocab_size, recipe.model, due)
     except ValueError as error:
         return [
             text if text.startswith("init_from.") else f"init_from.path: {text}" for text in str(error).splitlines()

@@ -12,10 +12,13 @@ from herd.llama3.export.convert import convert
 from herd.llama3.recipe import keys
 from herd.llama3.recipe.load import RecipeError, load_recipe
 from herd.llama3.recipe.sections import InitFrom, Model
+from herd.llama3.tokens.tokenizer import train_tokenizer
 from herd.storage.root import Root
+from herd.tasks.cluster import Cluster
 from herd.tasks.models import start
 from herd.tasks.models.start import alias_label, with_local_models
-from tests.llama3.export.export_samples import herd_folder, shape, tokenizer
+from herd.tasks.operate.preflight import check_run
+from tests.llama3.export.export_samples import TEXTS, herd_folder, shape, tokenizer
 
 CHAT = Path("recipes/quickstart-chat.yaml")
 
@@ -103,3 +106,20 @@ def test_the_spelling_of_a_start_does_not_change_the_key_of_its_weights(tmp_path
     parameters = [keys.weights(with_local_models(root, recipe), "the files", 99) for recipe in loaded]
     assert parameters[0] == parameters[1] == parameters[2]
     assert parameters[0]["init_from"] == {"format": "gguf"}
+
+
+def test_weights_of_another_vocabulary_are_refused_before_any_work(tmp_path: Path, models: Path) -> None:
+    train_tokenizer(TEXTS, 256).save(tmp_path)
+    chat = {"name": "chat", "kind": "sft", "for": "64Ki", "seq_len": 128, "batch": "64Ki", "mix": "base"}
+    asked = written(
+        tmp_path,
+        init_from=str(models / "gguf"),
+        tokenizer={"use": str(tmp_path / "tokenizer.model")},
+        sources={"general": [{"uri": "installed", "limit": "100kB"}]},
+        mix={"base": {"general": "100%"}},
+        stages=[*STAGES, chat],
+        conversations=[{"uri": "problems", "limit": 100}],
+    )
+    root = Root.parse(tmp_path / "root")
+    with pytest.raises(RecipeError, match=r"init_from.path: .*/gguf has vocab_size 546, the recipe's tokenizer 512; "):
+        check_run(start.load_recipe(root, asked), Cluster(threads=1), root)
