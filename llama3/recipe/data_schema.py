@@ -556,9 +556,9 @@ class TokenizerConfig(Section):
 
     train: TrainTokenizer | None = None
     use: Annotated[str | None, decides("tokenizer")] = None
-    """A tiktoken `tokenizer.model` in the Llama 3 format, or a `tokenizer.json` of a byte-level BPE with the files
-    beside it; or the tokenizer of a model of the root, by alias (`quickstart@champion`); or an address that `herd
-    fetch` downloads."""
+    """A tiktoken `tokenizer.model` in the Llama 3 format, a `tokenizer.json` of a byte-level BPE with the files beside
+    it, or a GGUF file; or the tokenizer of a model of the root, by alias (`quickstart@champion`); or an address that
+    `herd fetch` downloads."""
 
     @model_validator(mode="after")
     def _one(self) -> Self:
