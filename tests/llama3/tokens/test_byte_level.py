@@ -14,7 +14,7 @@ from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
 from herd.llama3.evaluate.generate import Sampler
-from herd.llama3.tokens.adversarial_strings import random_strings
+from herd.llama3.tokens.adversarial_strings import adversarial_strings, random_strings
 from herd.llama3.tokens.byte_level import GGUF_SPLITS, gguf_document, pre_tokenizer
 from herd.llama3.tokens.tokenizer import (
     ByteLevelTokenizer,
@@ -92,9 +92,11 @@ def coder(made: dict[str, Any], tmp_path: Path) -> Tokenizer:
     return use_tokenizer(write(tmp_path, made))
 
 
-def test_ids_are_those_of_the_library(made: dict[str, Any], coder: Tokenizer) -> None:
+@pytest.mark.parametrize("count", [1_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_ids_are_those_of_the_library(count: int, made: dict[str, Any], coder: Tokenizer) -> None:
     theirs = without_added(made)
-    texts = [*TEXTS, *random_strings(1_000), "".join(random_strings(300, seed=5))]
+    texts = [*TEXTS, *adversarial_strings(count)] if count > 1_000 else [*TEXTS, *random_strings(count)]
+    texts.append("".join(random_strings(300, seed=5)))
     due = [theirs.encode(text, add_special_tokens=False).ids for text in texts]
     assert [coder.encode(text) for text in texts] == due
     assert [ids.tolist() for ids in coder.encode_batch(texts)] == due
@@ -164,8 +166,8 @@ def test_a_line_describes_it(tmp_path: Path) -> None:
     path = write(tmp_path, document("smollm", True))
     (tmp_path / "config.json").write_text('{"vocab_size": 400}')
     assert use_tokenizer(path).summary() == (
-        "split pattern smollm, 327 tokens of text, 3 special, 70 of padding; prompts have no first token, documents end "
-        "with <|endoftext|>"
+        "split pattern smollm, 327 tokens of text, 3 special, 70 of padding; prompts have no first token, "
+        "documents end with <|endoftext|>"
     )
 
 
