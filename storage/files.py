@@ -41,9 +41,9 @@ class RemoteFile(io.RawIOBase):
     more, so that bytes changed by the network are not taken for damage in the store.
     """
 
-    def __init__(self, uri: str, size: int, kept: int = KEPT) -> None:
+    def __init__(self, uri: str, size: int, block: int = BLOCK, kept: int = KEPT) -> None:
         super().__init__()
-        self.uri, self.size, self._kept = uri, size, kept
+        self.uri, self.size, self._size, self._kept = uri, size, block, kept
         self.failure: OSError | None = None
         """The error of the store, if a read failed."""
         self._offset = 0
@@ -67,7 +67,7 @@ class RemoteFile(io.RawIOBase):
         stop = self.size if size is None or size < 0 else min(self.size, self._offset + size)
         chunks = []
         while self._offset < stop:
-            number, start = divmod(self._offset, BLOCK)
+            number, start = divmod(self._offset, self._size)
             chunks.append(self._block(number)[start : start + stop - self._offset])
             self._offset += len(chunks[-1])
         return b"".join(chunks)
@@ -82,7 +82,7 @@ class RemoteFile(io.RawIOBase):
 
     def verify(self) -> None:
         """Read all bytes once more. Raises StoreError if bytes are missing or differ from the first read."""
-        for number in range(-(-self.size // BLOCK)):
+        for number in range(-(-self.size // self._size)):
             self._fetch(number)
 
     def _block(self, number: int) -> bytes:
@@ -96,9 +96,9 @@ class RemoteFile(io.RawIOBase):
         return data
 
     def _fetch(self, number: int) -> bytes:
-        start = number * BLOCK
+        start = number * self._size
         try:
-            data = _fetch_range(self.uri, start, min(self.size, start + BLOCK))
+            data = _fetch_range(self.uri, start, min(self.size, start + self._size))
             if self._sums.setdefault(number, zlib.crc32(data)) != zlib.crc32(data):
                 raise StoreError(f"{self.uri}: two reads of the bytes from {start:,} on differ")
         except OSError as error:
@@ -124,13 +124,13 @@ def _request_range(uri: str, start: int, stop: int) -> bytes:
     return data
 
 
-def open_file(uri: str, kept: int = KEPT) -> str | RemoteFile:
+def open_file(uri: str, block: int = BLOCK, kept: int = KEPT) -> str | RemoteFile:
     """Return a source for Parquet readers: the path of a local file, or a remote file that keeps `kept` blocks."""
     if is_local(uri):
         return str(local_path(uri))
     if (size := size_of(uri)) is None:
         raise FileNotFoundError(errno.ENOENT, "not found", uri)
-    return RemoteFile(uri, size, kept)
+    return RemoteFile(uri, size, block, kept)
 
 
 def read_range(uri: str, start: int, stop: int) -> bytes:

@@ -27,6 +27,7 @@ from herd.llama3.data.curate import CURATION, partitions_for, sample_sources, wr
 from herd.llama3.data.dedup.minhash import CLOSING_ROUNDS, ROUNDS
 from herd.llama3.data.mapreduce import DONE, CurationJob, Shard, aggregate_files, do_partition, do_shard
 from herd.llama3.data.shuffle import FAN, Shuffle, copy_indexes, merge_files, rows_in
+from herd.llama3.data.work_items import BLOCK as ITEM_BLOCK
 from herd.llama3.data.work_items import Work, read_table, run_serial, write_table
 from herd.llama3.data.write_shards import COUNTS, ITEM_BITS
 from herd.llama3.recipe.schema import Recipe
@@ -78,9 +79,9 @@ def written(size: float) -> Counted:
     return Counted(files=1, reads=1, writes=puts, written_bytes=size)
 
 
-def opened(size: float) -> Counted:
+def opened(size: float, block: int = BLOCK) -> Counted:
     """Return what reading a Parquet file takes: a HEAD for its size, and its blocks."""
-    return Counted(reads=1 + max(1, math.ceil(size / BLOCK)), read_bytes=size)
+    return Counted(reads=1 + max(1, math.ceil(size / block)), read_bytes=size)
 
 
 class Amounts(NamedTuple):
@@ -259,7 +260,8 @@ class Count:
             size = self.sample.sizes.get(path) or max(request.bytes for request in each)
             grows = path in self.sample.grows or "/sample/" in path
             opens = len(each) if self.pieces == 1 else 1  # a file of the sample has one block
-            total += opened(size * (factor * items if grows else 1)).times(opens / items)
+            block = ITEM_BLOCK if self.pieces > 1 and "/sample/" not in path else BLOCK
+            total += opened(size * (factor * items if grows else 1), block).times(opens / items)
         for shuffle in filter(None, map(self._shuffles.get, shuffles)):
             last = shuffle.levels - 1
             share = self._nonempty(shuffle, last)

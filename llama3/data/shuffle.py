@@ -2,8 +2,8 @@
 
 A file is cut into ranges of partitions, and a reader fetches its range of each file. Files times readers would be
 quadratic in the corpus. So a file has at most `fan` ranges and a reader at most `fan` files, and where there are more
-items or partitions, merging items between them read one range of `fan` files and cut it again, as in a radix sort. 32
-items and partitions need no merging, 1,024 are merged once, 32,768 twice.
+items or partitions, merging items between them read one range of `fan` files and cut it again, as in a radix sort. 40
+items and partitions need no merging, 1,600 are merged once, 64,000 twice.
 
 A file begins with an index: of each chunk the offset of its end and its CRC-32. Chunk 0 is the schema; each other one
 is a range, or where a range is one partition a piece of it, as Arrow streams one after another. Once a level is
@@ -31,7 +31,7 @@ from herd.storage.files import atomic_file, read_file, read_range
 from herd.storage.filesystem import StoreError, is_local
 from herd.storage.processes import parallel_map
 
-FAN = 32
+FAN = 40
 """Maximum number of files that an item reads from a step, and of ranges that it writes for the next one. A level of
 merging costs a few percent of the processor time; with more files a level, requests of a store cost more than that."""
 BUFFER = 32_000_000

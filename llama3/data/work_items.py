@@ -23,8 +23,8 @@ from herd.storage.processes import READERS, parallel_map
 ROW_GROUP = 8192
 PIECES = b"pieces"
 """Key in the metadata of a Parquet file of several pieces: the number of row groups up to the end of each piece."""
-BLOCKS = 2
-"""Blocks of a remote file that an item of several pieces keeps in memory: it has several files open, read in order."""
+BLOCK = 32 << 20
+"""Bytes that an item of several pieces fetches of a remote file at a time; it reads files of this engine, in order."""
 Answer = TypeVar("Answer")
 Work = Callable[[Any, int], None]
 """Does one item of a step: `work(job, item)`. A function of a module or a method of a stage, so that it pickles."""
@@ -186,7 +186,7 @@ def open_parquet(uri: str) -> Iterator[pq.ParquetFile]:
     """Open a Parquet file by path or URI; an item opens it once."""
     item = _thread.item
     if item is not None and item.pieces > 1:
-        yield item.input(uri, lambda: item.closing.enter_context(pq.ParquetFile(open_file(uri, BLOCKS))))
+        yield item.input(uri, lambda: item.closing.enter_context(pq.ParquetFile(open_file(uri, BLOCK, 2))))
         return
     with pq.ParquetFile(open_file(uri)) as file:
         yield file

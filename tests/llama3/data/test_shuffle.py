@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -83,8 +84,8 @@ def test_files_and_reads_grow_as_the_corpus_does(tmp_path: Path, monkeypatch: py
         assert files[size] == size * shuffle.levels
         assert reads[size] <= (4 + 1 + 0.25) * size * shuffle.levels
     assert [Shuffle("", size, size, 4).levels for size in files] == [2, 3, 4]
-    assert [Shuffle("", size, size).levels for size in (32, 33, 1024, 1_000_000)] == [1, 2, 2, 4]
-    assert [Shuffle("", size, 1).width for size in (1, 32, 33, 1024, 15_000)] == [1, 32, 6, 32, 25]
+    assert [Shuffle("", size, size).levels for size in (40, 41, 1600, 64_000, 1_000_000)] == [1, 2, 2, 3, 4]
+    assert [Shuffle("", size, 1).width for size in (1, 40, 41, 1600, 15_000)] == [1, 40, 7, 40, 25]
 
 
 def test_bytes_that_changed_are_refused(tmp_path: Path) -> None:
@@ -128,6 +129,19 @@ def test_a_failed_item_leaves_no_file(tmp_path: Path) -> None:
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     do_pieces(shuffle.step(), 3, work, job, 0, 2)
     assert [job.read("beside", 0).num_rows, len(job.files(shuffle.step()))] == [9, 1]
+
+
+def test_the_file_of_the_step_comes_after_all_others_of_its_item(tmp_path: Path) -> None:
+    shuffle, job = Shuffle("test/rows", 1, 2), job_in(tmp_path)
+
+    def work(job: CurationJob, index: int) -> None:
+        shuffle.write(job, index, pa.table({"number": np.arange(9)}), np.arange(9) % 2)
+        job.write("beside", index, pa.table({"number": np.arange(9)}))
+        shutil.rmtree(tmp_path / "beside")  # it cannot be written
+
+    with pytest.raises(FileNotFoundError):
+        do_pieces(shuffle.step(), 1, work, job, 0, 1)
+    assert not job.files(shuffle.step())
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1), st.integers(1, 10_000))
