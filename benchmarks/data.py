@@ -33,6 +33,7 @@ MEASURES: dict[str, Callable[[Session, str], Row]] = {
     "language/accuracy": languages.accuracy,
     "tokens/huggingface": texts.tokens_huggingface,
     "tokens/tiktoken": texts.tokens_tiktoken,
+    "tokens/pattern": texts.tokens_pattern,
     "tokens/equal": texts.tokens_equal,
     "mix/documents": streams.mix,
     "stream/rate": streams.stream,

@@ -82,6 +82,14 @@ def tokens_tiktoken(run: Session, name: str) -> Row:
     return run.ratio(name, *(run.cost(module, **_options(run, module)) for module in ENCODERS[::2]))
 
 
+def tokens_pattern(run: Session, name: str) -> Row:
+    """A tokenizer in another than the Llama 3 format, by its reference and by the encoder that the gate admits."""
+    facts = run.cost("ours.pattern_tokens").facts
+    both = ", ".join(f"{facts[kind]} {facts[f'{kind}_rate']:.2f}" for kind in ("reference", "admitted"))
+    rates = {kind: facts[f"{kind}_rate"] for kind in ("reference", "admitted")}
+    return measured(name, facts["admitted_rate"], f"{both}; {facts['tokens']:,} tokens, pattern of GPT-2", **rates)
+
+
 def tokens_equal(run: Session, name: str) -> Row:
     """Of all texts (the peers' corpus, hostile strings, all domains), how many have the ids of both libraries."""
     same, texts = [], 0
