@@ -76,7 +76,7 @@ def test_windows_is_refused_before_its_first_import_fails() -> None:
 PAGES = sorted(Path("docs/tutorials").glob("*.md"))
 PROGRAM = re.compile(r"(?:\$ )?(\.venv/bin/)?(herd|prefect|python|mlflow|pytest)( .*)")
 FENCE = re.compile(r"```(\w*)\n(.*?)```\n", re.DOTALL)
-CREATED = {"place.yaml", "mine.yaml", "chosen.yaml", "corpus.yaml", "acme.yaml"}
+CREATED = {"place.yaml", "mine.yaml", "chosen.yaml", "corpus.yaml", "acme.yaml", "kinds.yaml"}
 """Files that a command before them writes."""
 
 
@@ -139,12 +139,13 @@ def test_every_block_of_commands_is_run_or_says_why_not(page: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if "<!-- run -->" in page.read_text()], ids=lambda p: p.stem)
 def test_what_is_marked_to_run_runs(page: Path, tmp_path: Path) -> None:
-    """In a folder with the page's files, the recipes, and a root without runs: plans say what the page says."""
+    """In a folder with the page's files, the recipes, and a root without runs: commands print what the page says."""
     for name in ("recipes", ".venv"):
         (tmp_path / name).symlink_to(Path(name).resolve())
-    for text in blocks(page):
-        if match := re.match(r"# (\S+\.yaml)\n", text):
-            (tmp_path / match[1]).write_text(text)
+    for kind, text in FENCE.findall(page.read_text()):
+        if match := re.match(r"[#%] (\S+\.\w+)\n", text):
+            (tmp_path / match[1]).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / match[1]).write_text(text if kind == "yaml" else text[match.end() :])
     (tmp_path / "herd-data").mkdir()
     environment = {**os.environ, "HERD_ROOT": str(tmp_path / "herd-data")}
     printed = ""
@@ -153,6 +154,9 @@ def test_what_is_marked_to_run_runs(page: Path, tmp_path: Path) -> None:
         assert ended.returncode == 0, f"{line}\n{ended.stdout}{ended.stderr}"
         assert ended.stdout
         printed += ended.stdout
+    for before, part in pairwise(re.split(r"\n\n+", page.read_text())):
+        if before == "<!-- printed -->":
+            assert [line for line in part.splitlines() if line.strip() not in printed] == []
     for line in lines(page):
         assert not line.startswith("takes  ") or line in printed
     for text in blocks(page):  # a command may have written the file anew

@@ -376,7 +376,7 @@ def try_data(
 
 @data.command()
 def why(
-    document: Annotated[str, typer.Argument(help="Its id or the first 8 digits of it, its URL, or its text.")],
+    document: Annotated[str, typer.Argument(help="Its id or the first 8 digits of it, its URL, path or text.")],
     run: Annotated[str, typer.Option(help="Run whose curated data is looked at.")] = "latest",
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
@@ -392,7 +392,8 @@ def why(
         if "curate" not in record.steps:
             raise ValueError(f"run: {record.name} has no curated data; name another run with --run")
         curated = open_store(at).load(record.steps["curate"].artifact)
-        found = list(find_documents(str(curated.path), document))
+        asked = os.path.abspath(document) if os.path.lexists(document) else document
+        found = list(find_documents(str(curated.path), asked))
         if not found:
             raise ValueError(
                 f"document: {document[:80]!r} is not in the curated data of {record.name}, kept or dropped; a text "
