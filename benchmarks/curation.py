@@ -55,6 +55,14 @@ def dropped(*rules: str) -> Callable[[Session, str], Row]:
     return measure
 
 
+def drops_cost(run: Session, name: str) -> Row:
+    """How much more CPU collect, annotate and curate take with the ledger of drops."""
+    facts = run.cost("ours.drops", "jsonl").facts
+    share = 100 * (facts["with"] / facts["without"] - 1)
+    note = f"{facts['with']:.2f} CPU s with it, {facts['without']:.2f} without; {facts['bytes'] / 1000:,.0f} kB"
+    return measured(name, share, note, **facts)
+
+
 def questions_found(run: Session, name: str) -> Row:
     """Of questions that stand in other text without their answers, how many of the set with the fewest are found."""
     prose = "\n".join(document["text"] for document in documents(shared("corpora/general/books.jsonl.gz")))

@@ -29,6 +29,7 @@ MEASURES: dict[str, Callable[[Session, str], Row]] = {
     "filters/agreement": texts.filters_agreement,
     "rules/default": curation.dropped(),
     "rules/repetition": curation.dropped("repetition"),
+    "drops/cpu": curation.drops_cost,
     "decontaminate/questions": curation.questions_found,
     "language/accuracy": languages.accuracy,
     "tokens/huggingface": texts.tokens_huggingface,

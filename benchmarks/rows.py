@@ -67,6 +67,7 @@ TARGETS: Mapping[str, Target] = {
     "filters/agreement": Target(97, "% agree"),
     "rules/default": Target(3, "% of bytes dropped", "at most"),
     "rules/repetition": Target(None, "% of bytes dropped"),
+    "drops/cpu": Target(3, "% more CPU", "at most"),
     "decontaminate/questions": Target(90, "% found"),
     "language/accuracy": Target(95, "% right"),
     "tokens/huggingface": Target(20, "x less CPU"),
