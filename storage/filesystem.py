@@ -90,6 +90,7 @@ def use_writable_cache() -> None:
 
 
 PACKAGE = "package://"
+"""Beginning of the name of a file that an installed package brings."""
 
 
 def is_local(uri: str) -> bool:

@@ -23,7 +23,7 @@ from herd.llama3.recipe.sections import FROM_WEIGHTS, InitFrom
 from herd.llama3.tokens.tokenizer import Tokenizer, tokenizer_file, use_tokenizer
 from herd.storage.artifact import Artifact, Store
 from herd.storage.fetch import use_fetched
-from herd.storage.filesystem import fetched_files, is_local, local_path
+from herd.storage.filesystem import PACKAGE, fetched_files, is_local, local_path
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.models.lookup import label_of_alias
@@ -72,11 +72,10 @@ def _local(root: Root, field: str, name: str, of_tokenizer: bool = False) -> str
             raise RecipeError(f"{field}: {name!r} is not on this machine; download it with herd fetch RECIPE")
         return name
     try:
-        label = alias_label(root, name)
+        if (label := alias_label(root, name)) is None:
+            return str(local_path(name)) if name.startswith(PACKAGE) else name
     except ValueError as error:
         raise RecipeError(f"{field}: {error}") from None
-    if label is None:
-        return name
     folder = open_store(root).load(label).path_of("model")
     return str(tokenizer_file(folder) if of_tokenizer else folder)
 
@@ -199,7 +198,8 @@ def init_from_faults(store: Store, runs: Runs, recipe: Recipe) -> list[str]:
 
 def tokenizer_faults(recipe: Recipe, checkpoint: Artifact, tokenizer: Tokenizer) -> Iterator[str]:
     """Yield a fault if the checkpoint was trained with another tokenizer than `tokenizer`."""
-    trained_with = Tokenizer.load(checkpoint.path_of(f"model/{MODEL_FILE}").parent)
+    model = checkpoint.path_of("model")
+    trained_with = Tokenizer.load(model)
     if trained_with.digest != tokenizer.digest:
         field, file = "use" if recipe.tokenizer.use else "train", tokenizer_file(model)
         yield (

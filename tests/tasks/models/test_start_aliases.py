@@ -123,3 +123,20 @@ def test_weights_of_another_vocabulary_are_refused_before_any_work(tmp_path: Pat
     root = Root.parse(tmp_path / "root")
     with pytest.raises(RecipeError, match=r"init_from.path: .*/gguf has vocab_size 546, the recipe's tokenizer 512; "):
         check_run(start.load_recipe(root, asked), Cluster(threads=1), root)
+
+
+def test_weights_and_tokenizer_come_from_a_package(
+    tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (package := tmp_path / "weights_of_test").mkdir()
+    (package / "__init__.py").touch()
+    (package / "model.gguf").symlink_to(next((models / "gguf").glob("*.gguf")))
+    monkeypatch.syspath_prepend(tmp_path)
+    uri = "package://weights_of_test/model.gguf"
+    root, asked = Root.parse(tmp_path), written(tmp_path, init_from=uri, tokenizer={"use": uri}, stages=STAGES)
+    local = with_local_models(root, start.load_recipe(root, asked))
+    assert local.init_from is not None
+    assert (local.init_from.path, local.tokenizer.use) == (str(package / "model.gguf"),) * 2
+    absent = written(tmp_path, init_from="package://no_such_package/x.gguf", tokenizer={"use": uri}, stages=STAGES)
+    with pytest.raises(RecipeError, match=r"init_from.path: package://.*: there is no package 'no_such_package' in"):
+        start.load_recipe(root, absent)
