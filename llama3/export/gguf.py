@@ -82,6 +82,8 @@ class GgufModel:
             self.config, self.vocab_size = gguf_shape(first.metadata, self._shapes(), divisors)
         except ValueError as error:
             raise ValueError(f"{at}: {error}") from None
+        except (TypeError, RuntimeError, ArithmeticError) as error:  # settings of other types, divisors of other shapes
+            raise ValueError(f"{at}: does not describe a Llama ({error}); name another file") from error
         table = bounded_params(self.config, self.vocab_size, len(self._tensors))
         self._params = {param.name: param for param in table}
         ours = {param.gguf: param.name for param in table}

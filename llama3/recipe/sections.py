@@ -232,6 +232,7 @@ _SHAPE = decides("weights", "checkpoint")
 class RopeScaling(Section):
     """RoPE frequencies scaled to longer sequences as in Llama 3.1; those between the two bounds are blended."""
 
+    model_config = ConfigDict(allow_inf_nan=False)
     type: Annotated[Literal["llama3", "linear"], _SHAPE, left_out("llama3")] = "llama3"
     """`linear`: `factor` divides all frequencies (arXiv 2306.15595), and the other fields change nothing."""
     factor: Annotated[float, _SHAPE] = Field(default=8.0, gt=1)
@@ -279,6 +280,7 @@ INIT_STD = 0.02
 class Model(Section):
     """The shape of the transformer; missing fields come from the preset."""
 
+    model_config = ConfigDict(allow_inf_nan=False)
     preset: Annotated[str, decides("nothing")] = "custom"
     """Name in the table of presets below, or `from_weights`: the shape that the weights of `init_from` have, as without
     `model`. Fields beside it change it."""

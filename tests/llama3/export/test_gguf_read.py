@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from collections.abc import Callable
@@ -188,6 +189,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "vocabulary": ({"llama__vocab_size": 41}, "llama.vocab_size is 41 where a Llama of this shape has 40"),
     "tokens": ({"tokenizer__ggml__tokens": ["x"] * 41}, "it has 41 tokens and 40 rows of token_embd.weight"),
     "lists": ({"llama__feed_forward_length": [FFN, FFN]}, "llama.feed_forward_length differs between layers"),
+    "theta": ({"llama__rope__freq_base": "x"}, "does not describe a Llama .*rope_theta"),
+    "theta and divisors": (
+        {"llama__rope__freq_base": "x", "shapes": {"rope_freqs.weight": (16,)}},
+        "does not describe a Llama",
+    ),
+    "infinite": ({"llama__rope__freq_base": math.inf}, "does not describe a Llama .*finite"),
+    "epsilon": ({"llama__attention__layer_norm_rms_epsilon": math.nan}, "does not describe a Llama .*norm_eps"),
+    "factor": (
+        {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": math.nan},
+        "does not describe a Llama .*factor",
+    ),
+    "divisors": ({"shapes": {"rope_freqs.weight": (3, 5)}}, "rope_freqs.weight is not|does not describe a Llama"),
+    "vocabulary of a number": ({"tokenizer__ggml__tokens": 7}, "does not describe a Llama"),
     "heads": ({"llama__attention__head_count": 0}, r"does not describe a Llama \(heads: 0: .*greater than or equal"),
     "no shape": ({"llama__embedding_length": None}, r"does not describe a Llama \(dim: is missing\)"),
     "layers": ({"llama__block_count": 4 * 10**9}, "the tensors do not fit the settings in blk.1.attn_k.weight"),

@@ -170,6 +170,7 @@ def test_what_is_no_llama_3_is_refused(tmp_path: Path, change: dict[str, Any], m
         ('"vocab_size": 83', '"vocab_size": 1000000000000', "do not fit config.json in model.embed_tokens.weight"),
         ('"vocab_size": 83', '"vocab_size": "many"', r"config.json: vocab_size is 'many'"),
         ('"rms_norm_eps": 1e-05', '"rms_norm_eps": NaN', r"cannot be read as JSON \(holds NaN\)"),
+        ('"rope_theta": 500000.0', '"rope_theta": 1e400', "does not describe a Llama .*rope_theta: inf"),
         ('"rms_norm_eps": 1e-05', '"rms_norm_eps": -1', "does not describe a Llama .*norm_eps: -1"),
         ("{", "[" * 200_000, r"cannot be read as JSON \(is nested too deeply\)"),
         ("{", "{\udcff", "cannot be read as JSON"),
