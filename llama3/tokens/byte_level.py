@@ -431,13 +431,14 @@ def gguf_document(metadata: Mapping[str, Any], name: str) -> tuple[dict[str, Any
 
 
 def pre_tokenizer(splits: Sequence[str]) -> dict[str, Any]:
-    """Return the `pre_tokenizer` of `tokenizer.json` that splits text at `splits`, one after another."""
+    """Return the `pre_tokenizer` of `tokenizer.json` that splits text at `splits`, as published files write it."""
+    built_in = splits[-1] == GPT2_PATTERN
     steps: list[dict[str, Any]] = [
         # Rust's tables of digits are newer than those of its regular expressions
         {"type": "Digits", "individual_digits": True}
         if pattern == r"\p{N}"
         else {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        for pattern in splits
+        for pattern in (splits[:-1] if built_in else splits)
     ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return {"type": "Sequence", "pretokenizers": [*steps, byte_level]}
+    steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": built_in})
+    return {"type": "Sequence", "pretokenizers": steps} if len(steps) > 1 else steps[0]

@@ -542,7 +542,8 @@ def train_tokenizer(texts: Iterable[str], vocab: int, pattern: str = "llama3") -
     trained = _train(texts, vocab, pattern)
     begin = set_special_tokens(trained, special_tokens())
     settings = {"bos_token": begin, "eos_token": "<|end_of_text|>"}
-    return ByteLevelTokenizer(byte_level_bpe(json.loads(trained.to_str()), settings, None, "the trained tokenizer"))
+    document = {**json.loads(trained.to_str()), "pre_tokenizer": pre_tokenizer(PATTERNS[pattern])}
+    return ByteLevelTokenizer(byte_level_bpe(document, settings, None, "the trained tokenizer"))
 
 
 def make_tokenizer(recipe: Recipe, documents: Path, folder: Path) -> dict[str, Any]:

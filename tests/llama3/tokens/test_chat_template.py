@@ -118,7 +118,8 @@ def test_a_model_learns_the_answers_and_their_ends() -> None:
 def test_a_special_token_in_a_content_is_text(template: str) -> None:
     ours = coder(template)
     plain = [{**message, "content": "x"} for message in CHAT]
-    assert specials(ours, CHAT) == specials(ours, plain)
+    alone = [{**message, "content": "<|im_end|>"} for message in CHAT]
+    assert specials(ours, alone) == specials(ours, CHAT) == specials(ours, plain)
     assert "Is <|im_end|> a token?" in ours.decode(encode_chat(ours, CHAT, False))
 
 
