@@ -13,9 +13,12 @@ from hashlib import blake2b
 
 import duckdb
 
+from herd.llama3.data.mapreduce import text_hash
 from herd.llama3.data.readers.document import Document
 
 LICENSE = "MIT"
+MAY_BE_HELD_OUT = 2**62
+"""Pages with a draw (`mapreduce.text_hash`) below this are in no conversation."""
 _FUNCTIONS = """
     SELECT function_name, min(function_type), list_sort(list(DISTINCT parameters)),
         list_sort(list(DISTINCT return_type)), min(description), min(alias_of), min(examples),
@@ -85,17 +88,22 @@ def sql_function_documents(name: str) -> Iterator[Document]:
 
 
 def sql_conversations() -> Iterator[list[dict[str, str]]]:
-    """Yield three conversations about each function: what it does, how it is called, and which one does something."""
+    """Yield a conversation about each function: what it does, how it is called, or which one does something.
+
+    None is about a function whose page may be held out (`curate.validation_fraction` up to 25 %): what the pages score
+    would be in the conversations.
+    """
     for function in sorted(sql_functions(), key=lambda function: blake2b(function.name.encode()).digest()):
+        if (draw := text_hash(function.reference)) < MAY_BE_HELD_OUT:
+            continue
         calls = " or ".join(function.calls[:2])
-        turns = {
-            f"What does the DuckDB function {function.name} do?": _sentence(function.description),
-            f"How do I call {function.name} in DuckDB?": f"As {calls}.",
-            f"Which DuckDB function does this: {function.description}": f"{function.name}.",
-        }
-        for question, answer in turns.items():
-            content = f"{answer} {function.example}"
-            yield [{"role": "user", "content": question}, {"role": "assistant", "content": content}]
+        question, answer = (
+            (f"What does the DuckDB function {function.name} do?", _sentence(function.description)),
+            (f"How do I call {function.name} in DuckDB?", f"As {calls}."),
+            (f"Which DuckDB function does this: {function.description}", f"{function.name}."),
+        )[draw % 3]
+        content = f"{answer} {function.example}"
+        yield [{"role": "user", "content": question}, {"role": "assistant", "content": content}]
 
 
 def _sentence(text: str) -> str:
