@@ -67,7 +67,7 @@ EXPLAINED = {
     "kept": "Trained on.",
     "held_out": "Kept out of training for evaluation, chosen by a hash of the text.",
     "over_limit": "Exceeds the limit of its source.",
-    "passed_over": "A file that is not data (name with . or _ at the beginning, README, checksum), or of `ignore`.",
+    "passed_over": "A file that is not data (name with . or _ at the beginning, README, checksum), or named by ignore.",
     **LEFT_OUT,
     "unknown_format": "A file with an unknown extension.",
     "not_a_file": "A pipe, a device or a broken link.",
