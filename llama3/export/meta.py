@@ -321,7 +321,7 @@ def write_meta(
     """
     config, settings = source.config, meta_settings(source.config, source.vocab_size)
     if tokenizer is not None and not tokenizer.base:
-        raise ValueError("format meta: its files hold tokenizers in the Llama 3 format, not this one; export as hf")
+        raise NotExpressible("format meta: its files hold tokenizers in the Llama 3 format, not this one; export as hf")
     check_parts(config, source.vocab_size, parts, pickled)
 
     def renamed() -> Iterator[tuple[Param, Tensor]]:

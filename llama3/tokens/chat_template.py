@@ -248,7 +248,7 @@ class _GenerationTag(Extension):
 
     tags = {"generation"}  # noqa: RUF012 - as the class that it extends
 
-    def parse(self, parser: Parser) -> nodes.CallBlock:
+    def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)

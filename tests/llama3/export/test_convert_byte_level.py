@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from herd.llama3.export.checks import check_model
 from herd.llama3.export.convert import convert, load_model_any_format
 from herd.llama3.tokens.chat import encode_chat
 from herd.llama3.tokens.tokenizer import TEMPLATE_FILE, Tokenizer, parse_hugging_face
@@ -40,6 +41,12 @@ def test_the_tokenizer_goes_around(folder: Path, tmp_path: Path) -> None:
     assert encode_chat(found, CHAT, True) == encode_chat(coder(), CHAT, True)
     with pytest.raises(ValueError, match="format meta: its files hold tokenizers in the Llama 3 format"):
         convert(folder, "herd", tmp_path / "meta", "meta")
+
+
+def test_a_promotion_checks_the_formats_that_hold_it(folder: Path, tmp_path: Path) -> None:
+    result = next(each for each in check_model(folder, tmp_path / "scratch") if each.metric == "integrity/export")
+    assert result.passed, result
+    assert "Hugging Face equal, logits equal; Meta has no form for it (format meta: its files hold" in result.reason
 
 
 def test_transformers_reads_it(folder: Path, tmp_path: Path) -> None:
