@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import pyarrow as pa
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -256,6 +255,7 @@ def prepare_conversations(context: Context, tokens: Artifact, tokenizer: Artifac
 
     Raises SourceError for a broken row, ValueError if a stage's length contradicts its epochs.
     """
+    from herd.llama3.data.demo.sql_functions import sql_fingerprint
     from herd.llama3.data.readers.conversations import conversation_files
     from herd.llama3.data.readers.sources import content_states
     from herd.llama3.tokens.conversations import ConversationStream, prepare_conversations
@@ -264,7 +264,7 @@ def prepare_conversations(context: Context, tokens: Artifact, tokenizer: Artifac
 
     recipe = context.recipe
     files = [file for source in recipe.conversations for file in conversation_files(source)]
-    described = [duckdb.__version__ for source in recipe.conversations if source.uri == "duckdb-functions"]
+    described = [sql_fingerprint() for source in recipe.conversations if source.uri == "duckdb-functions"]
     spec = ArtifactSpec(
         kind="conversations",
         name=recipe.name,

@@ -1,4 +1,4 @@
-"""A reference of DuckDB's SQL functions and questions about them: the source `duckdb`, which needs no download.
+"""A reference of DuckDB's SQL functions and questions about them: `duckdb-functions`, which needs no download.
 
 Names, parameters, descriptions and examples are those that the installed DuckDB reports of itself
 (`duckdb_functions()`), and the results of the examples are computed.
@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
+from importlib.metadata import version
+from typing import TYPE_CHECKING
 
-import duckdb
-
-from herd.llama3.data.mapreduce import text_hash
 from herd.llama3.data.readers.document import Document
+
+if TYPE_CHECKING:
+    import duckdb
 
 LICENSE = "MIT"
 MAY_BE_HELD_OUT = 2**62
@@ -63,9 +65,16 @@ class SqlFunction:
         return f"For example, SELECT {expression}" + (f" returns {value}." if value else " calls it.")
 
 
+def sql_fingerprint() -> str:
+    """Return what decides all pages and conversations."""
+    return version("duckdb")
+
+
 @cache
 def sql_functions() -> tuple[SqlFunction, ...]:
     """Return the described functions of the installed DuckDB, by name."""
+    import duckdb  # which `herd plan` does not need
+
     with duckdb.connect(":memory:", config={"enable_external_access": False}) as connection:
         connection.execute("SET TimeZone = 'UTC'")  # values with a time zone are shown in that of the session
         found = []
@@ -93,6 +102,8 @@ def sql_conversations() -> Iterator[list[dict[str, str]]]:
     None is about a function whose page may be held out (`curate.validation_fraction` up to 25 %): what the pages score
     would be in the conversations.
     """
+    from herd.llama3.data.mapreduce import text_hash  # imports duckdb
+
     for function in sorted(sql_functions(), key=lambda function: blake2b(function.name.encode()).digest()):
         if (draw := text_hash(function.reference)) < MAY_BE_HELD_OUT:
             continue
@@ -112,6 +123,8 @@ def _sentence(text: str) -> str:
 
 def _value(connection: duckdb.DuckDBPyConnection, expression: str) -> str:
     """Return the value of an expression as text; "" if it cannot be computed alone."""
+    import duckdb
+
     try:
         rows = connection.execute(f"SELECT ({expression})::VARCHAR").fetchall()
     except duckdb.Error:

@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import duckdb
 import numpy as np
 import orjson
 import pyarrow.parquet as pq
 
 from herd.llama3.data.demo.installed import installed_documents, installed_fingerprint, installed_state
-from herd.llama3.data.demo.sql_functions import sql_function_documents
+from herd.llama3.data.demo.sql_functions import sql_fingerprint, sql_function_documents
 from herd.llama3.data.readers.code import LEFT_OUT
 from herd.llama3.data.readers.document import BatchBuilder, Document, DocumentBatch
 from herd.llama3.data.readers.fields import text_of, value_of
@@ -313,7 +312,7 @@ def fingerprint(recipe: Recipe) -> str:
             if source.uri not in BUILT_IN
             else installed_fingerprint(domain, source.system)
             if source.uri == "installed"
-            else duckdb.__version__
+            else sql_fingerprint()
             for source in sources
         ]
         for domain, sources in recipe.sources.items()
