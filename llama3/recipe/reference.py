@@ -61,6 +61,7 @@ def json_schema(model: type[BaseModel]) -> dict[str, Any]:
         gates = schema["$defs"]["Stage"]["properties"]["gates"]
         names = {"type": "array", "items": {"type": "string"}}  # short for gates without settings
         schema["$defs"]["Stage"]["properties"]["gates"] = {"anyOf": [names, gates], "description": gates["description"]}
+        schema["properties"]["init_from"]["anyOf"].append({"type": "string"})  # short for its path
         about = "Recipe file, from the folder of this one, whose fields this one takes and changes."
         schema["properties"][BASE] = {"type": "string", "description": about}
         schema["required"] = ["name"]

@@ -30,7 +30,7 @@ def test_a_shipped_recipe_is_found_by_name_and_a_file_comes_first(
 ) -> None:
     shipped = load_recipe(QUICKSTART)
     assert load_recipe("quickstart") == load_recipe(Path("quickstart")) == shipped
-    with pytest.raises(RecipeError, match=r"recipe quick-start: .* did you mean quickstart\? herd ships domain-adap"):
+    with pytest.raises(RecipeError, match=r"recipe quick-start: .* did you mean quickstart\? herd ships adapt-smollm2, domain-adap"):
         load_recipe("quick-start")
     monkeypatch.chdir(tmp_path)
     assert load_recipe("quickstart") == shipped
