@@ -59,6 +59,8 @@ CONSTANTS = {
     "herd.llama3.data.write_shards": {"SHARD_BYTES": SCALE},
     "herd.llama3.data.collect": dict.fromkeys(("ITEM_BYTES", "MOST_TEXT", "LARGEST_ITEM", "LEAST_ITEMS"), SCALE),
     "herd.llama3.data.curate": {"PARTITION_DOCUMENTS": SCALE},
+    "herd.llama3.data.shuffle": {"BUFFER": SCALE},
+    "herd.llama3.data.mapreduce": {"AGGREGATED": SCALE},
 }
 """Module -> its constants that say how much text or how many documents one work item has -> how often smaller they are
 here."""
