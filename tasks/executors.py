@@ -22,6 +22,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.context import TaskRunContext
 from prefect.task_runners import TaskRunner
 
+from herd.llama3.data.shuffle import INDEXES
 from herd.llama3.data.work_items import Runner, run_serial
 from herd.llama3.recipe.units import Bytes
 from herd.storage.files import atomic_file, read_file
@@ -119,6 +120,9 @@ def _submitting(runner: TaskRunner[Any], workers: int) -> Runner:
     stored: dict[int, tuple[Any, str]] = {}  # with the job, which keeps its number
 
     def submit(job: Any, step: str, work: Any, items: Sequence[int]) -> None:
+        if step.endswith(f"/{INDEXES}") and len(items) <= workers:  # some kB each, quicker done than sent
+            run_serial(job, step, work, items)
+            return
         if id(job) not in stored:
             stored[id(job)] = job, _store_job(job)
         uri = stored[id(job)][1]

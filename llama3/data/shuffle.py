@@ -38,6 +38,8 @@ BUFFER = 32_000_000
 """Bytes of rows that a writer collects before it cuts them into ranges."""
 FETCHERS = 4
 """Files of which a reader fetches its range at the same time."""
+INDEXES = "indexes"
+"""Last name of the steps that copy indexes."""
 _PARTITION = "partition"
 Ints = NDArray[np.int64]
 
@@ -144,7 +146,7 @@ class Shuffle:
         return self._ranges(level) * self._files(level)
 
     def _indexes(self, level: int) -> str:
-        return f"{self.step(level)}/indexes"
+        return f"{self.step(level)}/{INDEXES}"
 
     def _ranges(self, level: int) -> int:
         """Return the number of ranges at `level`, over all groups; range i is partitions i P / n to (i + 1) P / n."""
