@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from herd.llama3.data import collect as collecting
+from herd.llama3.data import write_shards
 from herd.llama3.data.annotate import annotate, annotate_shards, list_shards
 from herd.llama3.data.curate import CURATION, partitions_for, sample_sources, write_curated
 from herd.llama3.data.dedup.minhash import CLOSING_ROUNDS, ROUNDS
@@ -207,7 +208,8 @@ class Count:
         place = {"attributes": "annotate", "divergence": "annotate", "items": "collect", "drops": "ledger"}.get(
             place, place
         )
-        function, given = _function(work), getattr(work, "args", ())
+        function = _function(work)
+        given: tuple[Any, ...] = getattr(work, "args", ())
         if function in (merge_files, copy_indexes):
             shuffle, level = given
             self._shuffles[shuffle.name] = shuffle
@@ -215,7 +217,9 @@ class Count:
             counted = count(shuffle, level, len(items))
         elif function is aggregate_files:
             source, sources, *_ = given
-            size = self._grown(np.mean([self.sample.sizes.get(path, 0) for path in self._files_of(source)] or [0]))
+            size = self._grown(
+                float(np.mean([self.sample.sizes.get(path, 0) for path in self._files_of(source)] or [0]))
+            )
             counted = opened(size).times(sources) + written(size).times(len(items))
         else:
             each, own = self.amounts, self.sample.amounts
@@ -265,8 +269,9 @@ class Count:
         for shuffle in filter(None, map(self._shuffles.get, shuffles)):
             last = shuffle.levels - 1
             share = self._nonempty(shuffle, last)
-            size = self._bytes(shuffle) / shuffle.partitions
-            total += Counted(reads=1 + share * shuffle.files_read(last), read_bytes=size)
+            total += Counted(
+                reads=1 + share * shuffle.files_read(last), read_bytes=self._bytes(shuffle) / shuffle.partitions
+            )
         return total
 
     def _bytes(self, shuffle: Shuffle) -> float:
@@ -345,9 +350,10 @@ def count_requests(
         files = math.ceil(size / max(listed / max(files, 1), collecting.ITEM_BYTES))
     text = _text_of(plan, sample) * more
     own = list_shards(f"{folder}/collected", f"{folder}/annotated")
-    most = max(1, item_bytes // collecting.MOST_TEXT)
-    shards = max(len(own), items * math.ceil(text / items / (most * collecting.MOST_TEXT)))
-    pieces = max(1, min(most, math.ceil(text / shards / collecting.MOST_TEXT)))
+    piece = write_shards.SHARD_BYTES
+    most = max(1, item_bytes // piece)
+    shards = max(len(own), items * math.ceil(text / items / (most * piece)))
+    pieces = max(1, min(most, math.ceil(text / shards / piece)))
     total = text / sum(sample.text.values()) * sample.amounts.documents
     partitions, partition_pieces = partitions_for(int(total), shards)
     count = Count(sample, Amounts(total, shards, partitions), pieces)

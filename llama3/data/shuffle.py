@@ -218,7 +218,7 @@ class StoredChunks(NamedTuple):
     """A file of a shuffle, its index, and chunks of it that were fetched: as bytes, or at `at` of the file `spool`."""
 
     uri: str
-    index: Ints
+    offsets: Ints
     """Offset of the end, and CRC-32, of each chunk; chunk 0 begins behind the index."""
     offset: int = 0
     """Of the first byte that was fetched."""
@@ -228,7 +228,7 @@ class StoredChunks(NamedTuple):
 
     def span(self, number: int) -> tuple[int, int]:
         """Return the offsets of the first byte of a chunk and of that behind it."""
-        return int(self.index[number - 1, 0]), int(self.index[number, 0])
+        return int(self.offsets[number - 1, 0]), int(self.offsets[number, 0])
 
     def fetched(self, first: int, stop: int) -> StoredChunks:
         """Return the file with the chunks from `first` to `stop`, read by one request, or by none if they are empty."""
@@ -357,11 +357,11 @@ def _read_chunk(file: StoredChunks, number: int) -> list[pa.Table]:
         if start == end:
             return []
         data = file.bytes_of(start, end)
-        if zlib.crc32(data) == file.index[number, 1]:
+        if zlib.crc32(data) == file.offsets[number, 1]:
             return list(_streams(data))
         # Bits flipped on the way, or a worker that was given up wrote the file again after its index was copied.
-        index = np.frombuffer(read_range(file.uri, 0, file.index.nbytes), np.int64)
-        file = StoredChunks(file.uri, index.reshape(file.index.shape))
+        index = np.frombuffer(read_range(file.uri, 0, file.offsets.nbytes), np.int64)
+        file = StoredChunks(file.uri, index.reshape(file.offsets.shape))
     raise StoreError(
         f"{file.uri}: the bytes from {start:,} to {end:,} are not those that were written; delete the file"
     )
