@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow.compute as pc
 
 from herd.llama3.data import collect as collecting
@@ -217,9 +216,8 @@ class Count:
             counted = count(shuffle, level, len(items))
         elif function is aggregate_files:
             source, sources, *_ = given
-            size = self._grown(
-                float(np.mean([self.sample.sizes.get(path, 0) for path in self._files_of(source)] or [0]))
-            )
+            sizes = [self.sample.sizes.get(path, 0) for path in self._files_of(source)]
+            size = self._grown(sum(sizes) / max(1, len(sizes)))
             counted = opened(size).times(sources) + written(size).times(len(items))
         else:
             each, own = self.amounts, self.sample.amounts
