@@ -92,7 +92,8 @@ def judge_model(
         for model in filter(None, (imported, checkpoint)):
             model_id = checkpoint_model(context.tracker, [mlflow_run], model)
             register = partial(registry.version, model, context.record.name, mlflow_run, model_id)
-            version = mlflow.reach.attempt(lambda register=register: str(register().version), "")  # empty: it is away
+            registered = mlflow.reach.attempt(register, None)
+            version = "" if registered is None else str(registered.version)  # None while MLflow is away
         apply(context.runs, context.record, context.tracker, log)
         context.tracker.set_tags(mlflow_run, {"verdict": promotion.kind})
     _say(context, promotion, version)

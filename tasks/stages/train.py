@@ -28,7 +28,7 @@ from herd.llama3.recipe import keys
 from herd.llama3.recipe.load import RecipeError
 from herd.llama3.recipe.schedule import StageSpan
 from herd.llama3.recipe.units import Bytes, Tokens
-from herd.llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.tokens.tokenizer import TEMPLATE_FILE, Tokenizer
 from herd.llama3.train import metrics
 from herd.llama3.train.averaging import FILE as AVERAGE
 from herd.llama3.train.averaging import Choice
@@ -106,7 +106,6 @@ def train_stage(
         copy_tokenizer(tokenizer, folder / "model")
         if conversations is not None:
             from herd.llama3.tokens.chat_template import TEMPLATE
-            from herd.llama3.tokens.tokenizer import TEMPLATE_FILE
 
             write_atomic(folder / "model" / TEMPLATE_FILE, Tokenizer.load(tokenizer.path).template or TEMPLATE)
         costs, hours, provenance = _costs(context.cluster, parent), device_hours(work), context.record.provenance
@@ -358,8 +357,8 @@ def init_weights(context: Context, tokenizer: Artifact) -> Artifact:
     assert recipe.init_from is not None
     if recipe.init_from.is_checkpoint:
         return _checkpoint(context, Tokenizer.load(tokenizer.path))
-    local, vocab_size = with_local_models(context.root, recipe), Tokenizer.load(tokenizer.path).vocab_size
-    start, path = local.init_from, recipe.init_from.path
+    local, loaded = with_local_models(context.root, recipe), Tokenizer.load(tokenizer.path)
+    start, path, vocab_size = local.init_from, recipe.init_from.path, loaded.vocab_size
     assert start is not None
     label = alias_label(context.root, path)
     parameters = keys.weights(local, label or weights_state(path), vocab_size)
@@ -368,6 +367,9 @@ def init_weights(context: Context, tokenizer: Artifact) -> Artifact:
     def build(folder: Path, _: str) -> dict[str, Any]:
         config = import_weights(start, folder / "model", recipe.model, vocab_size)
         copy_tokenizer(tokenizer, folder / "model")
+        beside = Path(start.path, TEMPLATE_FILE)
+        if template := loaded.template or (beside.read_text() if beside.is_file() else ""):
+            write_atomic(folder / "model" / TEMPLATE_FILE, template)
         return {
             "from": label or path,
             "parameters": parameter_count(config, vocab_size),
