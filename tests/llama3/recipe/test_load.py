@@ -30,7 +30,9 @@ def test_a_shipped_recipe_is_found_by_name_and_a_file_comes_first(
 ) -> None:
     shipped = load_recipe(QUICKSTART)
     assert load_recipe("quickstart") == load_recipe(Path("quickstart")) == shipped
-    with pytest.raises(RecipeError, match=r"recipe quick-start: .* did you mean quickstart\? herd ships adapt-smollm2, domain-adap"):
+    with pytest.raises(
+        RecipeError, match=r"recipe quick-start: .* did you mean quickstart\? herd ships adapt-smollm2, "
+    ):
         load_recipe("quick-start")
     monkeypatch.chdir(tmp_path)
     assert load_recipe("quickstart") == shipped
@@ -75,7 +77,7 @@ MISTAKES = [
     ("lr.cosine.over=80 steps", "lr.cosine.over: 80 steps is not longer than the warm-up of 100 steps"),
     ("lr.cosine.over=0 steps", r"lr\.cosine\.over: invalid length 0 steps; use e\.g\. 1000 steps"),
     ("init_from={path: x}", "init_from: weights from x need the tokenizer they were trained with; write tokenizer"),
-    ("init_from={path: x, format: gml}", "init_from.format: 'gml': input should be 'auto', 'hf', 'meta', 'gguf', 'herd'"),
+    ("init_from={path: x, format: gml}", "init_from.format: 'gml': input should be 'auto', 'hf', 'meta', 'gguf'"),
     ("spikes.policy=ignore", "spikes.policy: 'ignore'"),
     ("model.rope_scaling={low_freq_factor: 4}", "high_freq_factor 4 must be above low_freq_factor 4"),
     ("precision=fp16", "precision: 'fp16'"),

@@ -101,9 +101,7 @@ def test_a_chat_has_likelihoods(served: Served, http: httpx.Client) -> None:
     (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
     found = choice["logprobs"]["content"]
     ids = encode_chat(TOKENIZER, CHAT, True)
-    written = [
-        TOKENIZER.specials[each["token"]] if each["bytes"] is None else each["bytes"][0] for each in found
-    ]
+    written = [TOKENIZER.specials[each["token"]] if each["bytes"] is None else each["bytes"][0] for each in found]
     model = served.engine.runner.model
     (due,) = score_sequences(model, [([*ids, *written], len(ids))], model.config.max_seq_len)
     assert -sum(each["logprob"] for each in found) == pytest.approx(due.nll, abs=1e-5)
