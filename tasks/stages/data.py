@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +256,6 @@ def prepare_conversations(context: Context, tokens: Artifact, tokenizer: Artifac
 
     Raises SourceError for a broken row, ValueError if a stage's length contradicts its epochs.
     """
-    from herd.llama3.data.demo.sql_functions import sql_fingerprint
     from herd.llama3.data.readers.conversations import conversation_files
     from herd.llama3.data.readers.sources import content_states
     from herd.llama3.tokens.conversations import ConversationStream, prepare_conversations
@@ -264,7 +264,7 @@ def prepare_conversations(context: Context, tokens: Artifact, tokenizer: Artifac
 
     recipe = context.recipe
     files = [file for source in recipe.conversations for file in conversation_files(source)]
-    described = [sql_fingerprint() for source in recipe.conversations if source.uri == "duckdb-functions"]
+    described = [version("duckdb") for source in recipe.conversations if source.uri == "duckdb-functions"]
     spec = ArtifactSpec(
         kind="conversations",
         name=recipe.name,

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from herd.llama3.data.readers.document import Document
@@ -63,11 +62,6 @@ class SqlFunction:
             return f"Call it as {self.calls[0]}."
         expression, value = self.examples[0]
         return f"For example, SELECT {expression}" + (f" returns {value}." if value else " calls it.")
-
-
-def sql_fingerprint() -> str:
-    """Return what decides all pages and conversations."""
-    return version("duckdb")
 
 
 @cache

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import io
 import json
@@ -23,7 +24,6 @@ import orjson
 import pyarrow.parquet as pq
 
 from herd.llama3.data.demo.installed import installed_documents, installed_fingerprint, installed_state
-from herd.llama3.data.demo.sql_functions import sql_fingerprint, sql_function_documents
 from herd.llama3.data.readers.code import LEFT_OUT
 from herd.llama3.data.readers.document import BatchBuilder, Document, DocumentBatch
 from herd.llama3.data.readers.fields import text_of, value_of
@@ -118,10 +118,12 @@ def read_source(
 
     `files`: those of its files to read, by default all.
     """
-    if source.uri in BUILT_IN:
-        installed = source.uri == "installed"
-        documents = installed_documents(domain, "", seed, source.system) if installed else sql_function_documents("")
-        batches = _batches(documents, most)
+    if source.uri == "installed":
+        batches = _batches(installed_documents(domain, "", seed, source.system), most)
+    elif source.uri in BUILT_IN:
+        from herd.llama3.data.demo.sql_functions import sql_function_documents  # which few recipes need
+
+        batches = _batches(sql_function_documents(""), most)
     else:
         batches = read_files(source_files(source) if files is None else files, source, skips, most)
     yield from batches if source.limit is None else _within(batches, source.limit, skips)
@@ -312,7 +314,7 @@ def fingerprint(recipe: Recipe) -> str:
             if source.uri not in BUILT_IN
             else installed_fingerprint(domain, source.system)
             if source.uri == "installed"
-            else sql_fingerprint()
+            else importlib.metadata.version("duckdb")
             for source in sources
         ]
         for domain, sources in recipe.sources.items()
