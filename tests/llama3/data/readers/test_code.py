@@ -101,7 +101,10 @@ def test_many_small_files_take_time_in_proportion(tmp_path: Path) -> None:
     for count in (2_000, 8_000):
         folder = tmp_path / str(count)
         named = [(f"{folder}/d{n % 97}/f{n}.e{n}", {"type": "file", "size": 1, "mtime": 1.0}) for n in range(count)]
-        start = time.process_time()
-        assert len(list_source(Source(uri=str(folder), format="code"), named).files) == count
-        taken.append(time.process_time() - start)
+        tries = []
+        for _ in range(3):  # the least: other work on the processors slows one of them
+            start = time.process_time()
+            assert len(list_source(Source(uri=str(folder), format="code"), named).files) == count
+            tries.append(time.process_time() - start)
+        taken.append(min(tries))
     assert taken[1] < 12 * taken[0]
