@@ -351,7 +351,7 @@ def init_weights(context: Context, tokenizer: Artifact) -> Artifact:
 
     Raises ValueError if they do not fit the recipe.
     """
-    from herd.llama3.export.convert import import_weights, weights_state
+    from herd.llama3.export.convert import chat_template_of, import_weights, weights_state
 
     recipe = context.recipe
     assert recipe.init_from is not None
@@ -367,8 +367,7 @@ def init_weights(context: Context, tokenizer: Artifact) -> Artifact:
     def build(folder: Path, _: str) -> dict[str, Any]:
         config = import_weights(start, folder / "model", recipe.model, vocab_size)
         copy_tokenizer(tokenizer, folder / "model")
-        beside = Path(start.path, TEMPLATE_FILE)
-        if template := loaded.template or (beside.read_text() if beside.is_file() else ""):
+        if template := chat_template_of(Path(start.path), start.format, loaded):
             write_atomic(folder / "model" / TEMPLATE_FILE, template)
         return {
             "from": label or path,

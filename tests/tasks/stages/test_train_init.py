@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from herd.llama3.recipe.load import RecipeError, parse_recipe, resolved
 from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.recipe.schema import Recipe
-from herd.llama3.tokens.tokenizer import Tokenizer
+from herd.llama3.tokens.tokenizer import TEMPLATE_FILE, Tokenizer
 from herd.storage.artifact import Artifact, ArtifactSpec
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
@@ -225,3 +226,19 @@ def test_a_start_that_says_too_little_is_refused(start: dict[str, str], fault: s
 
 def test_rows_are_those_of_the_shards() -> None:
     assert CODER.vocab_size == VOCAB_SIZE
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_imported_weights_chat_if_those_that_they_come_from_did(trained: Trained, tmp_path: Path, chats: bool) -> None:
+    workspace, main, _ = trained
+    folder = tmp_path / "model"
+    shutil.copytree(main.path_of("model"), folder)
+    if chats:
+        (folder / TEMPLATE_FILE).write_text("{{ messages }}")
+    start = {"path": str(folder), "format": "herd"}
+    context = workspace.begin(
+        asked(name=f"from-{chats}".lower(), init_from=start, tokenizer={"use": "tokenizer.model"})
+    )
+    made = init_weights.fn(context, workspace.tokenizer).path_of("model")
+    assert (made / TEMPLATE_FILE).is_file() is chats
+    assert Tokenizer.load(made).digest == Tokenizer.load(workspace.tokenizer.path).digest
