@@ -315,18 +315,18 @@ def make_data(
 def _count_data(recipe: Path, changes: list[str], root: str, threads: int, cluster: Path | None, size: str) -> None:
     from herd.llama3.data.count import count_requests
     from herd.llama3.evaluate.suite import with_evaluation_sets
-    from herd.llama3.recipe.load import load_recipe
     from herd.llama3.recipe.units import Bytes
     from herd.storage.fetch import use_fetched
     from herd.tasks.cluster import Cluster, load_cluster
     from herd.tasks.executors import workers_of
+    from herd.tasks.models.start import load_recipe
     from herd.tasks.report.data import print_count
 
     with mistakes(), tempfile.TemporaryDirectory(prefix="herd-count-") as folder:
         use_fetched(Root.parse(root))
         machines = load_cluster(cluster) if cluster else Cluster(**({"threads": threads} if threads else {}))
         given = Bytes.parse(size) if size else None
-        loaded = with_evaluation_sets(load_recipe(recipe, changes))
+        loaded = with_evaluation_sets(load_recipe(Root.parse(root), recipe, changes))
         with at_work("sample"):
             count = count_requests(loaded, Path(folder), size=given, workers=workers_of(machines))
         print_count(count, out)

@@ -232,13 +232,8 @@ class Count:
         self.steps[place] += counted + Counted(writes=2)  # LIST what is done
 
     def _grown(self, size: float) -> float:
-        return (
-            size
-            * self.amounts.documents
-            / self.amounts.shards
-            * self.sample.amounts.shards
-            / (self.sample.amounts.documents)
-        )
+        own, sample = self.amounts, self.sample.amounts
+        return size * own.documents / own.shards * sample.shards / sample.documents
 
     def _files_of(self, step: str) -> list[str]:
         return [path for path in self.sample.sizes if re.search(rf"/{re.escape(step)}/\d+\.parquet$", path)]
