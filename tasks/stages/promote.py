@@ -82,7 +82,8 @@ def judge_model(
         )
     with tracked_step(context, "promotion", "promote", evaluation.key) as mlflow_run:
         log = PromotionLog(context.root, context.recipe.name)
-        if (imported := import_champion(context, log)) is not None:
+        imported = import_champion(context, log)
+        if imported is not None and current_label(log.records, context.recipe.promote.to) == imported.label:
             context.console.log(f"  {'promote':<18}compares with {imported.label}, where training started")
         promotion = None if override.rejudge else decided_before(log.records, context.record.name, checkpoint.label)
         if promotion is None:

@@ -137,7 +137,7 @@ def test_the_recipe_is_rehearsed(herd: Herd, asked: Path) -> None:
 
 
 def test_a_second_run_reuses_it_all_and_a_new_question_redoes_the_rest(herd: Herd, printed: str, asked: Path) -> None:
-    herd("run", str(asked), "--fresh")
+    assert "compares with weights/" not in herd("run", str(asked), "--fresh"), "the champion is another now"
     assert {step.outcome for step in record(herd, "tiny-chat-2").steps.values()} == {"reused"}
     with (asked.parent / "chats.jsonl").open("a") as file:
         file.write('{"messages": [{"role": "user", "content": "Why?"}]}\n')
