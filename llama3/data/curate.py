@@ -47,7 +47,7 @@ from herd.llama3.recipe.schema import Recipe
 from herd.storage.files import file_names
 from herd.storage.filesystem import is_local
 
-VERSION = 8
+VERSION = 9
 """Version of curated artifacts; a higher number makes them again although the recipe is the same."""
 CURATION: tuple[CurationStage, ...] = (
     Filters(),  # first: rules and block lists are cheap

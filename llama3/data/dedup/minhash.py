@@ -69,8 +69,8 @@ class MinHash(CurationStage):
         job.each_shard(runner, _members(job).step(), map_members)
         _members(job).merge(runner, job)
         job.each_partition(runner, job.by_partition(ORDERED), order_members)
-        closed = close_clusters(runner, job, rounds)
-        job.each_partition(runner, _drops(job).step(), partial(write_clusters, rounds, closed))
+        closed = close_clusters(runner, job)
+        job.each_partition(runner, _drops(job).step(), partial(write_clusters, closed))
         largest = aggregate(runner, job, job.by_partition(LARGEST), job.partitions, _MOST)
         write_table(largest, job.file(LARGEST, 0))
         self.apply_drops(runner, job, _drops(job))
@@ -476,11 +476,11 @@ class Selection(NamedTuple):
     """For each document the first one that stays and is similar to it; itself if it stays."""
 
 
-def choose_kept(job: CurationJob, rounds: int, closed: int, partition: int) -> Selection:
-    """Choose who stays by all verified pairs; `rounds` compared buckets, `closed` more compared who would stay."""
+def choose_kept(job: CurationJob, closed: int, partition: int) -> Selection:
+    """Choose who stays by all verified pairs, those of `closed` closing rounds among them."""
     documents = job.read(job.by_partition(ORDERED), partition)
     pairs = [_similar(job).read(job, partition).select(["node", "other", "jaccard"])]
-    for number in range(rounds, rounds + closed):
+    for number in range(ROUNDS, ROUNDS + closed):
         verdicts = round_shuffles(job, number).verdicts.read(job, partition)
         pairs.append(verdicts.select(["row", "center", "jaccard"]).rename_columns(pairs[0].column_names))
     node, other, jaccard = _columns(pa.concat_tables(pairs)).values()
@@ -494,22 +494,25 @@ def choose_kept(job: CurationJob, rounds: int, closed: int, partition: int) -> S
     return Selection(documents, left, right, jaccard[first][similar], pair[~similar], kept)
 
 
-def close_clusters(runner: Runner, job: CurationJob, rounds: int) -> int:
-    """Compare documents that stay although they are similar to the same one; return the number of rounds."""
+def close_clusters(runner: Runner, job: CurationJob) -> int:
+    """Compare documents that stay although they are similar to the same one; return the number of rounds.
+
+    They are numbered from ROUNDS on: the last round of verification may have found nothing, and its step is done.
+    """
     for closed in range(CLOSING_ROUNDS):
-        if not verify_round(runner, job, rounds + closed, partial(choose_closing, rounds, closed)):
+        if not verify_round(runner, job, ROUNDS + closed, partial(choose_closing, closed)):
             return closed
     return CLOSING_ROUNDS
 
 
-def choose_closing(rounds: int, closed: int, job: CurationJob, partition: int) -> None:
+def choose_closing(closed: int, job: CurationJob, partition: int) -> None:
     """Send the pairs of documents of a partition to compare in the closing round `closed`."""
-    choice = choose_kept(job, rounds, closed, partition)
+    choice = choose_kept(job, closed, partition)
     center, member = closing_pairs(choice)
     rows, labels = (choice.documents[name].to_numpy() for name in ("row", "label"))
     columns = {"bucket": mix_hashes(labels[center].astype(np.uint64)), "place": center}  # verdicts: to the component
     columns |= {"member": rows[member], "center": rows[center], "open": np.zeros(len(center), bool)}
-    send_pairs(rounds + closed, job, partition, columns)
+    send_pairs(ROUNDS + closed, job, partition, columns)
 
 
 def closing_pairs(choice: Selection) -> tuple[Offsets, Offsets]:
@@ -535,9 +538,9 @@ def closing_pairs(choice: Selection) -> tuple[Offsets, Offsets]:
     return center, member
 
 
-def write_clusters(rounds: int, closed: int, job: CurationJob, partition: int) -> None:
+def write_clusters(closed: int, job: CurationJob, partition: int) -> None:
     """Write the clusters of a partition, and drop the documents that do not stay."""
-    choice = choose_kept(job, rounds, closed, partition)
+    choice = choose_kept(job, closed, partition)
     size, kept, ids = len(choice.kept), choice.kept, choice.documents["id"]
     _, first, component, count = np.unique(
         choice.documents["label"].to_numpy(), return_index=True, return_inverse=True, return_counts=True
