@@ -45,17 +45,24 @@ def find_recipe(path: Path | str, kind: str = "recipe", folder: Path = RECIPES) 
     A file in the current folder has precedence, a folder has not. Raises RecipeError for a name that is neither.
     """
     path = Path(path)
-    if path.is_file():
-        return path
-    shipped = folder / f"{path}.yaml"
-    if path.is_dir() and not shipped.is_file():
+    name = str(path) if str(path).isprintable() else repr(str(path))
+    if re.match(r"[a-z][a-z0-9]*:/", str(path)):  # Path has made one slash of two
+        raise RecipeError(f"{kind} {path}: is an address; copy the file to this machine and name that")
+    try:
+        if path.is_file():
+            return path
+        shipped = folder / f"{path}.yaml"
+        is_folder = path.is_dir() and not shipped.is_file()
+    except OSError as error:  # a name of 256 letters
+        raise RecipeError(f"{kind} {name}: names no file ({error.strerror}); name one, or a shipped {kind}") from None
+    if is_folder:
         raise RecipeError(f"{kind} {path}: is a folder; name a YAML file in it, or a shipped {kind}")
     if len(path.parts) != 1 or path.suffix in (".yaml", ".yml"):
         return path
     if not shipped.is_file():
         names = sorted(other.stem for other in folder.glob("*.yaml") if not other.stem.startswith("base"))
         meant = did_you_mean(str(path), names, str)
-        raise RecipeError(f"{kind} {path}: no such file or shipped {kind}; {meant}herd ships {', '.join(names)}")
+        raise RecipeError(f"{kind} {name}: no such file or shipped {kind}; {meant}herd ships {', '.join(names)}")
     return shipped
 
 
