@@ -237,8 +237,8 @@ def evaluate(
     size: Annotated[Literal["tiny", "small"], typer.Option(help="Of the random model; tiny: to try it out.")] = "small",
     limit: Annotated[int, typer.Option(min=1, help="Questions of each task.")] = 100,
     model: Annotated[
-        Path | None, typer.Option(help="Model folder with its tokenizer; default: random weights.")
-    ] = None,
+        str, typer.Option(help="Model folder with its tokenizer, or a GGUF file; default: random weights.")
+    ] = "",
     data: Annotated[
         Path | None, typer.Option(help="Folder of benchmark files; default: eval of the shared data.")
     ] = None,
@@ -246,7 +246,7 @@ def evaluate(
     peers: PeersOption = "",
     work: WorkOption = None,
 ) -> None:
-    """Evaluation: likelihood tasks by herd and by lm-eval on the same weights, one thread. Wants a quiet machine."""
+    """Evaluation: the same tasks by herd and by lm-eval on the same weights, one thread. Wants a quiet machine."""
     from benchmarks.evaluate import EvaluateSession, EvaluateSettings, evaluate_rows
     from benchmarks.rows import installed
 

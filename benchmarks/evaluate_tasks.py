@@ -1,38 +1,39 @@
 """Tasks as herd and lm-eval both know them: the same questions, prompts and rules, from the same files.
 
 Of each task there is herd's form (`Task`) and lm-eval's (a YAML file and JSON lines). Prompts are those that lm-eval
-ships for ARC, MMLU, LAMBADA and GSM8K; WikiText is read by the paragraph, because herd reads what is longer than its
-window in overlapping windows and lm-eval in disjoint ones, which are different numbers by design.
+ships for ARC, MMLU, LAMBADA, GSM8K and HumanEval, and lighteval's for MMLU by whole answers. WikiText is read by the
+paragraph, because herd reads what is longer than its window in overlapping windows and lm-eval in disjoint ones, which
+are different numbers by design.
 
-Files, below the data folder: `multiple-choice/arc_easy.jsonl`, `multiple-choice/lambada_openai.jsonl`,
-`mmlu/{dev,test}.jsonl`, `wikitext-2/test.txt`, `gsm8k/{train,test}.jsonl`. A task without its files is left out.
+Files, below the data folder: `multiple-choice/{arc_easy,arc_challenge,lambada_openai}.jsonl`, `mmlu/{dev,test}.jsonl`,
+`wikitext-2/test.txt`, `gsm8k/{train,test}.jsonl`, `humaneval/HumanEval.jsonl.gz`. A task without its files is left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter
 
 from herd.llama3.evaluate.generation_settings import GenerationSettings
-from herd.llama3.evaluate.task import ChoiceKind, ClozeKind, GenerateKind, Prompt, Request, RollingKind, Task
+from herd.llama3.evaluate.task import ChoiceKind, ClozeKind, CodeKind, GenerateKind, Prompt, Request, RollingKind, Task
 
 Line = dict[str, Any]
 LETTERS = "ABCD"
 SUBJECTS = 4
-"""Subjects of MMLU that the questions are shared among."""
-SHOTS = {"mmlu": 5, "gsm8k": 2}
-WRITING = GenerationSettings(
-    max_tokens=48,
-    until=("Question:", "\n\n"),
-    extract=(r"(-?[0-9][0-9,]*)",),
-    ignore=(",",),
-)
+"""Subjects of MMLU that the questions with letters are shared among."""
+SHOTS = {"mmlu": 5, "gsm8k": 5}
+WORKED = GenerationSettings(max_tokens=256, until=("Question:", "\n\n"), extract=(r"(-?[0-9][0-9,]*)",), ignore=(",",))
+"""How GSM8K's answers are written and compared."""
+PROGRAM = GenerationSettings(max_tokens=256, until=("\nclass", "\ndef", "\n#", "\nif", "\nprint"))
 MMLU = "{{question.strip()}}\nA. {{choices[0]}}\nB. {{choices[1]}}\nC. {{choices[2]}}\nD. {{choices[3]}}\nAnswer:"
 
 
@@ -82,29 +83,45 @@ def read_job(folder: Path) -> list[Task]:
                 **facts,
                 "requests": tuple(Request(**one) for one in facts["requests"]),
                 "prompts": tuple(Prompt(**{**one, "gold": tuple(one["gold"])}) for one in facts["prompts"]),
-                "writing": WRITING,
+                "writing": TypeAdapter(GenerationSettings).validate_python(facts["writing"]),
             }
         )
         for facts in json.loads((folder / "tasks.json").read_text(encoding="utf-8"))
     ]
 
 
-def _arc(limit: int, rows: Sequence[Line]) -> Iterator[TaskPair]:
-    """Whole answers to choose from; `acc` and `acc_norm` (nats per character)."""
-    rows, key = rows[:limit], "arc_easy"
+def _arc(key: str, limit: int, rows: Sequence[Line]) -> Iterator[TaskPair]:
+    asked = [{**row, "question": row["query"].strip()} for row in rows[:limit]]
+    yield _answers(key, asked, "{{question}}\nAnswer:", lambda row: f"{row['question']}\nAnswer:")
+
+
+def _mmlu_cloze(limit: int, rows: Sequence[Line]) -> Iterator[TaskPair]:
+    """Questions of all subjects, as many of each as its size gives it."""
+    chosen = [rows[n * len(rows) // limit] for n in range(limit)] if limit < len(rows) else rows
     asked = [
-        Request(key, str(n), i, f"{row['query']}\nAnswer:", f" {choice}", row["gold"], joined=1)
+        {**row, "about": row["subject"].replace("_", " "), "gold": row["answer"], "question": row["question"].strip()}
+        for row in chosen
+    ]
+    text = "The following are questions about {about}.\nQuestion: {question}\nAnswer:"
+    jinja = text.replace("{", "{{").replace("}", "}}")
+    yield _answers("mmlu_cloze", asked, jinja, lambda row: text.format(**row))
+
+
+def _answers(key: str, rows: Sequence[Line], jinja: str, context: Callable[[Line], str]) -> TaskPair:
+    """Whole answers to choose from; `acc` and `acc_norm` (nats per character)."""
+    asked = [
+        Request(key, str(n), i, context(row), f" {choice}", row["gold"], joined=1)
         for n, row in enumerate(rows)
         for i, choice in enumerate(row["choices"])
     ]
     settings = {
         "output_type": "multiple_choice",
-        "doc_to_text": "{{query}}\nAnswer:",
+        "doc_to_text": jinja,
         "doc_to_choice": "{{choices}}",
         "doc_to_target": "gold",
         "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
     }
-    yield TaskPair(Task(key, ChoiceKind.name, tuple(asked), normalize="characters"), settings, rows)
+    return TaskPair(Task(key, ChoiceKind.name, tuple(asked), normalize="characters"), settings, rows)
 
 
 def _mmlu(limit: int, examples: Sequence[Line], rows: Sequence[Line]) -> Iterator[TaskPair]:
@@ -116,7 +133,7 @@ def _mmlu(limit: int, examples: Sequence[Line], rows: Sequence[Line]) -> Iterato
 
 
 def _subject(subject: str, shown: Sequence[Line], rows: Sequence[Line]) -> TaskPair:
-    key = f"mmlu_{subject}"
+    key = f"mmlu_letters_{subject}"
     about = f"The following are multiple choice questions (with answers) about {subject.replace('_', ' ')}.\n\n"
     few = about + "".join(f"{_question(row)} {LETTERS[row['answer']]}\n\n" for row in shown)
     asked = [
@@ -172,40 +189,70 @@ def _wikitext(limit: int, rows: Sequence[Line]) -> Iterator[TaskPair]:
 
 
 def _gsm8k(limit: int, examples: Sequence[Line], rows: Sequence[Line]) -> Iterator[TaskPair]:
-    """A written answer whose last number counts, after two solved examples; greedy."""
-    shown, key = examples[: SHOTS["gsm8k"]], "gsm8k"
-    rows = [{**row, "gold": row["answer"].split("#### ")[-1].strip()} for row in rows[:limit]]
-    shown = [{**row, "gold": row["answer"].split("#### ")[-1].strip()} for row in shown]
-    few = "".join(f"Question: {row['question']}\nAnswer: {row['gold']}\n\n" for row in shown)
+    """A worked answer whose last number counts, after five; greedy."""
+    key, gold = "gsm8k", "answer.split('#### ')[-1].strip()"
+    rows, shown = rows[:limit], examples[: SHOTS["gsm8k"]]
+    few = "".join(f"Question: {row['question']}\nAnswer: {row['answer']}\n\n" for row in shown)
     asked = [
-        Prompt(key, str(n), f"{few}Question: {row['question']}\nAnswer:", (row["gold"],)) for n, row in enumerate(rows)
+        Prompt(
+            key,
+            str(n),
+            f"{few}Question: {row['question']}\nAnswer:",
+            (row["answer"].split("#### ")[-1].strip(),),
+        )
+        for n, row in enumerate(rows)
     ]
-    taken = {"function": "regex", "regex_pattern": WRITING.extract[0], "group_select": -1}
+    taken = {"function": "regex", "regex_pattern": WORKED.extract[0], "group_select": -1}
     settings = {
         "output_type": "generate_until",
         "doc_to_text": "Question: {{question}}\nAnswer:",
-        "doc_to_target": "{{gold}}",
-        "metric_list": [{"metric": "exact_match", "regexes_to_ignore": list(WRITING.ignore)}],
-        "generation_kwargs": {"until": list(WRITING.until), "do_sample": False, "max_gen_toks": WRITING.max_tokens},
+        "doc_to_target": f"{{{{{gold}}}}}",
+        "metric_list": [{"metric": "exact_match", "regexes_to_ignore": list(WORKED.ignore)}],
+        "generation_kwargs": _greedy(WORKED),
         "filter_list": [{"name": "last", "filter": [taken, {"function": "take_first"}]}],
         **_shown(len(shown)),
     }
-    yield TaskPair(
-        Task(key, GenerateKind.name, prompts=tuple(asked), shots=len(shown), writing=WRITING), settings, rows, shown
-    )
+    settings["fewshot_config"]["doc_to_target"] = "{{answer}}"
+    task = Task(key, GenerateKind.name, prompts=tuple(asked), shots=len(shown), writing=WORKED)
+    yield TaskPair(task, settings, rows, shown)
+
+
+def _humaneval(limit: int, rows: Sequence[Line]) -> Iterator[TaskPair]:
+    """The body of a function; the texts are compared, and herd runs them: lm-eval has no sandbox."""
+    rows, key = rows[:limit], "humaneval"
+    asked = [
+        Prompt(key, str(n), row["prompt"], (), f"{row['test']}\ncheck({row['entry_point']})\n", row["prompt"])
+        for n, row in enumerate(rows)
+    ]
+    settings = {
+        "output_type": "generate_until",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "{{canonical_solution}}",
+        "metric_list": [{"metric": "bypass", "aggregation": "bypass", "higher_is_better": True}],
+        "generation_kwargs": _greedy(PROGRAM),
+    }
+    yield TaskPair(Task(key, CodeKind.name, prompts=tuple(asked), writing=PROGRAM), settings, rows)
+
+
+def _greedy(writing: GenerationSettings) -> dict[str, Any]:
+    return {"until": list(writing.until), "do_sample": False, "max_gen_toks": writing.max_tokens}
 
 
 def _lines(path: Path) -> list[Line]:
-    lines = path.read_text(encoding="utf-8").split("\n")
+    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text(encoding="utf-8")
+    lines = text.split("\n")
     if path.suffix == ".txt":
         return [{"text": line.strip()} for line in lines]
     return [json.loads(line) for line in lines if line.strip()]
 
 
 _MAKERS: Mapping[tuple[str, ...], Callable[..., Iterator[TaskPair]]] = {
-    ("multiple-choice/arc_easy.jsonl",): _arc,
+    ("multiple-choice/arc_easy.jsonl",): partial(_arc, "arc_easy"),
+    ("multiple-choice/arc_challenge.jsonl",): partial(_arc, "arc_challenge"),
     ("mmlu/dev.jsonl", "mmlu/test.jsonl"): _mmlu,
+    ("mmlu/test.jsonl",): _mmlu_cloze,
     ("multiple-choice/lambada_openai.jsonl",): _lambada,
     ("wikitext-2/test.txt",): _wikitext,
     ("gsm8k/train.jsonl", "gsm8k/test.jsonl"): _gsm8k,
+    ("humaneval/HumanEval.jsonl.gz",): _humaneval,
 }

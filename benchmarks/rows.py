@@ -182,8 +182,16 @@ EVALUATE_TARGETS: Mapping[str, Target] = {
     "lm-eval/wall": Target(2, "x less wall time"),
     "lm-eval/cpu": Target(None, "x less CPU"),
     "lm-eval/equal": Target(100, "% of samples"),
+    "lm-eval/written": Target(100, "% of texts"),
     "lm-eval/imports": Target(None, "s"),
     "sharing/wall": Target(None, "x less wall time"),
+    "score/arc": Target(None, "%"),
+    "score/mmlu_letters": Target(None, "%"),
+    "score/mmlu_cloze": Target(None, "%"),
+    "score/lambada": Target(None, "%"),
+    "score/wikitext": Target(None, "bits per byte"),
+    "score/gsm8k": Target(None, "%"),
+    "score/humaneval": Target(None, "%"),
 }
 """Every row of `python -m benchmarks evaluate`, in order."""
 

@@ -13,11 +13,10 @@ _began = time.perf_counter()
 import torch  # noqa: E402
 
 from benchmarks.evaluate_tasks import read_job  # noqa: E402
-from herd.llama3.evaluate.answer_extraction import is_correct  # noqa: E402
 from herd.llama3.evaluate.generate import generate_batch  # noqa: E402
 from herd.llama3.evaluate.scores import samples  # noqa: E402
 from herd.llama3.evaluate.scoring import score_requests  # noqa: E402
-from herd.llama3.evaluate.task import ClozeKind, Likelihood, RollingKind, Task  # noqa: E402
+from herd.llama3.evaluate.task import TASK_KINDS, ClozeKind, Likelihood, RollingKind, Task, WrittenKind  # noqa: E402
 from herd.llama3.model.files import load_model  # noqa: E402
 from herd.llama3.model.transformer import Transformer  # noqa: E402
 from herd.llama3.tokens.tokenizer import Tokenizer  # noqa: E402
@@ -53,14 +52,17 @@ def _scored(task: Task, likelihoods: Sequence[Likelihood]) -> Answers:
 
 
 def _written(task: Task, network: Transformer, tokenizer: Tokenizer) -> Answers:
-    texts = generate_batch(network, tokenizer, task.prompts, task.writing, 0)
-    return {
-        prompt.document: {
-            "decided": {"exact_match": float(is_correct(text, prompt.gold, task.writing))},
-            "text": text,
-        }
-        for prompt, (text,) in zip(task.prompts, texts, strict=True)
-    }
+    """Return what was written, with what lm-eval decides of it too, or whether it passes its tests."""
+    found = list(generate_batch(network, tokenizer, task.prompts, task.writing, 0))
+    answers = [(prompt, text, text) for prompt, (text,) in zip(task.prompts, found, strict=True)]
+    kind = TASK_KINDS[task.kind]
+    assert isinstance(kind, WrittenKind)
+    made: Answers = {}
+    for (prompt, text, _), verdict in zip(answers, kind.judge(answers, task.writing, 1), strict=True):
+        right = float(verdict.right)
+        decided = {"decided": {}, "passed": right} if kind.runs_programs else {"decided": {"exact_match": right}}
+        made[prompt.document] = {**decided, "text": text}
+    return made
 
 
 @cache

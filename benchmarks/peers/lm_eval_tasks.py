@@ -26,12 +26,20 @@ IMPORT_S = time.perf_counter() - _began
 
 
 def work(
-    source: Path, folder: Path, model: str, batch: int, server: str = "", chat: bool = False, **_: Any
+    source: Path,
+    folder: Path,
+    model: str,
+    batch: int,
+    server: str = "",
+    chat: bool = False,
+    start: int | None = None,
+    **_: Any,
 ) -> dict[str, Any]:
     """Return what the model answers to the tasks in `source`, `batch` sequences at a time.
 
     The folder `model` has it in Hugging Face form; with the address `server` only its tokenizer is used, and with
-    `chat` not even that.
+    `chat` not even that. `start` is the id before a text without a context; None: the tokenizer's begin token, which
+    for some chat models begins a turn and never stood before a document.
     """
     rolling = {path: "loglikelihood_rolling" in path.read_text() for path in sorted(source.glob("*.yaml"))}
     manager = TaskManager(include_path=str(source), include_defaults=False)
@@ -42,7 +50,7 @@ def work(
             if server:
                 lm = _client(server, model, batch, not alone, chat)
             else:
-                lm = _loaded(model, batch, False if alone else None)
+                lm = _loaded(model, batch, False if alone else None, start)
             options = {"task_manager": manager, "bootstrap_iters": 0, "apply_chat_template": chat}
             answered |= simple_evaluate(model=lm, tasks=tasks, **options)["samples"]
     samples = {
@@ -63,9 +71,10 @@ def _sample(one: dict[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _loaded(model: str, batch: int, begin: bool | None) -> Any:
+def _loaded(model: str, batch: int, begin: bool | None, start: int | None) -> Any:
     """Return the model; `begin` None puts a begin token before every text because the tokenizer says so."""
-    return HFLM(pretrained=model, device="cpu", dtype="float32", batch_size=batch, add_bos_token=begin)
+    options = {"dtype": "float32", "batch_size": batch, "add_bos_token": begin, "prefix_token_id": start}
+    return HFLM(pretrained=model, device="cpu", **options)
 
 
 def _client(server: str, model: str, batch: int, begin: bool, chat: bool) -> Any:

@@ -68,7 +68,7 @@ def test_our_side_is_measured_with_sharing_and_without(tmp_path: Path) -> None:
     assert row.value > 0
     whole, shared = (run.ours(share).facts["samples"] for share in (False, True))
     assert differing(shared, whole) == {}
-    assert sum(map(len, shared.values())) == 28
+    assert sum(map(len, shared.values())) == 36
 
 
 def test_samples_differ_in_what_was_decided_or_in_bits() -> None:
@@ -78,7 +78,10 @@ def test_samples_differ_in_what_was_decided_or_in_bits() -> None:
             "bits": {"7": {"decided": {}, "nats": [bits]}},
         }
 
-    assert differing(side(1, 3, 100), side(1, 3.1, 100.001)) == {}
+    assert differing(side(1, 3, 100), side(1, 3.0001, 100.001)) == {}
+    assert differing(side(1, 3, 100), side(1, 3.1, 100)) == pytest.approx({"choice/0": 0.1 / 3.1})
     assert differing(side(1, 4, 100), side(0, 5, 102)) == pytest.approx({"choice/0": 0.2, "bits/7": 2 / 102})
+    written = [{"code": {"0": {"decided": {}, "passed": 1.0, "text": text}}} for text in ("pass", "return")]
+    assert differing(*written) == {"code/0": 0}
     with pytest.raises(RuntimeError, match="different questions"):
         differing(side(1, 3, 100), {"choice": {}})

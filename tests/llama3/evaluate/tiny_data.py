@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from random import Random
@@ -49,6 +50,18 @@ def write_data(folder: Path) -> Path:
     for name, rows in made.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    programs = [
+        {
+            "prompt": f'def {word}(n: int) -> int:\n    """Return n and {number}."""\n',
+            "canonical_solution": f"    return n + {number}\n",
+            "test": f"def check(candidate):\n    assert candidate(1) == {number + 1}\n",
+            "entry_point": word,
+        }
+        for number, word in enumerate(WORDS[:3])
+    ]
+    (folder / "humaneval").mkdir()
+    text_of = "".join(json.dumps(row) + "\n" for row in programs)
+    (folder / "humaneval" / "HumanEval.jsonl.gz").write_bytes(gzip.compress(text_of.encode()))
     (folder / "wikitext-2").mkdir()
     lines = [f" {text(40, 80)} — naïve 日本 . " for _ in range(8)]
     (folder / "wikitext-2" / "test.txt").write_text(" = Title = \n\n" + "\n".join(lines), encoding="utf-8")
