@@ -25,7 +25,7 @@ import torch
 
 from herd.llama3.evaluate.answer_extraction import RegexTimeout, extract_answer
 from herd.llama3.evaluate.distributed import EvalRanks
-from herd.llama3.evaluate.generate import generate, generate_batch
+from herd.llama3.evaluate.generate import generate, generate_batch, stream
 from herd.llama3.evaluate.held_out import (
     ValidationDocument,
     document_bytes,
@@ -54,8 +54,8 @@ from herd.llama3.model.linear import use_reproducible_matmul
 from herd.llama3.model.transformer import Transformer
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.statistics.estimates import ratio
-from herd.llama3.tokens.chat import encode_conversation
-from herd.llama3.tokens.tokenizer import Tokenizer, tokenizer_file
+from herd.llama3.tokens.chat import encode_chat, encode_conversation
+from herd.llama3.tokens.tokenizer import TEMPLATE_FILE, Tokenizer, tokenizer_file
 
 # Tasks of the kinds `generate` and `code`. Every answer is kept whole, with the reason if it is wrong.
 
@@ -194,6 +194,8 @@ PROMPT_CHARS = 80
 SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 0}
 """Of sample continuations: greedy decoding of a small model soon repeats itself."""
 GENERATED_TOKENS = 32
+CONVERSATION, ANSWERED, ANSWER_TOKENS = "conversation", 2, 64
+"""Held-out conversations whose first message is answered, and the most tokens of an answer."""
 
 _SAMPLES_SCHEMA = pa.schema(
     [
@@ -222,7 +224,7 @@ def score_responses(
     A sample has the bits of all answers, the ends of turns included, and the UTF-8 bytes of their contents. A long
     conversation loses its beginning, as in `score_requests`.
     """
-    rows = sorted(map(json.loads, file.read_text(encoding="utf-8").splitlines()), key=lambda row: row["id"])[:count]
+    rows = _held_out_rows(file)[:count]
     sequences: list[Scorable] = []
     owners: list[int] = []
     for index, row in enumerate(rows):
@@ -246,6 +248,11 @@ def score_responses(
     score = Score.from_estimate(RESPONSES, ratio(bits, sizes), BITS, "lower", digest, None, sum(sizes))
     columns = zip(rows, bits, sizes, tokens, strict=True)
     return {RESPONSES: score}, [Sample(RESPONSES, row["id"], b, s, int(t), None, None) for row, b, s, t in columns]
+
+
+def _held_out_rows(file: Path) -> list[dict[str, Any]]:
+    """Return the held-out conversations of a file by id, a hash."""
+    return sorted(map(json.loads, file.read_text(encoding="utf-8").splitlines()), key=lambda row: row["id"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,6 +299,7 @@ def evaluate(
                     f"model {model} was trained with tokenizer {trained_with[:8]}, {tokenizer} is {coder.digest[:8]}: "
                     "give the tokenizer that the model was trained with"
                 )
+        coder.conversational |= (model / TEMPLATE_FILE).is_file()
         chosen = read_validation_documents(documents, recipe.evaluate.documents, document_bytes(recipe))
         suite = render_recipe_suite(recipe, chosen)
         network = ranks.load(model, DTYPES[recipe.evaluate.precision], device)
@@ -313,7 +321,7 @@ def evaluate(
             )
             texts = [document.text for document in long_documents]
             needles = find_needles(network, coder, texts, lengths, recipe.evaluate.needles, device, KINDS, ranks)
-        generations = _generations(network, coder, chosen, suite.tasks, ranks)
+        generations = _generations(network, coder, chosen, suite.tasks, conversations, ranks)
     baselines = suite.baselines()
     scores, all_samples = score_table(recipe, suite.tasks, results.samples, baselines)
     for task, gold in zip(suite.tasks, results.gold, strict=True):
@@ -413,23 +421,37 @@ def _generations(
     tokenizer: Tokenizer,
     documents: Sequence[ValidationDocument],
     tasks: Sequence[Task],
+    conversations: Path | None,
     ranks: EvalRanks,
 ) -> list[dict[str, str]]:
-    """Continue the first document of each domain and the first arithmetic question; replicas take turns."""
+    """Answer the first held-out conversations, continue the first document of each domain and the first arithmetic
+    question; replicas take turns."""
     first = {document.domain: document for document in reversed(documents)}
-    prompts = [(domain, first[domain].id, first[domain].text[:PROMPT_CHARS]) for domain in sorted(first)]
+    given: list[tuple[str, str, str, str | list[int]]] = []
+    for row in _held_out_rows(conversations)[:ANSWERED] if conversations is not None else ():
+        asked = row["messages"][: 1 + [message["role"] for message in row["messages"]].index("user")]
+        given.append((CONVERSATION, row["id"], asked[-1]["content"], encode_chat(tokenizer, asked, True)))
+    for domain in sorted(first):
+        prompt = first[domain].text[:PROMPT_CHARS]
+        given.append((domain, first[domain].id, prompt, prompt))
     requests = [task.requests[0] for task in tasks if task.key == ARITHMETIC]
-    prompts += [(request.task, request.document, request.context) for request in requests]
+    given += [(request.task, request.document, request.context, request.context) for request in requests]
 
     def write() -> list[str]:
-        own = prompts[ranks.rank :: ranks.size]
-        return [generate(model, tokenizer, prompt, GENERATED_TOKENS, **SAMPLING) for *_, prompt in own]
+        return [_written(model, tokenizer, prompt) for *_, prompt in given[ranks.rank :: ranks.size]]
 
     texts = chain.from_iterable(zip_longest(*ranks.gather(write)))
     return [
-        {"of": source, "id": name, "prompt": prompt, "text": text}
-        for (source, name, prompt), text in zip(prompts, texts, strict=False)
+        {"of": source, "id": name, "prompt": shown, "text": text}
+        for (source, name, shown, _), text in zip(given, texts, strict=False)
     ]
+
+
+def _written(model: Transformer, tokenizer: Tokenizer, prompt: str | list[int]) -> str:
+    """Return what the model writes after a text, or its likeliest answer in a conversation of these ids."""
+    if isinstance(prompt, str):
+        return generate(model, tokenizer, prompt, GENERATED_TOKENS, **SAMPLING)
+    return "".join(stream(model, tokenizer, prompt, ANSWER_TOKENS, stop_token_ids=(tokenizer.turn_end,)))
 
 
 def _write_tables(

@@ -74,8 +74,9 @@ class Sampler:
         repetition_penalty: float = 1.0,
         stop_token_ids: tuple[int, ...] = (),
     ) -> Sampler:
-        """Return the sampler for texts of `tokenizer`."""
-        settings = (temperature, top_p, top_k, repetition_penalty, stop_token_ids)
+        """Return the sampler for texts of `tokenizer`, which those of a chat model end as turns too."""
+        stops = tuple(dict.fromkeys((*tokenizer.ends[1:], *stop_token_ids)))
+        settings = (temperature, top_p, top_k, repetition_penalty, stops)
         return cls(len(tokenizer.tokens), tokenizer.end, *settings, tokenizer.silent)
 
     def pick(self, logits_BV: Tensor, dice: Sequence[Dice], tokens: Sequence[Sequence[int]] = ()) -> list[int]:

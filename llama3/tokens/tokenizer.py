@@ -285,6 +285,8 @@ class Tokenizer:
     """`bos_token`, `eos_token` and others that the template may write by these names."""
     pattern = "llama3"
     """Name of the split pattern."""
+    conversational = False
+    """Whether the model was trained on conversations in the built-in format; then its texts may end as turns do."""
 
     def __init__(self, base: Sequence[bytes]) -> None:
         self.base = self.tokens = tuple(base)
@@ -331,6 +333,12 @@ class Tokenizer:
         """Special token that ends a turn of the assistant. Raises ValueError for a template that fails."""
         name = turn_end(self.chat) if self.chat is not None else "<|eot_id|>"
         return self.specials.get(name or "", self.end)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Special tokens with which the model may end a text."""
+        talks = self.conversational or self.chat is not None
+        return (self.end, self.turn_end) if talks and self.turn_end != self.end else (self.end,)
 
     @cached_property
     def silent(self) -> tuple[int, ...]:
@@ -428,6 +436,7 @@ class Tokenizer:
         with suppress(OSError, UnicodeDecodeError):
             template = _contents(str(folder / TEMPLATE_FILE)).decode()
             tokenizer.template = "" if template == TEMPLATE else template
+            tokenizer.conversational = True
         return tokenizer
 
 

@@ -154,7 +154,7 @@ def write_validation_rows(recipe: Recipe, curated: Path, tokenizer: Path, work: 
     return True
 
 
-VERSION = 5
+VERSION = 6
 
 
 @task(name="evaluate", task_run_name="evaluate-{name}", cache_policy=NO_CACHE, persist_result=False)

@@ -232,6 +232,22 @@ def test_generations_show_each_domain_and_a_question(workspace: Workspace) -> No
     assert all(item["text"] and "<|" not in item["text"] for item in shown)
 
 
+def test_held_out_conversations_are_answered_first(workspace: Workspace, facts: dict[str, Any]) -> None:
+    asked = [("system", "Be brief."), ("user", "What is two?"), ("assistant", "One and one."), ("user", "So?")]
+    rows = [{"id": f"{n}", "messages": [{"role": role, "content": text} for role, text in asked]} for n in range(3)]
+    file = workspace.root / "held-out.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
+    places = (workspace.root / name for name in ("random", "tokenizer", "curated", "with-conversations"))
+    again = evaluate(workspace.recipe, *places, conversations=file, threads=1)
+    shown = json.loads((workspace.root / "with-conversations" / "generations.json").read_text())
+    assert [(item["of"], item["id"]) for item in shown[:2]] == [("conversation", "0"), ("conversation", "1")]
+    assert [item["of"] for item in shown[2:]] == ["code", "math", "eval/arithmetic"]
+    assert shown[0]["prompt"] == "What is two?"
+    assert shown[0]["text"] == shown[1]["text"]
+    assert "<|" not in shown[0]["text"]
+    assert {key: value for key, value in again.items() if key in facts} == facts
+
+
 def test_the_answer_has_the_fewest_nats_per_byte() -> None:
     """More nats in all, yet fewer per byte of the scored text, wins."""
     question = question_requests("t", [type("Q", (), {"query": "q", "choices": ("ab", "abcdefg"), "gold": 1})()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -12,6 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from herd.llama3.evaluate.generate import Sampler
+from herd.llama3.tokens.chat import special_id
+from herd.llama3.tokens.chat_template import TEMPLATE
+from herd.llama3.tokens.tokenizer import TEMPLATE_FILE, Tokenizer
 
 END = 6
 SHARES = torch.tensor([0.05, 0.5, 0.0, 0.3, 0.1, 0.0, 0.05, 0.0])
@@ -144,3 +148,16 @@ class Fixed(Random):
 
     def random(self) -> float:
         return self.number
+
+
+def test_a_text_of_a_chat_model_ends_as_its_turns_do(tmp_path: Path) -> None:
+    """transformers ends it so too: both are in the export's generation_config.json."""
+    Tokenizer([bytes([value]) for value in range(256)]).save(tmp_path)
+    logits = torch.zeros(1, 512)
+    logits[0, special_id(Tokenizer.load(tmp_path), "<|eot_id|>")] = 9.0
+    logits[0, 65] = 5.0
+    assert Sampler.for_tokenizer(Tokenizer.load(tmp_path), 0.0, 1.0).pick(logits, [Random(0)]) == [65]
+    (tmp_path / TEMPLATE_FILE).write_text(TEMPLATE)
+    told = Tokenizer.load(tmp_path)
+    assert Sampler.for_tokenizer(told, 0.0, 1.0).pick(logits, [Random(0)]) == [told.turn_end]
+    assert told.ends == (told.end, told.turn_end)
