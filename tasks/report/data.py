@@ -19,7 +19,7 @@ from herd.llama3.data.accounting import FINDINGS, KEPT, heavy_rules, scarce_doma
 from herd.llama3.data.readers.files import NO_LOSS
 from herd.llama3.evaluate.gate import Decision
 from herd.llama3.evaluate.held_out import NGRAM_BPB
-from herd.llama3.evaluate.scores import Score, read_scores
+from herd.llama3.evaluate.scores import GENERATIONS_FILE, Score, read_scores
 from herd.llama3.recipe.base import CONVERSATIONS, DOMAINS
 from herd.llama3.recipe.data_schema import Source, few_held_out
 from herd.llama3.recipe.load import to_yaml
@@ -138,6 +138,7 @@ class ReportData:
     notes: list[str]
     """On scores and weights: averages kept, tasks left out, questions that were too long."""
     samples: list[dict[str, str]]
+    """Texts of the final model: of, id, prompt, text, and `champion`, its text for the same prompt."""
     decision: Decision | None
     mlflow: dict[str, str]
     """Tags of the run's MLflow page."""
@@ -188,10 +189,23 @@ def collect_report_data(root: Root, name: str) -> ReportData:
             *_conversation_notes(artifacts.get(CONVERSATIONS)),
             *_notes({span.name: artifact for span, artifact in trained}, evaluations, page.metadata if page else None),
         ],
-        samples=json.loads(final.path_of("generations.json").read_text()) if final is not None else [],
+        samples=_samples(final, evaluations.get("champion")),
         decision=promotion.decision if promotion else None,
         mlflow={key: value for key, value in sorted(tags.items()) if value and not key.startswith("mlflow.")},
     )
+
+
+def _samples(final: Artifact | None, champion: Artifact | None) -> list[dict[str, str]]:
+    """Return what the final model wrote, and, as `champion`, what the champion writes after the same prompt."""
+
+    def written(evaluation: Artifact | None) -> list[dict[str, str]]:
+        if evaluation is None:
+            return []
+        rows: list[dict[str, str]] = json.loads(evaluation.path_of(GENERATIONS_FILE).read_text())
+        return rows
+
+    before = {(row["of"], row["id"]): row["text"] for row in written(champion)}
+    return [{**row, "champion": before.get((row["of"], row["id"]), "")} for row in written(final)]
 
 
 def _stage_row(span: StageSpan, artifact: Artifact, series: dict[str, Series], outcome: str) -> StageRow:

@@ -113,6 +113,17 @@ def test_the_first_screen_says_whether_it_is_better_where_and_why_not() -> None:
     assert "<td>mmlu <small>↑ accuracy</small></td>" in html
 
 
+def test_what_the_champion_wrote_stands_beside_it_above_the_gate() -> None:
+    sample = {"of": "conversation", "id": "1", "prompt": "What is <b>?", "text": "after", "champion": "bef<re"}
+    data = replace(measured(), samples=[sample, {**sample, "of": "code", "champion": ""}])
+    html = render_report("report.html", Root.parse("herd-data"), data, None)
+    shown = html[html.index("Before and after") : html.index('id="gate"')]
+    assert re.search("bef&lt;re.*after", shown, re.DOTALL)
+    assert shown.count("<blockquote>") == 2
+    assert "What is &lt;b&gt;?" in shown
+    assert "Before and after" not in report("report.html")
+
+
 def test_a_smoothed_curve_is_the_mean_of_the_steps_around_each() -> None:
     values = np.random.default_rng(0).standard_normal(30)
     smooth = _smooth([(100 * place, value) for place, value in enumerate(values)])
