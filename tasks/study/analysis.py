@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
@@ -131,6 +132,24 @@ def last_artifacts(store: Store, record: RunRecord, recipe: Recipe) -> tuple[Art
     """Return checkpoint and evaluation of the run's last stage. Raises ValueError if either was deleted."""
     span, stage = recipe.schedule.trained[-1], recipe.stages[-1].name
     return store.load(record.steps[span.name].artifact), store.load(record.steps[f"evaluate-{stage}"].artifact)
+
+
+def leaks(store: Store, answers: Mapping[str, RunRecord], sources: Collection[str]) -> list[str]:
+    """Return a line for each of the judged `sources` that holds examples of an evaluation set."""
+    labels = {record.steps["curate"].artifact for record in answers.values() if "curate" in record.steps}
+    dropped, read = Counter[str](), Counter[str]()
+    for label in labels:
+        with suppress(OSError, ValueError):  # it was deleted since
+            ledger = pq.read_table(store.load(label).path_of("ledger.parquet")).to_pylist()
+            for row in ledger:
+                read[row["source"]] += row["documents"]
+                dropped[row["source"]] += row["documents"] * (row["outcome"] == "contaminated")
+    return [
+        f"{source}: {dropped[source]:,} of {read[source]:,} documents held an example of an evaluation set and were "
+        "dropped; ask where it comes from before you use it"
+        for source in sources
+        if dropped[source]
+    ]
 
 
 TOKEN_PARAMETERS = (keys.collected, keys.annotated, keys.curated, keys.tokenizer, keys.tokens)

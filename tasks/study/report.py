@@ -23,7 +23,7 @@ from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.runs.records import RunRecord, Runs
 from herd.tasks.stages.backfill import STATUS
-from herd.tasks.study.analysis import analyze, other_data, outcomes, proposed_mix
+from herd.tasks.study.analysis import analyze, leaks, other_data, outcomes, proposed_mix
 from herd.tasks.study.page import FinishedRun, markdown_table, short, study_page, verdict_markdown
 from herd.tasks.study.plan import HEADERS, StudyPlan, plan_lines, plan_rows, spent
 from herd.tasks.study.records import PAGE, Studies, StudyRecord, runs_of
@@ -39,7 +39,10 @@ def conclude(studies: Studies, expanded: ExpandedStudy, record: StudyRecord, tra
     root = studies.root
     answers = runs_of(Runs(root), expanded, expanded.runs)
     results = outcomes(expanded, open_store(root), answers)
-    analysis = analyze(expanded, results, _weak_points(expanded, answers))
+    flags = _weak_points(expanded, answers)
+    if expanded.study.annealing:
+        flags += leaks(open_store(root), answers, expanded.study.annealing.new)
+    analysis = analyze(expanded, results, flags)
     record.verdict = analysis.verdict
     studies.save(record)
     runs = _finished_runs(root, expanded, answers, results)

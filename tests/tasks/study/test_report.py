@@ -1,13 +1,19 @@
-"""What the MLflow run of a study gets: the sums over its runs, and the gain of each finding."""
+"""What the MLflow run of a study gets: the sums over its runs, and the gain of each finding; what weakens a verdict."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from herd.llama3.train import metrics
-from herd.tasks.runs.records import RunRecord
+from herd.storage.artifact import ArtifactSpec, Store
+from herd.tasks.runs.records import RunRecord, StepRecord
+from herd.tasks.study.analysis import leaks
 from herd.tasks.study.report import _publish_to_mlflow
 from herd.tasks.tracking.mlflow import MetricPoint
 from tests.tasks.study_samples import finished_runs, study_record, verdict
@@ -39,3 +45,22 @@ def test_a_study_has_the_sums_of_its_runs_and_is_the_parent_of_each() -> None:
     assert len(gains) == 4
     parent = {"mlflow.parentRunId": "id of study"}
     assert (tags["run a"], tags["run b"], len(tags)) == (parent, parent, 3)
+
+
+def test_a_source_that_holds_an_evaluation_set_is_named(tmp_path: Path) -> None:
+    rows = [("clean", "kept", 30), ("leak", "contaminated", 12), ("leak", "kept", 28), ("old", "contaminated", 5)]
+    store = Store(tmp_path)
+
+    def curate() -> RunRecord:
+        with store.staging() as folder:
+            columns = dict(zip(("source", "outcome", "documents"), zip(*rows, strict=True), strict=True))
+            pq.write_table(pa.table(columns), folder / "ledger.parquet")
+            made = store.commit(ArtifactSpec("curated", "x", 1, {}, {}), folder, {}, "a test", "abc", 1.0)
+        step = StepRecord(artifact=made.label, outcome="created")
+        return RunRecord(name="a", family="tiny", recipe_digest="d", started="", code="c", steps={"curate": step})
+
+    answers = {"a": curate()}
+    (line,) = leaks(store, {**answers, "b": answers["a"]}, ["clean", "leak"])
+    assert line.startswith("leak: 12 of 40 documents held an example of an evaluation set")
+    gone = answers["a"].steps["curate"].model_copy(update={"artifact": "curated/gone-1a2b3c4d"})
+    assert leaks(store, {"a": answers["a"].model_copy(update={"steps": {"curate": gone}})}, ["leak"]) == []
