@@ -94,6 +94,14 @@ def test_rule_drops_a_bad_document_and_keeps_a_good_one(judge: Judge) -> None:
         assert explain(outcome)
 
 
+@pytest.mark.parametrize("word", ["the", "be", "to", "of", "and", "that", "have", "with"])
+def test_each_stop_word_of_gopher_counts(judge: Judge, word: str) -> None:
+    assert judge({"quality": OFF | {"min_stop_words": 1}}, [f"Cats {word} dogs", "Cats is dogs"]) == [
+        None,
+        "stop_words",
+    ]
+
+
 def test_bound_itself_passes(judge: Judge) -> None:
     assert judge({"quality": OFF | {"min_chars": 4, "max_chars": 4}}, ["four", "three", "two"]) == [
         None, "too_long", "too_short",

@@ -184,6 +184,9 @@ def test_without_champion_relative_rules_pass_and_absolute_ones_hold() -> None:
     asked = rules(bpb="no worse than 0.5%", core="better", arithmetic="at least 0.5")
     decision = decide(asked, table({"bpb": 2.9, "core": 0.1, "arithmetic": 0.4}), None)
     assert [row.passed for row in decision.rows] == [True, True, True, False]
+    assert [row.without_champion for row in decision.rows] == [False, True, True, False]
+    compared = decide(asked, table({"bpb": 2.9, "core": 0.1}), table({"bpb": 2.9, "core": 0.1}))
+    assert not any(row.without_champion for row in compared.rows)
     assert decision.rows[1].reason == "eval/bpb is 2.900; no champion yet"
     assert decision.refusals == ["eval/arithmetic 0.4000 is not at least 0.5"]
     assert not decision.accepted

@@ -82,6 +82,15 @@ def test_languages_and_documents_are_averaged_as_said(checkout: Path, found: lis
     assert len(rows) == 3 * len(found)
 
 
+def test_text_of_no_known_language_has_no_score_of_its_own(checkout: Path) -> None:
+    recipe, key = load_recipe(checkout / "recipes/quickstart.yaml"), "eval/bpb/multilingual"
+    documents = [ValidationDocument(name, "multilingual", "x", name) for name in ("de", "und", "")]
+    task = Task(key, "rolling", tuple(document_requests(key, documents)))
+    items = [Sample(key, each.id, 1.0, 1.0, 1, None, None, each.language) for each in documents]
+    scores, _ = score_table(recipe, [task], [items], {})
+    assert [name for name in scores if "bpb_language" in name] == ["eval/bpb_language/de"]
+
+
 def plainly(counted: bytes, before: bytes, byte: int) -> float:
     """Return the probability of `byte` after `before`, counted one by one."""
     probability = 1 / 256

@@ -144,3 +144,13 @@ def test_the_command_of_the_card_writes_our_text(transformers: Any, tmp_path: Pa
     text = theirs.decode(written[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert text == generate(load_model(tmp_path / "ours"), coder, "the quick", 24)
     assert len(text) > 10
+
+
+def test_a_difference_is_relative_to_the_largest_logit(tmp_path: Path) -> None:
+    """Logits of ten times the size, with a tenth of the last one, differ by nine tenths."""
+    made = herd_folder(tmp_path / "ours", shape())
+    for name, factor in (("one", 10.0), ("other", 1.0)):
+        weights = {**made.state_dict(), "output.weight": made.state_dict()["output.weight"] * factor}
+        save_model(tmp_path / name, made.config, made.vocab_size, weights.items())
+    assert logits_difference(tmp_path / "one", "herd", tmp_path / "other", "herd") == pytest.approx(9, rel=1e-5)
+    assert logits_difference(tmp_path / "other", "herd", tmp_path / "one", "herd") == pytest.approx(0.9, rel=1e-5)

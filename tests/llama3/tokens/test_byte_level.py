@@ -293,6 +293,12 @@ def test_a_gguf_gives_the_same_tokenizer(made: dict[str, Any], tmp_path: Path) -
         assert read.encode(text) == coder.encode(text)
 
 
+def test_a_gguf_says_whether_texts_have_a_begin_token(coder: Tokenizer) -> None:
+    start = coder.specials["<|im_start|>"]
+    assert from_gguf(gguf(coder, bos_token_id=start)).begin is None
+    assert from_gguf(gguf(coder, bos_token_id=start, add_bos_token=True)).begin == start
+
+
 @pytest.mark.parametrize(
     ("metadata", "fault"),
     [

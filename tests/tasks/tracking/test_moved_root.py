@@ -16,7 +16,7 @@ from herd.storage.root import Root
 from herd.tasks.runs.records import Runs
 from herd.tasks.stages.backfill import backfill_run
 from herd.tasks.tracking.mlflow import MLflowTracker
-from herd.tasks.tracking.mlflow_store import SchemaUnknown, prepare_database
+from herd.tasks.tracking.mlflow_store import VARIABLE, SchemaUnknown, prepare_database, server_uri
 from herd.tasks.tracking.moved_root import ACCESS, follow_root, former_places, moved_from
 
 
@@ -96,6 +96,12 @@ def test_a_root_that_is_moved_under_its_servers_is_refused_before_anything_is_wr
         assert texts(moved, "mlflow.db") == before
     follow_root(moved)
     assert texts(moved, "mlflow.db") != before
+
+
+@pytest.mark.parametrize(("uri", "server"), [("sqlite:////x.db", ""), ("http://h:5000/", "http://h:5000"), ("", "")])
+def test_only_a_server_has_an_address(monkeypatch: pytest.MonkeyPatch, uri: str, server: str) -> None:
+    monkeypatch.setenv(VARIABLE, uri)
+    assert server_uri() == server
 
 
 def test_a_database_of_another_mlflow_is_named_as_such(tmp_path: Path) -> None:
