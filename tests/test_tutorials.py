@@ -32,6 +32,7 @@ from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.sections import Stage
 from herd.llama3.studies.checks import check_study
 from herd.llama3.studies.expand import load_study
+from herd.storage.filesystem import PACKAGE
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster, load_cluster
 from herd.tasks.operate.preflight import check_run
@@ -200,7 +201,8 @@ def check_herd(page: Path, words: list[str]) -> None:
 
 
 def check_layout(recipe: Recipe, cluster: Cluster) -> None:
-    if "@" in (recipe.tokenizer.use or ""):  # a model of an earlier command
+    use = recipe.tokenizer.use or ""
+    if "@" in use or use.startswith(PACKAGE):  # a model of an earlier command, or of a package that the page installs
         tokenizer = TokenizerConfig(train=TrainTokenizer(vocab=4096))
         recipe = recipe.model_copy(update={"init_from": None, "tokenizer": tokenizer})
     with TemporaryDirectory() as folder:
