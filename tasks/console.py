@@ -209,8 +209,8 @@ _activity: ContextVar[Activity | None] = ContextVar("activity", default=None)
 def working(console: Console, name: str, bar: bool = True) -> Iterator[None]:
     """Show that `name` still works until the block ends, with the items that `count_items` counts.
 
-    A terminal gets a bar that disappears; otherwise a line comes after QUIET_S and then every PLAIN_INTERVAL_S, until
-    the work has a progress line. Without `bar` a terminal gets nothing.
+    A terminal gets a bar that disappears; otherwise a line comes after QUIET_S, then ever more rarely up to REPEAT_S,
+    until the work has a progress line. Without `bar` a terminal gets nothing.
     """
     activity = Activity()
     token = _activity.set(activity)
@@ -236,7 +236,7 @@ def working(console: Console, name: str, bar: bool = True) -> Iterator[None]:
             while not stop.wait(pause_s):
                 if not activity.spoken:
                     console.log(f"  {name:<17} [dim]{escape(activity.text())}[/]")
-                pause_s = PLAIN_INTERVAL_S
+                pause_s = min(2 * pause_s, REPEAT_S)
 
         context = copy_context()  # in which the log of a flow run is known
         with in_background(lambda stop: context.run(speak, stop)):

@@ -68,7 +68,7 @@ def test_a_terminal_gets_a_bar() -> None:
 
 def test_silent_work_says_that_it_lasts_and_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(consoles, "QUIET_S", 0.05)
-    monkeypatch.setattr(consoles, "PLAIN_INTERVAL_S", 0.05)
+    monkeypatch.setattr(consoles, "REPEAT_S", 0.1)
     file = io.StringIO()
     console = TerminalConsole(RichConsole(file=file, width=100, highlight=False))
 
