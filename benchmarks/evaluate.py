@@ -5,7 +5,7 @@ before the clock starts, and the imports are a row. lm-eval gets the batch size 
 questions. Samples are equal if every decision on them is (right or wrong, by each rule of the task) and the likelihoods
 agree to a ten-thousandth; where the model writes, if the texts are equal. What this gives up: generation is not timed.
 
-With a published model the rows `score` say what it gets, beside lm-eval and the figures of its card.
+The rows `score` say what the model gets, beside what lm-eval finds.
 """
 
 from __future__ import annotations
@@ -126,8 +126,14 @@ class EvaluateSession:
         start = Tokenizer.load(Path(self.models["ours"])).start
         return self._cost("peers.lm_eval_tasks", part, written, start=start, batch=batch)
 
+    def read(self) -> tuple[Samples, Samples]:
+        """Return what both sides decide by likelihoods."""
+        return self.ours().facts["samples"], self.theirs().facts["samples"]
+
     def written(self) -> tuple[Samples, Samples]:
-        """Return what both sides write."""
+        """Return what both sides write. Raises NotMeasured for random weights."""
+        if not self.settings.model:
+            raise NotMeasured("random weights want special tokens, which herd never writes; give --model")
         ours = self._cost("ours.evaluate", WRITTEN, written=True)
         return ours.facts["samples"], self._theirs(WRITTEN, WRITING_BATCH, written=True).facts["samples"]
 
@@ -185,7 +191,7 @@ def _cpu(run: EvaluateSession, name: str) -> Row:
 
 
 def _equal(run: EvaluateSession, name: str) -> Row:
-    return _alike(name, run.ours().facts["samples"], run.theirs().facts["samples"])
+    return _alike(name, *run.read())
 
 
 def _written(run: EvaluateSession, name: str) -> Row:
@@ -203,8 +209,7 @@ def _alike(name: str, ours: Samples, theirs: Samples) -> Row:
 
 def _score(run: EvaluateSession, name: str) -> Row:
     begins, rule = SCORES[name]
-    both = run.written() if rule in ("exact_match", "passed") else (run.ours(), run.theirs())
-    sides = [side if isinstance(side, Mapping) else side.facts["samples"] for side in both]
+    sides = run.written() if rule in ("exact_match", "passed") else run.read()
     tasks = [task for task in sides[0] if task.startswith(begins)]
     if not tasks:
         raise NotMeasured(f"{run.settings.data} has no file of such a task")
