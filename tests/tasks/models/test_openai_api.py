@@ -43,7 +43,9 @@ def test_the_likelihood_of_a_prompt_is_the_evaluator_s(served: Served, http: htt
     due = score_sequences(model, sequences, model.config.max_seq_len)
     for new in (0, 1):
         for prompts in ([ids for ids, _ in sequences], [each.context + each.continuation for each in questions]):
-            one_by_one = [complete(http, prompt, logprobs=1, echo=True, max_tokens=new) for prompt in prompts]
+            one_by_one = [
+                complete(http, prompt, logprobs=1, echo=True, max_tokens=new, temperature=0) for prompt in prompts
+            ]
             together = complete(http, prompts, logprobs=1, echo=True, max_tokens=new, temperature=0)
             for answers in ([body["choices"][0] for body in one_by_one], together["choices"]):
                 for choice, (ids, start), likelihood, question in zip(answers, sequences, due, questions, strict=True):
