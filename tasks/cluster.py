@@ -188,8 +188,8 @@ class Kubernetes(Nodes):
     """Settings of `launcher: kubernetes`. The root, or for a remote root the folder HERD_SCRATCH, must be on the volume
     `claim`, mounted here at the same path."""
 
-    kind: Literal["JobSet", "PyTorchJob"] = "JobSet"
-    """Controller of the cluster: JobSet (jobset.x-k8s.io) or Kubeflow's training operator."""
+    kind: Literal["JobSet", "TrainJob"] = "JobSet"
+    """A JobSet (jobset.x-k8s.io), or a TrainJob of Kubeflow Trainer v2, whose controller makes one."""
     image: str = "herd:latest"
     """Image with herd installed."""
     namespace: str = "default"
@@ -222,11 +222,20 @@ class Kubernetes(Nodes):
     secrets: list[str] = []
     """Secrets whose keys become variables of every process: AWS_SECRET_ACCESS_KEY, HF_TOKEN."""
     overlay: dict[str, Any] = {}
-    """Strategic merge patch over the manifest of `kind`, for everything else: mappings are merged, null deletes a key,
-    lists of objects with names are merged by name, `$patch: delete` deletes an object, `$patch: replace` replaces
-    one."""
+    """Strategic merge patch over the JobSet, also a TrainJob's, for everything else: mappings are merged, null deletes
+    a key, lists of objects are merged by name, `$patch: delete` deletes an object, `$patch: replace` replaces one."""
     grace_s: int = Field(default=90, ge=20)
     """Seconds between SIGTERM and SIGKILL when a pod is deleted."""
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _maintained(cls, kind: Any) -> Any:
+        if kind == "PyTorchJob":
+            raise ValueError(
+                "PyTorchJob belongs to Kubeflow's training operator v1, which Trainer v2 replaced; write TrainJob, or "
+                "JobSet"
+            )
+        return kind
 
     @field_validator("shm")
     @classmethod
@@ -247,33 +256,23 @@ class Kubernetes(Nodes):
             if value is not None:
                 raise ValueError(f"{'.'.join(path)} is set by herd, which finds its jobs by it; leave it out")
         refuse_values_of_secrets(overlay)
-        kind, spec = info.data.get("kind"), overlay.get("spec")
-        if kind is None or not isinstance(spec, dict):
+        spec = overlay.get("spec")
+        if "kind" not in info.data or not isinstance(spec, dict):
             return overlay
-        fields, parts = SPECS[kind]
-        if unknown := spec.keys() - {*fields, "$patch"}:
-            raise ValueError(f"spec.{min(unknown)} is not a field of a {kind}, whose fields are {', '.join(fields)}")
-        patched = spec.get(fields[0]) or ()
-        if isinstance(patched, list):
-            patched = [part["name"] for part in patched if isinstance(part, dict) and "name" in part]
-        if unknown := set(patched) - {*parts, "$patch"}:
-            raise ValueError(
-                f"spec.{fields[0]}: {min(unknown)!r} is not in the manifest of a {kind}; write {' or '.join(parts)}"
-            )
+        if unknown := spec.keys() - {*JOB_SET, "$patch"}:
+            raise ValueError(f"spec.{min(unknown)} is not a field of a JobSet, whose fields are {', '.join(JOB_SET)}")
+        jobs = spec.get("replicatedJobs")
+        names = {job["name"] for job in jobs if "name" in job} if isinstance(jobs, list) else set()
+        if unknown := names - {"node"}:
+            raise ValueError(f"spec.replicatedJobs: {min(unknown)!r} is not in the manifest; write node")
         return overlay
 
 
-SPECS = {
-    "JobSet": (
-        (
-            *("replicatedJobs", "network", "successPolicy", "failurePolicy", "startupPolicy", "suspend", "coordinator"),
-            *("managedBy", "ttlSecondsAfterFinished", "volumeClaimPolicies"),
-        ),
-        ("node",),
-    ),
-    "PyTorchJob": (("pytorchReplicaSpecs", "runPolicy", "elasticPolicy", "nprocPerNode"), ("Master", "Worker")),
-}
-"""Fields of the `spec` of each kind, the first with its pods, and the names of the pods' groups."""
+JOB_SET = (
+    *("replicatedJobs", "network", "successPolicy", "failurePolicy", "startupPolicy", "suspend", "coordinator"),
+    *("managedBy", "ttlSecondsAfterFinished", "volumeClaimPolicies"),
+)
+"""Fields of the `spec` of a JobSet."""
 
 
 def refuse_values_of_secrets(patch: Any) -> None:

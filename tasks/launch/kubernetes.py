@@ -1,11 +1,13 @@
-"""Start the trainer on Kubernetes: a JobSet or PyTorchJob per attempt, one pod and one agent per node.
+"""Start the trainer on Kubernetes: a JobSet or TrainJob per attempt, one pod and one agent per node.
 
 The supervisor restarts, not the controller: only it knows whether an attempt made progress and how many nodes are left.
-So both kinds fail at the first failed pod. The manifest is kept with the logs. Pods see the root on a shared volume.
+So both kinds fail at the first failed pod. Trainer makes the JobSet of a TrainJob from a TrainingRuntime, which is
+created with it. The manifest is kept with the logs. Pods see the root on a shared volume.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -36,10 +38,14 @@ from herd.tasks.launch.base import (
 )
 from herd.tasks.launch.local import Agents
 
-API = {"JobSet": "jobset.x-k8s.io/v1alpha2", "PyTorchJob": "kubeflow.org/v1"}
-ENDED = {"Completed": 0, "Succeeded": 0, "Failed": 1}
-"""Types of condition that end a JobSet or a PyTorchJob, and the status they mean."""
+API = {"JobSet": "jobset.x-k8s.io/v1alpha2", "TrainJob": "trainer.kubeflow.org/v1alpha1"}
+CREATED = {"JobSet": ["JobSet"], "TrainJob": ["TrainingRuntime", "TrainJob"]}
+"""Kind -> the objects of an attempt, in the order in which they are created."""
+ENDED = {"Completed": 0, "Complete": 0, "Failed": 1}
+"""Types of condition that end a JobSet (Completed) or a TrainJob (Complete), and the status they mean."""
 PORT = 29500
+CACHED_S = 60.0
+"""How long the webhooks of a TrainJob may deny that its runtime, created before, exists."""
 LONGEST_NAME = 36
 """Pods append their own endings, and a host name has at most 63 characters."""
 MERGE_KEYS = {
@@ -66,11 +72,8 @@ class KubernetesLauncher:
         """Return how many processes the ready nodes could run, including nodes in use."""
         settings, processes = self.cluster.kubernetes, self.cluster.processes
         below = Path(settings.mount)  # the paths do not matter, only what the pods ask for, with the overlay
-        spec = manifest(self.cluster, self.name, below / "job.json", processes, below / "logs")["spec"]
-        if settings.kind == "JobSet":
-            pod = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-        else:
-            pod = spec["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+        spec = job_set(self.cluster, self.name, below / "job.json", processes, below / "logs")["spec"]
+        pod = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
         listed, excluded = json.loads(get("nodes")), self.excluded()
         listed["items"] = [node for node in listed["items"] if node["metadata"]["name"] not in excluded]
         per_node = min(settings.processes_per_node, processes)
@@ -91,15 +94,16 @@ class KubernetesLauncher:
     def start(self, job: Path, processes: int, logs: Path) -> KubernetesLaunch:
         """Create the job of an attempt, in place of one that has ended. Raises SchedulerRefused."""
         logs.mkdir(parents=True, exist_ok=True)
-        text = manifest_text(self.cluster, self.name, job, processes, logs, sorted(self.excluded()))
+        objects = manifests(self.cluster, self.name, job, processes, logs, sorted(self.excluded()))
         keep_job(job, logs)
-        write_atomic(logs / "job.yaml", text)
+        write_atomic(logs / "job.yaml", yaml_of(objects))
         launch = KubernetesLaunch(self.cluster, self.name)
         earlier = launch.read()
         if earlier is not None and ended(earlier) is not None:
             launch.stop()
         try:
-            kubectl("create", f"--namespace={self.cluster.kubernetes.namespace}", "--filename=-", stdin=text)
+            for resource in objects:
+                create(resource)
         except Exception:  # for example, another process created a job of this name: do not delete it
             raise
         except BaseException:
@@ -118,7 +122,7 @@ def running_job(logs: Path) -> KubernetesLaunch | None:
     manifest = logs / "job.yaml"
     if not manifest.exists() or not shutil.which("kubectl"):
         return None
-    job = yaml.safe_load(manifest.read_text())
+    *_, job = yaml.safe_load_all(manifest.read_text())
     settings = {"kind": job["kind"], "namespace": job["metadata"]["namespace"]}
     launch = KubernetesLaunch(Cluster.model_validate({"kubernetes": settings}), job["metadata"]["name"])
     resource = launch.read()  # of an earlier attempt, if that has the same name
@@ -164,6 +168,8 @@ class KubernetesLaunch:
     def stop(self) -> None:
         """Delete the job and wait until its pods are gone: they get SIGTERM, save and exit within the grace."""
         kubectl("delete", *self.kubectl_args, "--ignore-not-found", "--cascade=foreground", "--wait=true")
+        if self.settings.kind == "TrainJob":
+            kubectl("delete", self.kubectl_args[0], "trainingruntime", f"--selector=herd/job={self.name}")
 
     def _outcome(self, status: int, message: str) -> AttemptResult:
         outcomes = read_outcomes(self.logs)
@@ -174,11 +180,12 @@ class KubernetesLaunch:
 
 
 def scheduler_faults(cluster: Cluster) -> list[Fault]:
-    """Return what Kubernetes lacks: an answer, the kind of job and the right to create it, namespace, claim, queue."""
+    """Return what Kubernetes lacks: an answer, the kinds and the right to create them, namespace, claim, queue."""
     settings = cluster.kubernetes
-    kind, namespace = f"{settings.kind.lower()}s.{API[settings.kind].partition('/')[0]}", settings.namespace
+    namespace, group = settings.namespace, API[settings.kind].partition("/")[0]
+    kinds = [f"{kind.lower()}s.{group}" for kind in CREATED[settings.kind]]
     asked = {
-        "kind": ["auth", "can-i", "create", kind, f"--namespace={namespace}"],
+        **{kind: ["auth", "can-i", "create", kind, f"--namespace={namespace}"] for kind in kinds},
         "namespace": ["get", "namespace", namespace],
         "claim": ["get", "persistentvolumeclaim", settings.claim, f"--namespace={namespace}"],
     }
@@ -186,15 +193,17 @@ def scheduler_faults(cluster: Cluster) -> list[Fault]:
         asked["queue"] = ["get", "localqueue", settings.queue, f"--namespace={namespace}"]
     commands = [["kubectl", *words, "--request-timeout=5s"] for words in asked.values()]
     answers = dict(zip(asked, parallel_map(lambda words: answer_of(*words), commands), strict=True))
-    _, allowed, message = answers.pop("kind")
-    if "doesn't have a resource type" in message:
-        return [(f"the cluster does not know {kind}", f"install the controller of {settings.kind}")]
-    if allowed.strip() not in ("yes", "no"):
-        return [(f"kubectl auth can-i: {message or 'no answer'}", "check the context (kubectl config current-context)")]
     faults: list[Fault] = []
-    if allowed.strip() == "no":
-        what = f"you may not create {kind} in the namespace {namespace}"
-        faults.append((what, "ask for the right, or correct kubernetes.namespace"))
+    for kind in kinds:
+        _, allowed, message = answers.pop(kind)
+        if "doesn't have a resource type" in message:
+            return [(f"the cluster does not know {kind}", f"install the controller of {settings.kind}")]
+        if allowed.strip() not in ("yes", "no"):
+            context = "check the context (kubectl config current-context)"
+            return [(f"kubectl auth can-i: {message or 'no answer'}", context)]
+        if allowed.strip() == "no":
+            what = f"you may not create {kind} in the namespace {namespace}"
+            faults.append((what, "ask for the right, or correct kubernetes.namespace"))
     for field, (status, _, message) in answers.items():
         if status and "NotFound" in message:  # a right to look at it may be missing too
             value = getattr(settings, field)
@@ -204,20 +213,42 @@ def scheduler_faults(cluster: Cluster) -> list[Fault]:
     return faults
 
 
-def manifest_text(
+def yaml_of(objects: Sequence[Manifest]) -> str:
+    """Return Kubernetes objects as YAML, a document for each."""
+    return yaml.safe_dump_all(json.loads(json.dumps(objects)), sort_keys=False)  # without aliases for parts used twice
+
+
+def manifests(
     cluster: Cluster, name: str, job: Path, processes: int, logs: Path, excluded: Sequence[str] = ()
-) -> str:
-    """Return the manifest of one attempt as YAML. Raises ValueError as `manifest` does."""
-    text = json.dumps(manifest(cluster, name, job, processes, logs, excluded))
-    return yaml.safe_dump(json.loads(text), sort_keys=False)  # through JSON, or parts used twice become YAML aliases
+) -> list[Manifest]:
+    """Return the Kubernetes objects of one attempt, which does not use the `excluded` nodes; the last is the job.
+
+    Raises ValueError as `job_set` does.
+    """
+    made, settings = job_set(cluster, name, job, processes, logs, excluded), cluster.kubernetes
+    if settings.kind == "JobSet":
+        return [made]
+    api, per_node = API["TrainJob"], min(settings.processes_per_node, processes)
+    spec = {"mlPolicy": {"torch": {}}, "template": {"spec": made["spec"]}}
+    # Another name for each attempt: of the last one's, the controller's cache may still have the old content
+    named = {"name": f"{name}-{hashlib.sha256(json.dumps(spec).encode()).hexdigest()[:8]}"}
+    metadata = {**named, "namespace": settings.namespace, "labels": {"herd/job": name}}
+    train = {
+        "runtimeRef": {"apiGroup": api.partition("/")[0], "kind": "TrainingRuntime", **named},
+        "trainer": {"numNodes": settings.nodes(processes), "numProcPerNode": per_node},
+    }
+    return [
+        {"apiVersion": api, "kind": "TrainingRuntime", "metadata": metadata, "spec": spec},
+        {"apiVersion": api, "kind": "TrainJob", "metadata": made["metadata"], "spec": train},
+    ]
 
 
-def manifest(
+def job_set(
     cluster: Cluster, name: str, job: Path, processes: int, logs: Path, excluded: Sequence[str] = ()
 ) -> Manifest:
-    """Return the Kubernetes object of one attempt, which does not use the `excluded` nodes.
+    """Return the JobSet of one attempt, with the overlay; for a TrainJob the one that its controller makes.
 
-    Raises ValueError if its files are not on the shared volume.
+    Raises ValueError if its files are not on the shared volume, or the overlay breaks it.
     """
     settings = cluster.kubernetes
     for path in (job, logs):
@@ -230,42 +261,37 @@ def manifest(
     labels = {"herd/job": name, **({"kueue.x-k8s.io/queue-name": settings.queue} if settings.queue else {})}
     logs_at = {"herd/logs": str(logs)}
     metadata = {"name": name, "namespace": settings.namespace, "labels": labels, "annotations": logs_at}
-    agent, files = agent_command(processes, per_node), agent_variables(settings.python or "python", job, logs)
-    topology = {"kueue.x-k8s.io/podset-preferred-topology": settings.topology} if settings.topology else {}
+    agent = agent_command(processes, per_node)
+    files = agent_variables(settings.python or "python", job, logs)
+    template: Manifest = {}
     if settings.kind == "JobSet":
         # JobSet names a pod <set>-<job>-<number of job>-<number of pod> and gives it a host name in the set's domain
         agent += f' --node "$JOB_COMPLETION_INDEX" --address {name}-node-0-0.{name} --port {PORT}'
-        pods: Manifest = {
-            "parallelism": nodes,
-            "completions": nodes,
-            "completionMode": "Indexed",
-            "backoffLimit": 0,
-            "template": _pod(cluster, name, per_node, agent, files, excluded),
-        }
-        if topology:
-            pods["template"]["metadata"]["annotations"] = topology
-        spec = {
-            "failurePolicy": {"maxRestarts": 0},
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": pods}}],
-        }
     else:
-        # the operator's RANK and MASTER_ADDR count pods; the agent numbers the ranks itself
-        agent += ' --node "$RANK" --address "$MASTER_ADDR" --port "$MASTER_PORT"'
-        pod = _pod(cluster, name, per_node, agent, files, excluded)
-        pod["spec"]["containers"][0]["name"] = "pytorch"  # the operator finds its container by this name
-        pod["spec"]["containers"][0]["ports"] = [{"name": "pytorchjob-port", "containerPort": PORT, "protocol": "TCP"}]
-        pod["spec"].pop("restartPolicy")
-        if topology:
-            pod["metadata"]["annotations"] = topology
-        replicas = {"Master": {"replicas": 1, "restartPolicy": "Never", "template": pod}}
-        if nodes > 1:
-            replicas["Worker"] = {"replicas": nodes - 1, "restartPolicy": "Never", "template": pod}
-        spec = {"runPolicy": {"backoffLimit": 0, "cleanPodPolicy": "All"}, "pytorchReplicaSpecs": replicas}
-    rendered = {"apiVersion": API[settings.kind], "kind": settings.kind, "metadata": metadata, "spec": spec}
-    merged = strategic_merge(rendered, settings.overlay, "cluster.kubernetes.overlay")
-    if settings.kind == "PyTorchJob" and nodes == 1:
-        merged["spec"]["pytorchReplicaSpecs"].pop("Worker", None)  # the overlay patches workers, and there are none
+        # Trainer's policy `torch` sets these variables in the container `node` of the job with this label
+        agent += ' --node "$PET_NODE_RANK" --address "$PET_MASTER_ADDR" --port "$PET_MASTER_PORT"'
+        template["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
+    template["spec"] = {
+        "parallelism": nodes,
+        "completions": nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "template": _pod(cluster, name, per_node, agent, files, excluded),
+    }
+    spec = {
+        "failurePolicy": {"maxRestarts": 0},
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "replicatedJobs": [{"name": "node", "replicas": 1, "template": template}],
+    }
+    rendered = {"apiVersion": API["JobSet"], "kind": "JobSet", "metadata": metadata, "spec": spec}
+    at = "cluster.kubernetes.overlay"
+    merged = strategic_merge(rendered, settings.overlay, at)
+    for container in merged["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]:
+        if "image" not in container:
+            raise ValueError(
+                f"{at}: the container {container['name']} has no image; give it one, or write node, the name of the "
+                "trainer's container"
+            )
     return merged
 
 
@@ -279,7 +305,7 @@ def _pod(
         resources[settings.gpu] = per_node
     resources |= settings.rdma
     container: Manifest = {
-        "name": "trainer",
+        "name": "node",
         "image": settings.image,
         "command": ["bash", "-c", agent],
         "env": [
@@ -313,7 +339,10 @@ def _pod(
         fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in excluded]
         terms = {"nodeSelectorTerms": [{"matchFields": fields}]}
         spec["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
-    return {"metadata": {"labels": {"herd/job": name}}, "spec": spec}
+    metadata: Manifest = {"labels": {"herd/job": name}}
+    if settings.topology:
+        metadata["annotations"] = {"kueue.x-k8s.io/podset-preferred-topology": settings.topology}
+    return {"metadata": metadata, "spec": spec}
 
 
 def strategic_merge(resource: Manifest, patch: Manifest, path: str) -> Manifest:
@@ -361,7 +390,7 @@ def job_name(name: str) -> str:
 
 
 def ended(resource: Manifest) -> tuple[int, str] | None:
-    """Return status and message if a JobSet or PyTorchJob, as `kubectl get -o json` prints it, has ended."""
+    """Return status and message if a JobSet or TrainJob, as `kubectl get -o json` prints it, has ended."""
     for condition in resource.get("status", {}).get("conditions", []):
         if condition["type"] in ENDED and condition["status"] == "True":
             message = f"{condition['type']}: {condition.get('reason', '')} {condition.get('message', '')}"
@@ -401,6 +430,22 @@ def _tolerated(taint: Manifest, tolerations: list[Manifest]) -> bool:
 def get(*arguments: str) -> str:
     """Return the JSON of `kubectl get`. Raises SchedulerRefused without an answer for LOST_S."""
     return query("kubectl", "get", *arguments, "--output=json", "--request-timeout=30s")
+
+
+def create(resource: Manifest) -> None:
+    """Create a Kubernetes object. Raises SchedulerRefused with kubectl's error message."""
+    deadline, namespace = time.monotonic() + CACHED_S, resource["metadata"]["namespace"]
+    while True:
+        try:
+            kubectl("create", f"--namespace={namespace}", "--filename=-", stdin=yaml_of([resource]))
+        except SchedulerRefused as refused:
+            # The webhooks of Trainer and Kueue look for the runtime in a cache, which may not have it yet
+            unseen = re.search(r"(?is)denied the request.*runtime.*not found", str(refused))
+            if not unseen or time.monotonic() > deadline:
+                raise
+            time.sleep(1.0)
+        else:
+            return
 
 
 def kubectl(*arguments: str, stdin: str | None = None) -> str:
