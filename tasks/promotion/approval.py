@@ -27,7 +27,7 @@ from herd.tasks.promotion.log import (
     current_label,
     gate_decisions,
 )
-from herd.tasks.promotion.registry import apply
+from herd.tasks.promotion.registry import apply, gate_table
 from herd.tasks.runs.records import PENDING_APPROVAL, Runs, now
 from herd.tasks.tracking.events import emit, resource_id
 from herd.tasks.tracking.mlflow import MLflowTracker
@@ -103,9 +103,7 @@ def question(promotion: Promotion) -> str:
         "",
         f"model `{promotion.artifact}`, {promotion.alias} so far: {champion}",
         "",
-        "| metric | rule | result |",
-        "|---|---|---|",
-        *(f"| {row.metric} | {row.rule} | {row.reason.replace('|', '/')} |" for row in rules),
+        gate_table(rules),
     ])  # fmt: skip
 
 

@@ -31,7 +31,9 @@ REJECTED: Literal["rejected"] = "rejected"
 ROLLED_BACK: Literal["rolled back"] = "rolled back"
 IMPORTED: Literal["imported"] = "imported"
 """Weights that training started from: the first champion of a family, without a gate."""
-Kind = Literal["promoted", "rejected", "pending_approval", "rolled back", "imported"]
+MOVED: Literal["moved in MLflow"] = "moved in MLflow"
+"""A person moved or deleted the alias in MLflow, where it stays until the next decision; it gives nothing."""
+Kind = Literal["promoted", "rejected", "pending_approval", "rolled back", "imported", "moved in MLflow"]
 GIVEN = (PROMOTED, ROLLED_BACK, IMPORTED)
 """Kinds that give the alias to the model."""
 CANDIDATE, CHAMPION, PREVIOUS = "candidate", "champion", "previous"
@@ -71,13 +73,13 @@ class Promotion(BaseModel):
     against: int = 0
     """Number of the newest record when this was decided."""
     gate: Decision | None = None
-    """The gate's own decision; None in a rollback and an import, which have no gate."""
+    """The gate's own decision; None in a record without a gate, such as a rollback."""
     evidence: Evidence | None = None
     """Inputs of the gate: `evidence.decide()` is `gate`."""
     asked: bool = False
     """Whether the recipe wants a person's approval of what passes the gate."""
     override: str = ""
-    """Why a person promoted what the gate refused."""
+    """Why a person promoted what the gate rejected."""
     by: str = ""
     """Who decided, or started the judgement; empty: the run itself."""
     comment: str = ""
@@ -102,17 +104,8 @@ class Promotion(BaseModel):
         elif self.kind == PENDING_APPROVAL:
             reason = "waits for approval by a person"
         else:
-            reason = f"{'approved' if passed else 'refused'}{by}{f': {self.comment}' if self.comment else ''}"
+            reason = f"{'approved' if passed else 'rejected'}{by}{f': {self.comment}' if self.comment else ''}"
         return [GateRow(metric=metric, rule=rule, passed=passed, reason=reason)]
-
-    @property
-    def tags(self) -> dict[str, str]:
-        """The decision as tags of the registered version."""
-        rows = {
-            f"gate.{row.metric}".replace("/", "."): row.reason if row.checked else f"{row.verdict}: {row.reason}"
-            for row in self.decision.rows
-        }
-        return {"verdict": self.kind, **rows}
 
     @property
     def why(self) -> str:
@@ -177,43 +170,59 @@ def current_aliases(log: Log) -> dict[str, str]:
 
 
 def gate_decisions(log: Log, run: str = "", artifact: str = "") -> list[Promotion]:
-    """Return the judgements on models (on those of `run`, on `artifact`): every record but rollbacks and imports."""
+    """Return the judgements on models (on those of `run`, on `artifact`): every record with a gate."""
     return [
         record
         for record in log
-        if record.kind not in (ROLLED_BACK, IMPORTED) and run in ("", record.run) and artifact in ("", record.artifact)
+        if record.kind not in (ROLLED_BACK, IMPORTED, MOVED)
+        and run in ("", record.run)
+        and artifact in ("", record.artifact)
     ]
 
 
-def version_tags(log: Log, label: str) -> dict[str, str]:
-    """Return the tags of the registered version of the model `label`: the evidence that promoted it.
+def decisive_record(log: Log, label: str) -> Promotion | None:
+    """Return the last record that promoted the model `label`; where none did, its last judgement, or its import."""
+    imports = [record for record in log if (record.kind, record.artifact) == (IMPORTED, label)]
+    records = _promoted(log, label) or gate_decisions(log, artifact=label) or imports
+    return records[-1] if records else None
 
-    Of a model that was never promoted, the newest judgement. A judgement after the promotion gets its own tag.
-    """
-    decisions, promoted = gate_decisions(log, artifact=label), _promoted(log, label)
-    tags = dict((promoted or decisions)[-1].tags) if decisions else {}
-    if promoted and decisions[-1] is not promoted[-1]:
-        last = decisions[-1]
-        against = "itself" if last.champion == label else last.champion or "no champion"
-        tags["judged_again"] = f"{last.kind} for {last.run} at {last.time}, against {against}; log number {last.n}"
-    if moved := [
-        record for record in log if record.kind == ROLLED_BACK and label in (record.artifact, record.champion)
-    ]:
-        last = moved[-1]
-        comment = f": {last.comment}" if last.comment else ""
-        tags["rollback"] = f"{last.alias} from {last.champion} to {last.artifact} by {last.by} at {last.time}{comment}"
-    return tags
+
+def version_tags(log: Log, label: str) -> dict[str, str]:
+    """Return the tags of the registered version of the model `label`: `verdict`, `tokens` and `bpb`."""
+    record = decisive_record(log, label)
+    if record is None:
+        return {}
+    return {"verdict": record.kind, "tokens": tokens(record.position), **_bits(record)}
 
 
 def version_description(log: Log, label: str) -> str:
     """Return in a line what decided on the model `label`: `promoted: run tiny-1, 98.3K tokens, eval/bpb 4.127`."""
-    decisions = _promoted(log, label) or gate_decisions(log, artifact=label)
-    if not decisions:
-        return next((f"imported: {record.comment}" for record in log if record.artifact == label), "")
-    last = decisions[-1]
-    score = last.evidence.candidate.get("eval/bpb") if last.evidence else None
-    bits = f", eval/bpb {score.value:.4g}" if score else ""
-    return f"{last.kind}: run {last.run}, {tokens(last.position)} tokens{bits}"
+    record = decisive_record(log, label)
+    if record is None or record.kind == IMPORTED:
+        return "" if record is None else f"imported: {record.comment}"
+    bits = "".join(f", eval/{name} {value}" for name, value in _bits(record).items())
+    return f"{record.kind}: run {record.run}, {tokens(record.position)} tokens{bits}"
+
+
+def version_history(log: Log, label: str) -> list[str]:
+    """Return a line on the last judgement on the model `label` after its promotion, and one on the last rollback."""
+    lines, decisions, promoted = [], gate_decisions(log, artifact=label), _promoted(log, label)
+    if promoted and decisions[-1] is not promoted[-1]:
+        last = decisions[-1]
+        against = "itself" if last.champion == label else last.champion or "no champion"
+        lines.append(f"Judged again: {last.kind} for {last.run} at {last.time}, against {against}; log number {last.n}")
+    if moves := [each for each in log if each.kind == ROLLED_BACK and label in (each.artifact, each.champion)]:
+        last = moves[-1]
+        comment = f": {last.comment}" if last.comment else ""
+        lines.append(
+            f"Rolled back: {last.alias} from {last.champion} to {last.artifact} by {last.by} at {last.time}{comment}"
+        )
+    return lines
+
+
+def _bits(record: Promotion) -> dict[str, str]:
+    score = record.evidence.candidate.get("eval/bpb") if record.evidence else None
+    return {"bpb": f"{score.value:.4g}"} if score else {}
 
 
 def _promoted(log: Log, label: str) -> list[Promotion]:
@@ -230,6 +239,7 @@ def decided(record: Promotion, shown: bool) -> str:
         PENDING_APPROVAL: f"{record.run}: pending approval",
         ROLLED_BACK: f"{record.family}@{record.alias}: rolled back from {record.champion} to {record.artifact}",
         IMPORTED: f"{record.run}: imported, {record.artifact} is the {record.alias}",
+        MOVED: f"{record.family}@{record.alias}: {record.comment} in MLflow by {record.by}",
     }[record.kind]
     return text if shown else f"{text}; MLflow does not show it yet: the flow reconcile sends it when it answers"
 

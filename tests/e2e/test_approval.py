@@ -106,7 +106,7 @@ def test_a_deployed_run_is_suspended_until_somebody_answers_its_form(herd: Herd,
     assert (ended.state, ended.verdict, newest(herd)) == ("finished", "promoted", run)  # no second run was begun
     version = Registry(MLflowTracker(Root.parse(herd.root), "tiny")).version_with_alias("champion")
     assert version is not None
-    assert "approved by Ada" in version.tags["gate.approval.person"]
+    assert "approved by Ada" in version.description
 
 
 def test_without_a_terminal_the_run_ends_with_a_challenger_and_herd_approve_decides(herd: Herd) -> None:
@@ -134,7 +134,7 @@ def test_an_approval_that_rests_on_a_comparison_with_a_former_champion_is_refuse
     run = newest(herd)
     waiting = decision(herd, run)
     if waiting.kind != PENDING_APPROVAL:
-        pytest.fail(f"the gate refused it: {waiting.decision.refusals}")
+        pytest.fail(f"the gate rejected it: {waiting.decision.refusals}")
     log = PromotionLog(Root.parse(herd.root), "tiny")
     other = next(one for one in log.records if one.artifact not in (waiting.artifact, waiting.champion))
     log.append(other.model_copy(update={"kind": PROMOTED, "id": "another promoter"}), log.head)

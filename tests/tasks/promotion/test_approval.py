@@ -13,6 +13,7 @@ from herd.storage.root import Root
 from herd.tasks.operate.recovery import show_aliases
 from herd.tasks.promotion.approval import Approval, append_answer, decide, question
 from herd.tasks.promotion.log import CHALLENGER, PROMOTED, REJECTED, Promotion, PromotionLog, read_log
+from herd.tasks.promotion.registry import Registry
 from herd.tasks.runs.records import OPEN, PENDING_APPROVAL, Runs
 from herd.tasks.stages.promote import decided_before
 from herd.tasks.tracking.mlflow import MLflowTracker
@@ -35,7 +36,7 @@ def waiting(root: Root) -> Promotion:
     return add(root, 1, PENDING_APPROVAL, artifact=champion.artifact, asked=True)
 
 
-def test_an_approval_and_a_refusal_are_recorded_and_shown(root: Root) -> None:
+def test_an_approval_and_a_rejection_are_recorded_and_shown(root: Root) -> None:
     first = waiting(root)
     show_aliases(root, FAMILY)
     assert models(MLflowTracker(root, FAMILY))["aliases"][CHALLENGER] == first.artifact
@@ -45,7 +46,9 @@ def test_an_approval_and_a_refusal_are_recorded_and_shown(root: Root) -> None:
     assert Runs(root).find("tiny-1").verdict == "promoted"
     found = models(MLflowTracker(root, FAMILY))
     assert CHALLENGER not in found["aliases"]
-    assert "approved by Ada" in found["versions"][first.artifact]["gate.approval.person"]
+    assert found["versions"][first.artifact]["verdict"] == "promoted"
+    (version,) = Registry(MLflowTracker(root, FAMILY)).versions().values()
+    assert "| approval/person | a person approves | approved by Ada at" in version.description
     waiting(root)
     made, _ = decide(root, "tiny-1", False, "Ada")
     assert (made.kind, Runs(root).find("tiny-1").verdict) == (REJECTED, "rejected")

@@ -26,8 +26,10 @@ from herd.tasks.promotion.log import (
     alias_history,
     current_aliases,
     current_label,
+    decisive_record,
     gate_decisions,
     version_description,
+    version_history,
     version_tags,
 )
 from herd.tasks.runs.records import PENDING_APPROVAL
@@ -81,6 +83,7 @@ def test_imported_weights_are_a_champion_that_nobody_judged() -> None:
     assert imported.decision.accepted
     assert imported.decision.rows == ()
     assert version_description([imported], imported.artifact) == "imported: training started from public.gguf"
+    assert version_tags([imported], imported.artifact) == {"verdict": "imported", "tokens": "100"}
     log = [imported, judged_record(2, PROMOTED, [imported], n=2)]
     assert held(log) == {CHAMPION: 2, PREVIOUS: 1, CANDIDATE: 2}
     assert held([*log, judged_record(1, ROLLED_BACK)]) == {CHAMPION: 1, CANDIDATE: 2}
@@ -125,10 +128,10 @@ def test_the_gates_decision_is_kept_beside_the_persons_and_replayed_from_its_evi
         assert read.evidence is not None
         assert read.evidence.decide() == read.gate
     refused = waiting.decided(False, "Ada", "not yet", "noon", 1)
-    assert refused.decision.refusals == ["refused by Ada at noon: not yet"]
+    assert refused.decision.refusals == ["rejected by Ada at noon: not yet"]
     approved = waiting.decided(True, "Ada", "", "noon", 1)
     assert approved.decision.accepted
-    assert approved.tags["gate.approval.person"] == "approved by Ada at noon"
+    assert [row.reason for row in approved.decision.rows if row.metric == APPROVAL] == ["approved by Ada at noon"]
     assert not [row for row in judged_record(1).decision.rows if row.metric == APPROVAL]
 
 
@@ -142,37 +145,39 @@ def test_an_override_is_a_row_of_its_own() -> None:
 def test_a_later_judgement_leaves_the_evidence_that_promoted_a_version() -> None:
     """A rerun that reuses the champion has it judged against itself; a later champion has it refused."""
     log = [judged_record(1)]
-    promoted, said = version_tags(log, log[0].artifact), version_description(log, log[0].artifact)
-    assert said == "promoted: run tiny-1, 100 tokens, eval/bpb 2.5"
+    label = log[0].artifact
+    promoted, said = version_tags(log, label), version_description(log, label)
+    assert promoted == {"verdict": "promoted", "tokens": "100", "bpb": "2.5"}
+    assert (said, version_history(log, label)) == ("promoted: run tiny-1, 100 tokens, eval/bpb 2.5", [])
     check = Check(metric="integrity/files", passed=True, reason="as committed, again")
     other = Evidence(rules={}, candidate={}, checks=(check,))
     again = judged_record(1, log=log, run="tiny-2", gate=other.decide(), evidence=other)
     log.append(again.model_copy(update={"n": 2}))
-    told = version_tags(log, log[0].artifact)
-    assert told.pop("judged_again").startswith("promoted for tiny-2 at 2026-11-22T10:00:00+00:00, against itself")
-    assert told == promoted
+    assert version_history(log, label) == [
+        "Judged again: promoted for tiny-2 at 2026-11-22T10:00:00+00:00, against itself; log number 2"
+    ]
+    assert version_tags(log, label) == promoted
     log.append(judged_record(2, log=log))
     log.append(judged_record(1, REJECTED, log, run="tiny-3"))
-    told = version_tags(log, log[0].artifact)
-    assert told.pop("judged_again").startswith("rejected for tiny-3 ")
-    assert told == promoted
-    assert version_description(log, log[0].artifact) == said
+    assert version_history(log, label)[0].startswith("Judged again: rejected for tiny-3 ")
+    assert (version_tags(log, label), version_description(log, label)) == (promoted, said)
+    assert decisive_record(log, label) is log[0]
     log.append(judged_record(1, log=log, run="tiny-4", gate=other.decide(), evidence=other))
-    told = version_tags(log, log[0].artifact)
-    assert "judged_again" not in told
-    assert told["gate.integrity.files"] == "as committed, again", "it won against another champion"
+    assert version_history(log, label) == []
+    assert decisive_record(log, label) is log[-1], "it won against another champion"
 
 
 def test_versions_say_what_became_of_them() -> None:
     log = log_of((1, PROMOTED), (2, PROMOTED))
     back = judged_record(1, ROLLED_BACK, log, by="Ada", comment="it loops", time="noon")
-    first, second = (version_tags([*log, back], record.artifact) for record in log)
-    assert first["verdict"] == second["verdict"] == "promoted"
-    assert first["rollback"] == second["rollback"]
-    assert first["rollback"].endswith("by Ada at noon: it loops")
-    assert "rollback" not in version_tags(log, log[0].artifact)
+    assert {version_tags([*log, back], record.artifact)["verdict"] for record in log} == {"promoted"}
+    (first,), (second,) = (version_history([*log, back], record.artifact) for record in log)
+    assert first == second
+    assert first.startswith("Rolled back: champion from ")
+    assert first.endswith("by Ada at noon: it loops")
+    assert version_history(log, log[0].artifact) == []
     forward = judged_record(2, ROLLED_BACK, [*log, back], by="Bob", time="night")
-    assert version_tags([*log, back, forward], log[0].artifact)["rollback"].endswith("by Bob at night")
+    assert version_history([*log, back, forward], log[0].artifact)[0].endswith("by Bob at night")
 
 
 def test_a_record_with_unknown_fields_is_refused() -> None:

@@ -24,8 +24,8 @@ from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole
 from herd.tasks.models.card import describe_model
 from herd.tasks.operate.gc import TRASH, GcItem, GcPlan, delete_rows, plan_gc, plan_rows
-from herd.tasks.promotion.log import PromotionLog, version_description
-from herd.tasks.promotion.registry import Registry
+from herd.tasks.promotion.log import REJECTED, PromotionLog, version_description
+from herd.tasks.promotion.registry import RULE, Registry
 from herd.tasks.runs.records import RunRecord, Runs, StepRecord
 from herd.tasks.stages import backfill
 from herd.tasks.stages.backfill import Sender, backfill_run, catch_up, watch_outages
@@ -33,6 +33,7 @@ from herd.tasks.stages.follow import JournalTailer
 from herd.tasks.tracking.mlflow import CircuitBreaker, MetricPoint, MLflowTracker
 from herd.tasks.tracking.steps import Thinning
 from tests.tasks.mlflow_server import empty_database, use
+from tests.tasks.promotion_samples import add
 from tests.tasks.tracked_run import TrackedRun, models, records, seen, two_runs
 
 DAY = 86400.0
@@ -44,21 +45,28 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
     return two_runs(tmp_path_factory.mktemp("root"))
 
 
-def test_a_version_has_a_line_with_the_report_and_its_card_also_after_another_judgement(root: Root) -> None:
+def test_a_version_has_decision_report_and_card_also_after_another_judgement(root: Root, tmp_path: Path) -> None:
+    root = Root.parse(shutil.copytree(root.local, tmp_path / "root"))
     tracker, log = MLflowTracker(root, "tiny"), PromotionLog(root, "tiny")
     label, registry = log.records[0].artifact, Registry(tracker)
     describe_model(root, Runs(root).find("tiny-1"), tracker)
     version = registry.versions()[label]
-    line, address = re.fullmatch(r"(.*) · \[report\]\((.*)\)", version.description).groups()  # type: ignore[union-attr]
+    decision, _, card = version.description.partition(RULE)
+    line, address = re.fullmatch(r"(.*) · \[report\]\((.*)\)", decision.partition("\n")[0]).groups()  # type: ignore[union-attr]
     assert line == version_description(log.records, label)
+    assert "| eval/bpb | better | better |" in decision
     experiment, run = re.fullmatch("#/experiments/(.*)/runs/(.*)/artifactPath/report.html", address).groups()  # type: ignore[union-attr]
     assert tracker.client.get_run(run).info.run_name == "tiny-1"
     assert tracker.client.get_run(run).info.experiment_id == experiment
     card = "Free.\n\n## Model\n\nsmall\n\n## Data" + " long" * 1200
     registry.describe(log.records, label, address, card)
-    assert registry.versions()[label].description == f"{line} · [report]({address})\n\nFree.\n\n## Model\n\nsmall"
-    registry.publish(log)
-    assert registry.versions()[label].description.endswith("## Model\n\nsmall"), "the card stays"
+    assert registry.versions()[label].description == f"{decision}{RULE}Free.\n\n## Model\n\nsmall"
+    add(root, 1, REJECTED, artifact=label)
+    registry.publish(PromotionLog(root, "tiny"))
+    after = registry.versions()[label].description
+    assert "Judged again: rejected" in after
+    assert after.endswith(f"{RULE}Free.\n\n## Model\n\nsmall"), "the card stays"
+    assert f"[report]({address})" in after
 
 
 @pytest.mark.slow
