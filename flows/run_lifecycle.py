@@ -33,9 +33,8 @@ from herd.flows.local_server import is_temporary
 from herd.flows.recipe_form import LATEST, PipelineParameters, is_made_up
 from herd.flows.watchdog import watched
 from herd.llama3.evaluate.gate import CheckUnfinished, Decision
-from herd.llama3.recipe.load import resolved
 from herd.llama3.recipe.schema import Recipe
-from herd.storage.artifact import Artifact, flatten
+from herd.storage.artifact import Artifact
 from herd.storage.lease import Lease, LeaseHeld, LeaseLost, lease, lease_holder
 from herd.storage.object_artifact import open_store
 from herd.storage.processes import exit_within, peak_memory
@@ -71,6 +70,7 @@ from herd.tasks.tracking.mlflow import MLFLOW_STOPPED_S, STOPPED_S, MLflowTracke
 from herd.tasks.tracking.mlflow_store import report_page
 from herd.tasks.tracking.prefect_artifacts import run_done
 from herd.tasks.tracking.prometheus import remove_gauges
+from herd.tasks.tracking.steps import recipe_params, recipe_points
 
 LOOK_S = 0.5
 PATIENCE_S = 60.0
@@ -186,10 +186,9 @@ def _introduce(context: Context, plan: RunPlan) -> None:
         console.log(line)
     for warning in [*plan.warnings, *slow_precision(context.recipe, context.cluster)]:
         console.log(f"[yellow]warning[/]  {warning}")
-    params = flatten(resolved(context.recipe), depth=2)
-    record.mlflow_run = tracker.open_run(
-        record.name, context.tags(), params, parent=record.study.mlflow_run if record.study else ""
-    )
+    parent = record.study.mlflow_run if record.study else ""
+    record.mlflow_run = tracker.open_run(record.name, context.tags(), recipe_params(context.recipe), parent=parent)
+    tracker.log_points([record.mlflow_run], recipe_points(context.recipe, record.started))
     record.mlflow_experiment = tracker.experiment
     context.runs.save(record)
     tracker.log_file(record.mlflow_run, context.runs.local_recipe(record.name))

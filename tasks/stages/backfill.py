@@ -21,9 +21,8 @@ from typing import Any
 
 from rich.markup import escape
 
-from herd.llama3.recipe.load import resolved
 from herd.llama3.train.journal import HEALTH, read_journal
-from herd.storage.artifact import Artifact, Store, flatten
+from herd.storage.artifact import Artifact, Store
 from herd.storage.lease import LeaseHeld, LeaseLost
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
@@ -39,6 +38,8 @@ from herd.tasks.tracking.steps import (
     checkpoint_model,
     child_tags,
     project_step,
+    recipe_params,
+    recipe_points,
     step_tags,
 )
 
@@ -153,9 +154,10 @@ class _Publisher:
 
     def _publish_run(self) -> None:
         record, mlflow = self.record, self.mlflow
-        params = flatten(resolved(self.runs.recipe(record.name)), depth=2)
-        over = record.state != "running"
+        recipe, over = self.runs.recipe(record.name), record.state != "running"
+        params = recipe_params(recipe)
         handle = mlflow.open_run(record.name, self.tags, params, start=_time(record.started), over=over)
+        mlflow.log_points([handle], recipe_points(recipe, record.started))
         record.mlflow_run, record.mlflow_experiment = handle, mlflow.experiment
         self.done.runs += 1
         changes = record.provenance.diff_file if record.provenance else ""

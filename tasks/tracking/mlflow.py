@@ -64,6 +64,9 @@ MESSAGE_CHARACTERS = 500
 """Of an error that is shown: statements of SQL are longer, remedies with paths are not."""
 AWAY = "away-"
 """Prefix of the handle of a run that could not be opened yet."""
+COLOR = "mlflow.runColor"
+COLORS = ("#2f7ad6", "#c26a00", "#0e8a94", "#7d7a1c", "#d13c9a", "#d9433b", "#7a5ae0", "#2b9348")
+"""Of runs, by their number. Neighbors differ for the color-blind too, and each from a light and a dark page."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # a traceback of each error that is also raised
@@ -85,6 +88,12 @@ def metric_key(text: str) -> str:
 
 def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
     iterator = iter(items)
+def color_tag(run: str) -> dict[str, str]:
+    """Return the tag with the color of run `run` and of its steps in MLflow's list and charts, if it has a number."""
+    number = run.rpartition("-")[2]
+    return {COLOR: COLORS[int(number) % len(COLORS)]} if number.isdecimal() else {}
+
+
     while batch := list(islice(iterator, size)):
         yield batch
 
@@ -305,7 +314,9 @@ class MLflowTracker:
         """
         self._save_tags(name, tags)
         identity = {"herd.run": name, "kind": "run", **self._uid(name)}
-        return self._handle(RunSpec(identity, name, {**tags, **identity}, params, parent, start, over))
+        return self._handle(
+            RunSpec(identity, name, {**tags, **identity, **color_tag(name)}, params, parent, start, over)
+        )
 
     def open_study(self, name: str, digest: str, tags: dict[str, str], params: dict[str, Any]) -> str:
         """Open or resume a study, the parent of its runs, and return its handle."""
@@ -317,9 +328,8 @@ class MLflowTracker:
     ) -> str:
         """Open or resume a step of run `run`, identified by its tags kind, stage and artifact.key."""
         identity = {key: tags[key] for key in ("herd.run", "kind", "stage", "artifact.key")} | self._uid(run)
-        return self._handle(
-            RunSpec(identity, f"{run} {tags['stage']}", {**tags, **identity}, parent=parent, start=start, over=over)
-        )
+        own = {**tags, **identity, **color_tag(run)}
+        return self._handle(RunSpec(identity, f"{run} {tags['stage']}", own, parent=parent, start=start, over=over))
 
     def query(self, run: str) -> str:
         """Return the filter of every MLflow run of run `run` of this root, for `client.search_runs`."""
@@ -531,7 +541,8 @@ class MLflowTracker:
             run_id = str(known[0].info.run_id)
             if not opening.over:
                 self.client.update_run(run_id, status="RUNNING")
-            self._set_tags(run_id, opening.tags)
+            chosen = {COLOR} & known[0].data.tags.keys()  # a person may have given it another
+            self._set_tags(run_id, {key: tag for key, tag in opening.tags.items() if key not in chosen})
             logged = known[0].data.params  # none, if the call after its creation failed
             self._log_params(run_id, {key: value for key, value in opening.params.items() if key not in logged})
             return run_id

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from herd.llama3.recipe.load import resolved
+from herd.llama3.recipe.schema import Recipe
 from herd.llama3.recipe.sections import Tracking
 from herd.llama3.train import metrics
 from herd.llama3.train.journal import Record
-from herd.storage.artifact import Artifact, Store
+from herd.storage.artifact import Artifact, Store, flatten
 from herd.storage.root import Root
 from herd.tasks.runs.records import RunRecord, is_merge
 from herd.tasks.tracking.mlflow import MetricPoint, MLflowTracker, metric_key
@@ -37,11 +40,49 @@ RARE = frozenset(
     }
 )
 """Metrics that only a few records hold: each of their points is sent."""
+COSTS = frozenset({metrics.GPU_HOURS, metrics.USD, metrics.KWH})
+"""Metrics whose last value in a stage the artifact has: it includes the time after the last step."""
+SMALL = 0.01
+"""Parameters below are written with an exponent, as people write learning rates."""
 RUN_TAGS = (
     *("herd.run", "recipe.digest", "code.commit", "prefect.flow_run_id", "cluster", "world", "attempts"),
     *("mlflow.user", "mlflow.source.name", "mlflow.source.type", "mlflow.source.git.commit"),
 )
 """Tags of a run that its steps carry too."""
+
+
+def recipe_params(recipe: Recipe) -> dict[str, Any]:
+    """Return the resolved recipe two levels deep, as a run's parameters; a small number is a text such as `3e-3`."""
+    params = flatten(resolved(recipe), depth=2)
+    small = {key: value for key, value in params.items() if isinstance(value, float) and 0 < abs(value) < SMALL}
+    return params | {key: _exponential(value) for key, value in small.items()}
+
+
+def _exponential(value: float) -> str:
+    """Return the shortest text with an exponent that is read back as `value`."""
+    text = next(text for digits in range(17) if float(text := f"{value:.{digits}e}") == value)
+    mantissa, _, exponent = text.partition("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def recipe_points(recipe: Recipe, started: str) -> list[MetricPoint]:
+    """Return the numbers of a recipe that people filter runs by, as metrics: MLflow compares parameters as text.
+
+    Without `/`, which a filter must quote; MLflow's chart page has such metrics near its end. `started`
+    is the time in the run's record.
+    """
+    schedule, model, at = recipe.schedule, recipe.model, datetime.fromisoformat(started).timestamp()
+    numbers = {
+        "lr_peak": recipe.lr.peak,
+        "tokens": schedule.tokens,
+        "batch_tokens": max(segment.batch for segment in schedule.segments),
+        "seq_len": max(segment.seq_len for segment in schedule.segments),
+        "weight_decay": recipe.optimizer.weight_decay,
+        "layers": model.layers,
+        "dim": model.dim,
+        "seed": recipe.seed,
+    }
+    return [MetricPoint(f"config_{name}", float(number), at, 0) for name, number in numbers.items()]
 
 
 def scores_of(artifact: Artifact) -> dict[str, float]:
@@ -64,10 +105,12 @@ class Thinning:
         return record.position == self.end or int(record.metrics.get(metrics.STEP, 0)) % stride == 0
 
     def points(self, records: Iterable[Record]) -> list[MetricPoint]:
-        """Return the points of journal records that are sent."""
+        """Return the points of journal records that are sent; `project_step` adds the last costs."""
         points: list[MetricPoint] = []
         for record in records:
-            keys = record.metrics.keys() if self.sends(record) else RARE & record.metrics.keys()
+            left_out = COSTS if record.position == self.end else ()
+            sent = record.metrics if self.sends(record) else RARE & record.metrics.keys()
+            keys = [key for key in sent if key not in left_out]
             points += [MetricPoint(key, record.metrics[key], record.time, record.position) for key in keys]
         return points
 
@@ -265,11 +308,14 @@ def _log_scores(shown: LoggedStep) -> int:
 
 
 def _numbers(metadata: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return the numbers in nested metadata under keys with `/` between levels."""
+    """Return the numbers in nested metadata under keys with `.` between levels.
+
+    With `/` each level would be a section of MLflow's chart page, empty because the page shows no steps.
+    """
     numbers: dict[str, float] = {}
     for key, value in metadata.items():
         if isinstance(value, dict):
-            numbers |= _numbers(value, f"{prefix}{key}/")
+            numbers |= _numbers(value, f"{prefix}{key}.")
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            numbers[metric_key(f"{prefix}{key}")] = float(value)
+            numbers[metric_key(f"{prefix}{key}".replace("/", "."))] = float(value)
     return numbers

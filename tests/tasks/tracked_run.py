@@ -8,22 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from herd.llama3.evaluate.gate import Decision, GateRow
-from herd.llama3.recipe.load import resolved
 from herd.llama3.recipe.schedule import Schedule, StageSpan
 from herd.llama3.train import metrics
 from herd.llama3.train.journal import Journal, Record, to_parquet
-from herd.storage.artifact import Artifact, ArtifactSpec, flatten
+from herd.storage.artifact import Artifact, ArtifactSpec
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.cluster import Cluster
 from herd.tasks.console import TerminalConsole
 from herd.tasks.promotion.log import PROMOTED, Promotion, PromotionLog, current_label
-from herd.tasks.promotion.registry import REPORT, Registry, apply
+from herd.tasks.promotion.registry import Registry, apply
 from herd.tasks.runs.provenance import Provenance
 from herd.tasks.runs.records import Runs, StepRecord, now
 from herd.tasks.step import Context, tracked_step
 from herd.tasks.tracking.mlflow import MLflowTracker
-from herd.tasks.tracking.steps import LoggedStep, checkpoint_model, project_step
+from herd.tasks.tracking.steps import LoggedStep, checkpoint_model, project_step, recipe_params, recipe_points
 from tests.llama3.train.train_samples import recipe
 
 DOMAINS = ("general", "math", "code", "multilingual")
@@ -57,12 +56,13 @@ class TrackedRun:
         self.root, self.better = root, better
         recipe_ = recipe(**changes)
         runs = Runs(root)
-        tracker, params = MLflowTracker(root, recipe_.name), flatten(resolved(recipe_), depth=2)
+        tracker = MLflowTracker(root, recipe_.name)
         record = runs.begin(recipe_, "c0de")
         made = Provenance(user="ann", host="login", command="herd run tiny.yaml", packages={"numpy": "2.4"})
         record.provenance = made
         self.context = Context(recipe_, Cluster(), open_store(root), runs, record, tracker, TerminalConsole(), [])
-        record.mlflow_run = tracker.open_run(record.name, self.context.tags(), params)
+        record.mlflow_run = tracker.open_run(record.name, self.context.tags(), recipe_params(recipe_))
+        tracker.log_points([record.mlflow_run], recipe_points(recipe_, record.started))
         record.mlflow_experiment = tracker.experiment
         tracker.set_tags(record.mlflow_run, {"prefect.url": "http://prefect/1", "mlflow.note.content": "a note"})
         runs.save(record)
@@ -206,7 +206,7 @@ def models(tracker: MLflowTracker) -> dict[str, Any]:
         for model in client.search_logged_models([tracker.experiment])
     }
     versions = {
-        version.tags["herd.artifact"]: {key: value for key, value in version.tags.items() if key != REPORT}
+        version.tags["herd.artifact"]: version.tags
         for version in client.search_model_versions(f"name = '{tracker.family}'")
     }
     aliases = client.get_registered_model(tracker.family).aliases

@@ -4,11 +4,14 @@ import os
 import signal
 import sqlite3
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from importlib.metadata import version
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, ErrorCode
@@ -17,7 +20,7 @@ from herd.llama3.recipe.load import load_recipe
 from herd.storage.filesystem import cache_folder
 from herd.storage.root import Root
 from herd.tasks.runs.records import Runs
-from herd.tasks.tracking.mlflow import CircuitBreaker, MetricPoint, MLflowTracker, is_refusal
+from herd.tasks.tracking.mlflow import COLOR, COLORS, CircuitBreaker, MetricPoint, MLflowTracker, color_tag, is_refusal
 from herd.tasks.tracking.mlflow_store import prepare_database
 from tests.dist import forkserver
 
@@ -108,6 +111,57 @@ def test_a_run_and_its_children_are_found_again(tracker: MLflowTracker) -> None:
     assert tracker.client.get_run(child).info.status == "RUNNING"
     assert tracker.open_child(first, "family-2", {**tags, "artifact.key": "def"}) != child
     assert tracker.client.get_run(first).data.params == {"model.dim": "64", "stages": '[{"name": "main"}]'}
+
+
+def test_a_run_and_its_steps_have_one_color_until_a_person_chooses_another(tracker: MLflowTracker) -> None:
+    tags = {"herd.run": "family-12", "kind": "checkpoint", "stage": "main", "artifact.key": "abc"}
+    for color in (COLORS[4], "#000000"):
+        run = tracker.open_run("family-12", {"herd.run": "family-12"}, {})
+        child = tracker.open_child(run, "family-12", tags)
+        assert tracker.tags(run)[COLOR] == color
+        assert tracker.tags(child)[COLOR] == COLORS[4]
+        tracker.client.set_tag(run, COLOR, "#000000")
+    assert color_tag("plan of a cluster") == {}
+
+
+def test_colors_of_runs_differ_from_their_neighbors_and_from_every_page() -> None:
+    """Also where red and green look alike (Machado and others, 2009, full deuteranopia and protanopia)."""
+    numbers = [color_tag(f"tiny-{number}")[COLOR] for number in range(1, 30)]
+    assert len(set(numbers)) == len(COLORS)
+    assert all(perceived(one, other) > 50 for one, other in pairwise(numbers))
+    assert all(perceived(one, other, SEEN[:1]) > 30 for one, other in combinations(COLORS, 2))
+    for page in ("#ffffff", "#11171c"):
+        assert all(contrast(color, page) > 3 for color in COLORS), "WCAG 2, graphical objects"
+
+
+def linear(color: str) -> np.ndarray[Any, Any]:
+    """Return the linear RGB of `#rrggbb`."""
+    values = np.array([int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)])
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(color: str, page: str) -> float:
+    dark, light = sorted(float(np.array([0.2126, 0.7152, 0.0722]) @ linear(each)) for each in (color, page))
+    return (light + 0.05) / (dark + 0.05)
+
+
+XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+WHITE = np.array([0.9505, 1.0, 1.089])
+SEEN = [
+    np.eye(3),
+    np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]]),
+    np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
+]
+
+
+def perceived(one: str, other: str, ways: Sequence[np.ndarray[Any, Any]] = SEEN) -> float:
+    """Return the least CIE76 distance of two colors over ways of seeing."""
+
+    def lab(color: str, way: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        x, y, z = np.cbrt(np.clip(XYZ @ way @ linear(color), 0, None) / WHITE)
+        return np.array([116 * y, 500 * (x - y), 200 * (y - z)])
+
+    return min(float(np.linalg.norm(lab(one, way) - lab(other, way))) for way in ways)
 
 
 def test_a_checkpoint_is_one_model_however_often_it_is_shown(tracker: MLflowTracker) -> None:

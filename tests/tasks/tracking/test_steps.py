@@ -98,21 +98,42 @@ def test_a_stage_logs_its_curves_and_all_costs_to_the_run_and_its_own_cost_to_it
     workspace.commit("tokenize", "tokens", "tiny", {})
     first = workspace.commit("main", "checkpoint", "tiny-main", {**facts, "end": 200})
     facts |= {"end": 300, "cost_so_far": {"usd": 5.0}, "environment": {"layout": "dp 8", "topology": "long"}}
-    journal = [Record(7.0, 250, {metrics.LOSS: 4.0, metrics.STEP: 1.0}), Record(9.0, 300, {metrics.LOSS: 2.0})]
+    journal = [
+        Record(7.0, 250, {metrics.LOSS: 4.0, metrics.STEP: 1.0, metrics.USD: 4.5}),
+        Record(9.0, 300, {metrics.LOSS: 2.0, metrics.USD: 4.9}),
+    ]
     last = workspace.commit("anneal", "checkpoint", "tiny-anneal", facts, journal, parent=first.key)
     tracker, both = workspace.logged("anneal", last, complete), (STEP, RUN)
     assert numbers(tracker, metrics.LOSS) == (
         [] if complete else [(both, metrics.LOSS, 4.0, 250), (both, metrics.LOSS, 2.0, 300)]
     )
     assert numbers(tracker, metrics.cost("usd"), metrics.stage_cost("usd")) == [
+        *([] if complete else [(both, metrics.cost("usd"), 4.5, 250)]),
         (both, metrics.cost("usd"), 5.0, 300),
         ((STEP,), metrics.stage_cost("usd"), 3.0, 300),
     ]
+    assert len({(handles, key, position) for handles, key, _, position in tracker.points}) == len(tracker.points)
     assert numbers(tracker, "steps", "end") == [((STEP,), "steps", 2.0, 0), ((STEP,), "end", 300.0, 0)]
     assert tracker.outputs == [(both, last.label, last.uri, 300, "f" * 64)]
     assert tracker.tags[STEP]["parent.checkpoint"] == first.label
     assert tracker.tags[RUN] == {"environment.layout": "dp 8"}
     assert tracker.params == {"shown": 7, "input.parent": first.key[:16]}
+
+
+def test_numbers_of_an_artifact_make_no_section_of_the_chart_page(workspace: Workspace) -> None:
+    """Only steps have them, and the page shows runs: its first section was `average`, without a chart."""
+    facts: dict[str, Any] = {"average": {"last": 2.5, "by_position": {"200": 2.6}}, "bytes": {"math": 7}}
+    facts |= {"steps": 2, "end": 300, "model_sha256": "f" * 64}
+    tracker = workspace.logged("main", workspace.commit("main", "checkpoint", "tiny-main", facts), complete=True)
+    assert numbers(tracker, "average.last", "average.by_position.200", "bytes.math") == [
+        ((STEP,), "average.last", 2.5, 0),
+        ((STEP,), "average.by_position.200", 2.6, 0),
+        ((STEP,), "bytes.math", 7.0, 0),
+    ]
+    assert {key for _, key, _, _ in tracker.points if "/" in key} == set()
+    checkpoint = workspace.commit("", "checkpoint", "tiny-other", facts)
+    scores = workspace.commit("", "evaluation", "tiny-other", {"baseline/bpb": 3.5}, checkpoint=checkpoint.key)
+    assert numbers(workspace.logged("scores", scores), "baseline.bpb")
 
 
 def test_the_environment_of_a_stage_that_another_run_trained_is_not_that_of_the_run(workspace: Workspace) -> None:
