@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint or decide on it outside the run that made it: promote, refuse, roll back.
+"""Evaluate a checkpoint or decide on it outside the run that made it: promote, reject, roll back.
 
 Recipe, record and MLflow runs are those of the run that made the checkpoint.
 """
@@ -87,7 +87,7 @@ def score_waiting(config: StageInProgressParameters) -> FlowResult:
 
 @flow(name="promote", persist_result=False)
 def promote(config: PromotionParameters = PromotionParameters()) -> str:  # noqa: B008  (Prefect reads the default)
-    """Let the gate judge a checkpoint, refuse a challenger, or roll back; return the name of the checkpoint's run."""
+    """Let the gate judge a checkpoint, reject a challenger, or roll back; return the name of the checkpoint's run."""
     act = {"promote": _promote, "reject": _reject, "roll back": _roll_back}[config.action]
     return flow_state(lambda: act(config))
 

@@ -360,7 +360,7 @@ class PromotionParameters(PlaceParameters):
     by: str = field_at(3, "Your name", "", "Kept with the decision.")
     comment: str = field_at(4, "Comment", "", "Why; kept with the decision.")
     override: str = field_at(
-        5, "Override", "", "For promote: why to promote it though the gate refuses it; integrity holds all the same."
+        5, "Override", "", "For promote: why to promote it though the gate rejects it; integrity holds all the same."
     )
 
 

@@ -23,7 +23,7 @@ RootOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON; all other lines go to standard error.")]
 FAILED, USAGE, REFUSED, INTERRUPTED = 1, 2, 3, 130
-"""Exit statuses other than 0: failure, wrong input, the gate refused the model, Ctrl-C."""
+"""Exit statuses other than 0: failure, wrong input, the gate rejected the model, Ctrl-C."""
 BUSY = (408, 429, 502, 503)
 """HTTP statuses of a busy server: retry."""
 PAUSES_S = (2.0, 5.0, 10.0, 20.0, 30.0)
@@ -92,7 +92,7 @@ def print_json(document: Any) -> None:
 
 
 def exit_as_judged(root: Root, run: str) -> None:
-    """Exit with the status REFUSED if the gate refused the model of `run`."""
+    """Exit with the status REFUSED if the gate rejected the model of `run`."""
     from herd.tasks.promotion.log import REJECTED as verdict
     from herd.tasks.runs.records import Runs
 

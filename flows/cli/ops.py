@@ -42,7 +42,7 @@ NotifyOption = Annotated[
         envvar="HERD_NOTIFY",
         show_envvar=True,
         show_default=False,
-        help="Webhook or Apprise address to tell of failed, refused, stalled and finished runs, spikes, full disks.",
+        help="Webhook or Apprise address to tell of failed, rejected, stalled and finished runs, spikes, full disks.",
     ),
 ]
 
@@ -363,7 +363,7 @@ def promote(
     model: Annotated[str, typer.Argument(help="A run, a checkpoint's label, or FAMILY@ALIAS.")],
     by: ByOption = "",
     comment: CommentOption = "",
-    override: Annotated[str, typer.Option(help="Reason to promote it although the gate refuses it.")] = "",
+    override: Annotated[str, typer.Option(help="Reason to promote it although the gate rejects it.")] = "",
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
     """Let the gate judge a model now and make it the champion if it passes."""

@@ -41,7 +41,7 @@ class Override:
     by: str = ""
     comment: str = ""
     override: str = ""
-    """Why to promote the model if the gate refuses it; no other person is asked then."""
+    """Why to promote the model if the gate rejects it; no other person is asked then."""
     rejudge: bool = False
     """Judge the model although its run already has a decision."""
 
@@ -78,7 +78,7 @@ class ChampionModel:
 def decide(
     candidate: CandidateModel, champion: ChampionModel, policy: Promote, override: Override, time: str
 ) -> Promotion:
-    """Return the record that promotes or refuses `candidate`, or has it wait for a person.
+    """Return the record that promotes or rejects `candidate`, or has it wait for a person.
 
     Raises ValueError if `override` is given and an integrity check failed, and UnjudgedScore as `Evidence.from_scores`
     does.

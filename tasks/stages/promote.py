@@ -57,7 +57,7 @@ def promote_model(
         last = append_answer(log, promotion.run, approval)
     apply(context.runs, context.record, context.tracker, log)
     by = escape(last.by)
-    result = f"[red]refused by {by}: {last.artifact} stays a candidate[/]"
+    result = f"[red]rejected by {by}: {last.artifact} stays a candidate[/]"
     if last.kind == PROMOTED:
         result = f"[green]approved by {by}: {last.artifact} is the {last.alias}[/]"
     context.console.log(f"  {'promote':<18}{result}")
