@@ -19,7 +19,7 @@ from herd.llama3.evaluate.scores import Score
 from herd.llama3.export.formats import EXPORT_FORMATS, Form
 from herd.llama3.model.flops import parameter_count
 from herd.llama3.recipe.sections import Model
-from herd.llama3.recipe.units import tokens
+from herd.llama3.recipe.units import Tokens, tokens
 from herd.storage.digests import digest_folder
 from herd.storage.filesystem import write_atomic
 
@@ -160,6 +160,7 @@ def render(card: Card) -> str:
         loader=PackageLoader("herd.llama3.export"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     page.filters["tokens"] = tokens
+    page.filters["size"] = Tokens
     # a cell must not end its table or begin an HTML tag
     page.filters["cell"] = lambda text: str(text).replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
     page.filters["shortened"] = truncate

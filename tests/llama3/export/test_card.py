@@ -59,7 +59,7 @@ def test_a_card_says_what_is_known() -> None:
     for line in (
         "# small",
         "| parameters | 8,030,261,248 |",
-        "| main | 3M | 512 | 2.048K | base | 3.250 |",
+        "| main | 3M | 512 | 2Ki | base | 3.250 |",
         "| general | 50.00% | 51.00% | 1.53M |",
         "| CC BY-SA 4.0 | 1.53M | 51.00% | 700 |",
         r"| general/web \| a&lt;b> | 1.53M | 51.00% | 700 |",
