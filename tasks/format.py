@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import shutil
@@ -21,11 +22,31 @@ from rich.text import Text
 from herd.storage.root import DEFAULT_ROOT, Root
 
 
-def command(root: Root, *arguments: str) -> str:
-    """Return a herd command line for this root that can be copied as printed."""
+def command(root: Root, *arguments: str, page: bool = False) -> str:
+    """Return a herd command line for this root that can be copied as printed.
+
+    A `page` is read in another shell than the one it is written from, which may not have its HERD_ROOT.
+    """
     program = sys.argv[0] if Path(sys.argv[0]).name == "herd" and not shutil.which("herd") else "herd"
-    option = [] if Root.parse(os.environ.get("HERD_ROOT") or DEFAULT_ROOT) == root else ["--root", root.uri]
-    return shlex.join([program, *arguments, *option])
+    known = Root.parse(("" if page else os.environ.get("HERD_ROOT")) or DEFAULT_ROOT)
+    return shlex.join([program, *arguments, *([] if known == root else ["--root", root.uri])])
+
+
+NO_CHANGE = "no change"
+
+
+def format_change(value: float, before: float, points: bool = False) -> str:
+    """Return a change relative to `before`, `-2.0 %`, or that of a share in `points`, `+6.7 points`.
+
+    A change that one digit would round to 0 has more of them; `no change` for none.
+    """
+    if math.isclose(value, before, rel_tol=1e-9, abs_tol=1e-12):
+        return NO_CHANGE
+    if not points and before == 0:
+        return f"{value:+.3g}"
+    amount = 100 * (value - before) / (1 if points else abs(before))
+    digits = 1 if abs(amount) >= 0.05 else 1 - math.floor(math.log10(abs(amount)))
+    return f"{amount:+,.{digits}f} {'points' if points else '%'}"
 
 
 def format_losses(metadata: Mapping[str, Any], digits: int = 3) -> str:

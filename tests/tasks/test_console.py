@@ -13,7 +13,7 @@ from herd.tasks import console as consoles
 from herd.tasks.cluster import Cluster
 from herd.tasks.console import TerminalConsole, count_items, working
 from herd.tasks.executors import data_runner
-from herd.tasks.format import command
+from herd.tasks.format import command, format_change
 
 
 def shown(terminal: bool) -> str:
@@ -55,11 +55,27 @@ def test_a_printed_command_names_the_root_unless_it_is_the_default(
     monkeypatch.setenv("HERD_ROOT", "s3://herd/team")
     assert command(Root.parse("s3://herd/team"), "up") == "herd up"
     assert command(Root.parse("herd-data"), "up") == f"herd up --root {tmp_path}/herd-data"
+    page = command(Root.parse("s3://herd/team"), "up", page=True)
+    assert page == "herd up --root s3://herd/team", "read in a shell without the variable"
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr("sys.argv", [".venv/bin/herd"])
     assert command(Root.parse("s3://herd/team"), "up") == ".venv/bin/herd up", (
         "what is not on the PATH is named as typed"
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "before", "points", "text"),
+    [
+        (4.337, 4.338, False, "-0.023 %"),
+        (26_090, 9673, False, "+169.7 %"),
+        (0.4167, 0.35, True, "+6.7 points"),
+        (0.1 + 0.2, 0.3, False, "no change"),
+        (0.5, 0, False, "+0.5"),
+    ],
+)
+def test_a_change_has_a_sign_or_is_none(value: float, before: float, points: bool, text: str) -> None:
+    assert format_change(value, before, points) == text
 
 
 def test_a_terminal_gets_a_bar() -> None:

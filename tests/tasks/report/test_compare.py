@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import zlib
@@ -11,17 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
+import numpy as np
 import pytest
 from rich.console import Console
 
+from herd.llama3.evaluate.scores import read_scores
 from herd.llama3.recipe.schedule import Schedule
 from herd.llama3.train import metrics
 from herd.llama3.train.journal import Record, read_series
+from herd.storage.artifact import ArtifactSpec
+from herd.storage.object_artifact import open_store
 from herd.storage.processes import free_port
 from herd.storage.root import Root
 from herd.tasks.report import compare
 from herd.tasks.report.compare import TAG, chart_view_key, chart_view_tag
+from herd.tasks.runs.records import Runs, StepRecord
 from tests.flows.cli.test_main import documented
+from tests.llama3.evaluate.test_compare import Folder
 from tests.llama3.train.train_samples import recipe
 from tests.tasks.mlflow_server import use
 from tests.tasks.tracked_run import DOMAINS, TrackedRun, records, two_runs, write
@@ -53,7 +61,9 @@ def test_without_a_server_there_are_tables_and_no_address(root: Root, monkeypatc
         console.print(table)
     lines = [line.split() for line in console.export_text().splitlines()]
     assert ["seed", "3", "4"] in lines
-    assert ["eval/bpb", "1.500", "1.000"] in lines
+    assert ["eval/bpb", "↓", "1.500", "1.000", "-33.3", "%"] in lines
+    first = [line[0] for line in lines if line[-1:] == ["%"] or "change" in line]
+    assert first[:2] == ["result", "eval/bpb"], "bits per byte first"
     assert ["verdict", "promoted", "promoted"] in lines
     assert not any(line[:1] == ["precision"] for line in lines), "the same in both"
     assert ["torch", "2.13", "2.14"] in lines
@@ -100,6 +110,41 @@ def test_a_rounded_score_keeps_its_digits_and_only_a_program_gets_languages(
     assert compared.results()["eval/bpb"] == ["2.000", "2.000"]
     assert not any("language" in key for key in compared.results())
     assert compared.as_dict()["results"][0]["eval/bpb_language/de"] == 3.0
+
+
+def test_each_run_is_judged_against_the_first_on_what_both_answered(tmp_path: Path) -> None:
+    root = two_runs(tmp_path / "root")
+    random, runs = np.random.default_rng(1), Runs(root)
+    bits = 1000 + 200 * random.standard_normal(80)
+    right = (random.random(60) < 0.5).astype(float)
+    for name, change in (("tiny-1", 0.0), ("tiny-2", -0.05)):
+        right[0] = change == 0.0
+        code = bits * (1 + change + 0.01 * random.standard_normal(80))
+        asked = (
+            Folder().bits("eval/bpb/code", code, [400.0] * 80).answers("eval/arithmetic", right[::-1], baseline=0.25)
+        )
+        folder = asked.write(tmp_path / name)
+        record, facts = runs.find(name), {score.key: score.value for score in read_scores(folder).values()}
+        with open_store(root).staging() as staged:
+            shutil.copytree(folder, staged, dirs_exist_ok=True)
+            spec = ArtifactSpec("evaluation", "tiny", 1, {}, {"checkpoint": name})
+            artifact = open_store(root).commit(spec, staged, facts, name, "c0de", 1.0)
+        record.steps["evaluate-last"] = StepRecord(artifact=artifact.label, outcome="created")
+        runs.save(record)
+    compared = compare.compare_runs(root, ["tiny-1", "tiny-2"])
+    assert re.fullmatch(r"-\d\.\d % \[green\]better\[/\]", compared.change("eval/bpb/code", 1))
+    assert re.fullmatch(r"[+-]1\.7 points \[dim\]unclear\[/\]", compared.change("eval/arithmetic", 1))
+    assert compared.change("mean loss", 1) == "no change"
+    assert compared.best("eval/bpb/code") == {1}
+    assert compared.best("mean loss") == set(), "equal"
+    assert compared.best("tokens") == set(), "more is not better"
+    turned = compare.compare_runs(root, ["tiny-2", "tiny-1"])
+    assert turned.change("eval/bpb/code", 1).endswith("[red]worse[/]")
+    assert turned.best("eval/bpb/code") == {0}
+    other = dataclasses.replace(compared.runs[1].scores["eval/arithmetic"], requests="other")
+    last = dataclasses.replace(compared.runs[1], scores={"eval/arithmetic": other})
+    asked_others = dataclasses.replace(compared, runs=[compared.runs[0], last], differences=[{}, {}])
+    assert asked_others.change("eval/arithmetic", 1).endswith("[yellow]other questions[/]")
 
 
 def test_a_mistake_is_named(root: Root) -> None:
