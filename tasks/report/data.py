@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,9 +34,11 @@ from herd.storage.filesystem import is_local, local_path, split_glob
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
 from herd.tasks.format import format_bytes
-from herd.tasks.promotion.log import last_promotion
+from herd.tasks.promotion.log import compared_run, last_promotion
+from herd.tasks.report.compare import LOCAL_SERVER, Values, recipe_fields, side_by_side
 from herd.tasks.runs.records import RunRecord, Runs
 from herd.tasks.tracking.mlflow import MLflowTracker
+from herd.tasks.tracking.mlflow_store import run_page, server_uri
 
 if TYPE_CHECKING:
     from herd.llama3.data.count import Count  # imports numba
@@ -142,6 +145,14 @@ class ReportData:
     decision: Decision | None
     mlflow: dict[str, str]
     """Tags of the run's MLflow page."""
+    links: list[tuple[str, str]] = field(default_factory=list)
+    """Name and address of the run's pages on servers."""
+    model: str = ""
+    """Folder of the final model; empty before there is one."""
+    other: str = ""
+    """Run to compare with: it was rerun, or its model was the champion; empty: none."""
+    differs: Values = field(default_factory=dict)
+    """Recipe fields that differ from `other`: its value, and this run's."""
     domains: tuple[str, ...] = DOMAINS
 
     @property
@@ -170,6 +181,10 @@ def collect_report_data(root: Root, name: str) -> ReportData:
     )
     promotion, tracker = last_promotion(root, record.judged_in or name), MLflowTracker(root, record.family)
     tags = (tracker.tags(record.mlflow_run) if record.mlflow_run else {}) or tracker.noted_tags(name)
+    other, differs = compared_run(root, record), Values()
+    if other:
+        with suppress(ValueError):  # deleted, or of another version
+            differs = side_by_side([recipe_fields(runs.recipe(other)), recipe_fields(recipe)])
     return ReportData(
         record=record,
         recipe=recipe,
@@ -192,7 +207,22 @@ def collect_report_data(root: Root, name: str) -> ReportData:
         samples=_samples(final, evaluations.get("champion")),
         decision=promotion.decision if promotion else None,
         mlflow={key: value for key, value in sorted(tags.items()) if value and not key.startswith("mlflow.")},
+        links=_links(root, record, tracker.run_id(record.mlflow_run), tags.get("prefect.url", "")),
+        model=f"{trained[-1][1].uri.removeprefix('file://')}/model" if trained else "",
+        other=other,
+        differs=differs,
     )
+
+
+def _links(root: Root, record: RunRecord, mlflow_run: str, prefect: str) -> list[tuple[str, str]]:
+    """Return the run's pages in MLflow and Prefect. Without a server, MLflow's is the one that `herd up` will have."""
+    links, server = [], server_uri()
+    if mlflow_run and record.mlflow_experiment:
+        address = run_page(server or LOCAL_SERVER, record.mlflow_experiment, mlflow_run)
+        links.append(("MLflow" if server else "MLflow, while herd up runs", address))
+    if prefect.startswith(("http://", "https://")):
+        links.append(("Prefect", prefect))
+    return links
 
 
 def _samples(final: Artifact | None, champion: Artifact | None) -> list[dict[str, str]]:

@@ -61,25 +61,30 @@ class LivePage:
                 "live.html",
                 run=progress,
                 share=progress.position / progress.total,
+                done=record.state == "finished",
                 facts=self._facts(progress, series.get(metrics.HELD_OUT)),
                 figures=training_charts(series, stages),
                 alerts=read_alerts(self.root, self.run)[-3:],
                 sample=self._sample(progress),
                 report=self.runs.folder(self.run).joinpath("report.html").exists() and bool(record.ended),
-                again=command(self.root, "status", self.run),
+                again=command(self.root, "status", self.run, page=True),
                 refresh=REFRESH_S,
             )
 
     def _facts(self, run: RunProgress, held_out: Series | None) -> list[tuple[str, str, str]]:
         """Return name, value and explanation of each tile; unknown ones are left out."""
-        speed, left = run.last(metrics.TOKENS_PER_S), run.remaining_s
+        speed, left, done = run.last(metrics.TOKENS_PER_S), run.remaining_s, run.record.state == "finished"
         facts = [
-            ("tokens", tokens(run.position), f"of {tokens(run.total)}"),
-            ("time left", format_duration(left) if left is not None and run.holder else "", "of training, as it goes"),
             ("loss", f"{run.loss:.3f}" if run.loss is not None else "", "mean of the last steps"),
-            ("bits per byte", f"{held_out[-1][1]:.3f}" if held_out else "", "of held-out text"),
+            ("bits per byte", f"{held_out[-1][1]:.3f}" if held_out else "", "of a few held-out documents"),
+            ("tokens", tokens(run.position), "trained on" if done else f"of {tokens(run.total)}"),
+            ("time left", format_duration(left) if left is not None and run.holder else "", "of training, as it goes"),
             ("tokens/s", tokens(speed) if speed and run.holder else "", "at the last step"),
-            ("checkpoint", tokens(run.saved.position) if run.saved else "", "a restart continues from there"),
+            (
+                "checkpoint",
+                tokens(run.saved.position) if run.saved and not done else "",
+                "a restart continues from there",
+            ),
             ("restarts", str(run.restarts or ""), "of its trainers"),
             ("silent", format_duration(run.silent_s) if run.silent_s > 60 else "", "since its last step"),
         ]

@@ -13,8 +13,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup, escape
+
 from herd.llama3.evaluate.gate import GateRow, number
-from herd.llama3.evaluate.scores import BITS, GOLD, PREFIX, SCORES_FILE, Score, gold_key, read_scores
+from herd.llama3.evaluate.scores import BITS, GOLD, LANGUAGE, PREFIX, SCORES_FILE, Score, gold_key, read_scores
 from herd.llama3.model.files import CONFIG, read_config
 from herd.llama3.model.flops import trained_flops
 from herd.llama3.recipe.units import tokens
@@ -25,9 +27,9 @@ from herd.storage.filesystem import write_atomic
 from herd.storage.object_artifact import open_store
 from herd.storage.processes import READERS, parallel_map
 from herd.storage.root import Root
-from herd.tasks.format import command, format_duration
+from herd.tasks.format import command, format_change, format_duration
 from herd.tasks.html import COLORS, DIM, GROUPS, INK, Curve, Figure, chart, render
-from herd.tasks.promotion.log import CHAMPION, compared_run
+from herd.tasks.promotion.log import CHAMPION
 from herd.tasks.report.data import DataPage, ReportData, collect_report_data
 from herd.tasks.runs.records import PENDING_APPROVAL, RunRecord, Runs, example_change, is_merge, trained_stages
 from herd.tasks.step import REUSED, Context
@@ -48,8 +50,8 @@ EVALUATE = "evaluate-"
 BPB = f"{PREFIX}bpb"
 SMOOTH = 9
 """Steps of the smoothed curve."""
-SCORES, REASONS = 9, 4
-"""Scores and reasons on the first screen."""
+SCORES, REASONS, STAGES = 9, 4, 3
+"""Scores, reasons and evaluated stages on the first screen."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,7 @@ def render_report(name: str, root: Root, data: ReportData, forecast: ForecastSec
         FILTERS,
         data=data,
         summary=summarize(root, data),
+        scores=_score_table(data),
         curves=training_charts(data.series, spans) if html and spans else [],
         figures=_figures(data) if html else [],
         forecast=forecast,
@@ -292,18 +295,27 @@ def _figures(data: ReportData) -> list[Figure]:
 
 @dataclass(frozen=True)
 class ScoreRow:
-    """One score of the final model beside the champion's."""
+    """One score of the models of a run beside the champion's."""
 
     name: str
     unit: str
     """Empty for bits per byte."""
-    score: Score
+    stages: list[Score | None]
+    """After each stage; the last is the final model's."""
     champion: float | None
+    change: str
+    """From the champion's score, or else from that of the stage before."""
     verdict: str
     tone: str
     """`good`, `bad`, or empty."""
     baseline: str
     """How it compares with a 5-gram or with guessing, if the verdict is about the champion."""
+
+    @property
+    def score(self) -> Score:
+        """That of the final model."""
+        assert self.stages[-1] is not None
+        return self.stages[-1]
 
 
 @dataclass(frozen=True)
@@ -314,8 +326,14 @@ class Summary:
     """`good`, `bad` or `open`."""
     headline: str
     reasons: list[str]
+    origin: str
+    """Which run it is a rerun of, and what was reused."""
+    stages: list[str]
+    """Those of the columns of `scores`."""
+    against: str
+    """What their column of changes compares with; empty: nothing."""
     scores: list[ScoreRow]
-    cost: list[tuple[str, str, str]]
+    tiles: list[tuple[str, str, str]]
     """Name, value, and what it counts."""
     next: list[tuple[str, str]]
     """A command, and what it does."""
@@ -324,16 +342,19 @@ class Summary:
 def summarize(root: Root, data: ReportData) -> Summary:
     """Return the answers of the first screen, as far as the run has got."""
     record, decision = data.record, data.decision
-    scores = _score_rows(data)
-    better = sum(row.verdict == "better" for row in scores)
+    stages = [stage for stage in data.evaluations if stage != CHAMPION][-STAGES:]
+    scores = _score_rows(data, stages)
+    better, worse = (sum(row.verdict == word for row in scores) for word in ("better", "worse"))
     compared = [row for row in scores if row.champion is not None]
     tone, reasons = "open", decision.refusals if decision else []
     if record.verdict == PENDING_APPROVAL:
-        headline, reasons = "It passed the gate and waits for the approval of a person.", []
+        headline, reasons = "It passed the gate and waits for the approval of a person.", _below_counting(data)
     elif decision is not None and decision.accepted:
         tone, headline = "good", f"Promoted: the first model of {record.family}, so there was none to compare with."
         if compared:
-            headline = f"Promoted: better than the champion on {better} of {len(compared)} scores."
+            headline = f"Promoted: better than the champion on {better}, worse on {worse} of {len(compared)} scores."
+        if reasons := _below_counting(data):
+            tone = "open"
     elif decision is not None:
         tone, headline = "bad", "Not promoted: it stays a candidate."
     elif record.error:
@@ -344,22 +365,49 @@ def summarize(root: Root, data: ReportData) -> Summary:
         headline = f"Not judged: it stopped after {record.until or 'its last step'}."
     if record.judged_in:
         headline = f"Unchanged since {record.judged_in}, which was judged. {headline}"
-    return Summary(tone, headline, reasons[:REASONS], scores, _cost(data), _next(root, data))
+    against = CHAMPION if compared else stages[-2] if len(stages) > 1 else ""
+    tiles, then = _tiles(data), _next(root, data)
+    return Summary(tone, headline, reasons[:REASONS], _origin(record), stages, against, scores, tiles, then)
 
 
-def _score_rows(data: ReportData) -> list[ScoreRow]:
+def _below_counting(data: ReportData) -> list[str]:
+    """Return a sentence if counting bytes predicts the held-out text better than the final model."""
+    score, counted = data.bits_per_byte, data.baseline.get(BPB)
+    if score is None or counted is None or score <= counted:
+        return []
+    return [
+        f"It is worse than a 5-gram, which only counts how often a byte follows four others: {number(score)} against "
+        f"{number(counted)} bits per byte."
+    ]
+
+
+def _origin(record: RunRecord) -> str:
+    made = [name for name, step in record.steps.items() if step.outcome != REUSED]
+    texts, reused = [], len(record.steps) - len(made)
+    if record.rerun_of:
+        begin = record.redo_from or (made[0] if made else "")
+        texts.append(f"rerun of {record.rerun_of}" + (f" from {begin}" if begin else ""))
+    if reused:
+        texts.append(f"{reused} of {len(record.steps)} steps reused")
+    return ", ".join(texts)
+
+
+def _score_rows(data: ReportData, stages: Sequence[str]) -> list[ScoreRow]:
     """Return the scores of the final model that tell most: bits per byte by domain, then whole benchmarks."""
-    stages = [stage for stage in data.evaluations if stage != CHAMPION]
     scores = data.evaluations[stages[-1]] if stages else {}
-    champion = data.evaluations.get(CHAMPION, {})
     judged = {row.metric: row for row in data.decision.rows} if data.decision else {}
+    keys = sorted(filter(lambda key: _tells_most(scores[key]), scores), key=lambda key: (not key.startswith(BPB), key))
+    keys, others = keys[:SCORES], dict[str, float]()
+    for key in keys:
+        if key in data.evaluations.get(CHAMPION, {}):
+            others[key] = data.evaluations[CHAMPION][key].value
+        elif key in judged and (value := judged[key].champion) is not None:
+            others[key] = value
+    earlier = {} if others or len(stages) < 2 else data.evaluations[stages[-2]]
+    befores = others or {key: score.value for key, score in earlier.items()}
     rows = []
-    for key, score in sorted(scores.items(), key=lambda item: (not item[0].startswith(BPB), item[0])):
-        levels = key.removeprefix(PREFIX).split("/")
-        if levels[0] not in ("bpb", "core") and (len(levels) > 1 or score.chance is None):
-            continue
-        gate = judged.get(key)
-        other = champion[key].value if key in champion else gate.champion if gate else None
+    for key in keys:
+        score, gate = scores[key], judged.get(key)
         verdict, tone, baseline = "", "", ""
         if key in data.baseline:
             won = score.value < data.baseline[key]
@@ -374,45 +422,68 @@ def _score_rows(data: ReportData) -> list[ScoreRow]:
                 verdict, tone = ("better", "good") if won else ("worse", "bad")
         name = "bits per byte" if key == BPB else key.removeprefix(PREFIX).replace("bpb/", "· ")
         unit = "" if score.unit == BITS else score.unit
-        rows.append(ScoreRow(name, unit, score, other, verdict, tone, baseline))
-    return rows[:SCORES]
+        change = format_change(score.value, befores[key], score.better == "higher") if key in befores else ""
+        after = [data.evaluations[stage].get(key) for stage in stages]
+        rows.append(ScoreRow(name, unit, after, others.get(key), change, verdict, tone, baseline))
+    return rows
 
 
-def _cost(data: ReportData) -> list[tuple[str, str, str]]:
+def _tells_most(score: Score) -> bool:
+    """Return whether a score is shown first: bits per byte, the mean of the tasks, or a whole benchmark."""
+    levels = score.key.removeprefix(PREFIX).split("/")
+    return levels[0] in ("bpb", "core") or (len(levels) == 1 and score.chance is not None)
+
+
+def _score_table(data: ReportData) -> list[tuple[str, list[Score | None]]]:
+    """Return all scores but those of single languages: the key, and the value after each stage and of the champion."""
+    keys = dict.fromkeys(key for scores in data.evaluations.values() for key in scores if LANGUAGE not in key)
+    return [(key, [scores.get(key) for scores in data.evaluations.values()]) for key in keys]
+
+
+def _tiles(data: ReportData) -> list[tuple[str, str, str]]:
     record = data.record
-    cost = []
+    tiles = []
     if data.stages:
-        end, own = data.stages[-1].end, sum(stage.tokens for stage in data.stages if stage.outcome != REUSED)
+        last = data.stages[-1]
+        tiles.append(("loss", f"{last.last_loss:.3f}", f"mean at the end of {last.name}"))
+        bits = last.bits_per_byte if data.bits_per_byte is None else data.bits_per_byte
+        if bits is not None:
+            tiles.append(("bits per byte", number(bits), "of held-out text"))
+        end, own = last.end, sum(stage.tokens for stage in data.stages if stage.outcome != REUSED)
         note = f"of which {tokens(own)} in this run" if own else "none of them in this run"
-        cost.append(("tokens", tokens(end), "trained on" if own == end else note))
+        tiles.append(("tokens", tokens(end), "trained on" if own == end else note))
     if record.ended:
         ends = [datetime.fromisoformat(text) for text in (record.started, record.ended)]
-        cost.append(("time", format_duration((ends[1] - ends[0]).total_seconds()), "from start to end"))
+        tiles.append(("time", format_duration((ends[1] - ends[0]).total_seconds()), "from start to end"))
     if hours := record.cost.get("gpu_hours"):
-        cost.append(("device time", format_duration(3600 * hours), "of this run's training, summed over the devices"))
+        tiles.append(("device time", format_duration(3600 * hours), "of this run's training, summed over the devices"))
     if record.peak_memory_gib:
-        cost.append(("memory", f"{record.peak_memory_gib:.3g} GiB", "most that its processes had"))
+        tiles.append(("memory", f"{record.peak_memory_gib:.3g} GiB", "most that its processes had"))
     if record.attempts > 1:
-        cost.append(("attempts", str(record.attempts), "interrupted and resumed"))
-    return cost
+        tiles.append(("attempts", str(record.attempts), "interrupted and resumed"))
+    return tiles
 
 
 def _next(root: Root, data: ReportData) -> list[tuple[str, str]]:
     record, name = data.record, data.record.name
     steps = []
+
+    def line(*words: str) -> str:
+        return command(root, *words, page=True)
+
     if record.state != "finished":
-        steps.append((command(root, "status", name), "what it does now, and how its attempts ended"))
+        steps.append((line("status", name), "what it does now, and how its attempts ended"))
     if record.verdict == PENDING_APPROVAL:
-        steps.append((command(root, "approve", name), "promote it; herd reject refuses it"))
+        steps.append((line("approve", name), "promote it; herd reject rejects it"))
     if data.stages:
-        steps.append((command(root, "generate", name, "--prompt", "Once upon a time"), "let it write"))
+        steps.append((line("generate", name, "--prompt", "Once upon a time"), "let it write"))
         if data.decision and data.decision.accepted:
-            steps.append((command(root, "export", name, f"{name}-hf", "--format", "hf"), "files for other programs"))
+            steps.append((line("export", name, f"{name}-hf", "--format", "hf"), "files for other programs"))
         last = trained_stages(data.recipe, record)[-1]
-        again = command(root, "rerun", name, "--from", last.name, "--set", example_change(last.stage))
+        again = line("rerun", name, "--from", last.name, "--set", example_change(last.stage))
         steps.append((again, "change a field and redo only what follows from it"))
-    if other := compared_run(root, record):
-        steps.append((command(root, "compare", other, name), f"what differs from {other}"))
+    if data.other:
+        steps.append((line("compare", data.other, name), f"what differs from {data.other}"))
     return steps
 
 
@@ -438,7 +509,8 @@ def _interval(ends: GateRow | Score, digits: int = 4) -> str:
 FILTERS: dict[str, Callable[..., Any]] = {
     "tokens": tokens,
     "num": _number,
-    "percent": lambda share: f"{round(100 * share, 1) + 0.0:+.1f} %",  # not -0.0
+    "unbroken": lambda text: escape(text).replace("5-gram", Markup('<span class="unbroken">5-gram</span>')),
+    "asked": lambda score: f"asked {score.requests[:8]}, version {score.version}, {score.shots} shots",
     "interval": _interval,
     "count": lambda value: f"{value:,}",
     "megabytes": lambda size: f"{size / 1e6:,.2f}" if size < 1e8 else f"{size / 1e6:,.0f}",

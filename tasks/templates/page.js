@@ -8,6 +8,23 @@ const short = (value) => {
     if (size >= scale && scale > 1) return +(value / scale).toPrecision(4) + unit;
   return size !== 0 && size < 1e-3 ? value.toExponential(2).replace(/\.?0*e/, "e") : String(+value.toPrecision(4));
 };
+// 4Ki, as a recipe writes it
+const binary = (value) => {
+  if (value == null) return "";
+  const power = [3, 2, 1].find((power) => value >= 1024 ** power && value % 1024 ** power === 0) ?? 0;
+  return value / 1024 ** power + ["", "Ki", "Mi", "Gi"][power];
+};
+// The marks of an axis have one unit and one number of digits.
+function labels(ticks) {
+  const shown = ticks.filter((tick) => tick != null), most = Math.max(...shown.map(Math.abs));
+  const exponent = Math.floor(Math.log10(most));
+  const [unit, scale] = most && most < 1e-3 ? [`e${exponent}`, 10 ** exponent]
+    : Object.entries(UNITS).reverse().find(([, size]) => most >= size) ?? ["", 1];
+  const gap = Math.abs((shown[1] ?? 0) - shown[0]) / scale;
+  let digits = 0;
+  while (digits < 6 && Math.abs(gap * 10 ** digits - Math.round(gap * 10 ** digits)) > 1e-6) digits += 1;
+  return ticks.map((tick) => tick == null ? "" : tick === 0 ? "0" : (tick / scale).toFixed(digits) + unit);
+}
 
 function marks(plot, stages) {
   const { ctx, bbox } = plot, ratio = devicePixelRatio;
@@ -32,15 +49,15 @@ function marks(plot, stages) {
 
 const color = (name) => name.startsWith("--") ? getComputedStyle(document.documentElement).getPropertyValue(name) : name;
 
-// The curves' positions differ: where one has no point, its last value so far counts.
-const shown = (plot, value, place, at) => {
-  while (value == null && at > 0) value = plot.data[place][--at];
-  return short(value);
-};
 const last = (plot) => plot.setLegend({ idx: plot.data[0].length - 1 });
 
 function draw(box) {
   const chart = JSON.parse(box.querySelector("script").textContent);
+  // The curves' positions differ: where one has no point, its last value so far counts.
+  const shown = (plot, value, place, at) => {
+    while (value == null && at > 0) value = plot.data[place][--at];
+    return (chart.log2 ? binary : short)(value);
+  };
   const grid = { stroke: () => color("--line"), width: 1 }, ink = () => color("--faint");
   const axis = { stroke: ink, grid, ticks: grid, font: "12px system-ui, sans-serif" };
   const size = () => ({ width: box.clientWidth, height: Math.max(220, Math.min(320, box.clientWidth * 0.45)) });
@@ -63,8 +80,8 @@ function draw(box) {
     cursor: { sync: { key: "tokens" }, points: { size: 6 } },
     legend: { markers: { width: 0, fill: (_, place) => place ? color(chart.curves[place - 1].color) : "transparent" } },
     axes: [
-      { ...axis, values: (_, ticks) => ticks.map(short), space: 70, size: 32 },
-      { ...axis, values: (_, ticks) => ticks.map((tick) => tick == null ? "" : short(tick)), size: 64, label: chart.unit, labelFont: axis.font, labelSize: 20 },
+      { ...axis, values: (_, ticks) => labels(ticks), space: 70, size: 32 },
+      { ...axis, values: (_, ticks) => chart.log2 ? ticks.map(binary) : labels(ticks), size: 64, label: chart.unit, labelFont: axis.font, labelSize: 20 },
     ],
     series: [
       { label: "tokens", value: (_, value) => short(value) },
@@ -96,8 +113,21 @@ const plots = [...document.querySelectorAll(".chart")].map(draw);
 for (const event of ["beforeprint", "afterprint"])
   addEventListener(event, () => {
     document.documentElement.classList.toggle("print", event === "beforeprint");
+    for (const part of document.querySelectorAll("details.paper")) {
+      if (event === "beforeprint") part.dataset.open = part.open ? "1" : "";
+      part.open = event === "beforeprint" || Boolean(part.dataset.open);
+    }
     plots.forEach((plot) => plot.redraw());
   });
+
+// A link to a heading opens what is folded under it.
+function unfold(id) {
+  let next = document.getElementById(id)?.nextElementSibling;
+  while (next && !["H2", "DETAILS"].includes(next.tagName)) next = next.nextElementSibling;
+  if (next?.tagName === "DETAILS") next.open = true;
+}
+addEventListener("hashchange", () => unfold(location.hash.slice(1)));
+unfold(location.hash.slice(1));
 
 // MLflow shows the page from a blob: address in a sandbox, where links to a place of the page do nothing and links to
 // other files open an empty page.
@@ -107,12 +137,14 @@ if (location.protocol === "blob:")
     if (target.startsWith("#"))
       link.addEventListener("click", (event) => {
         event.preventDefault();
+        unfold(target.slice(1));
         document.getElementById(target.slice(1)).scrollIntoView();
       });
     else if (!/^[a-z]+:/.test(target)) link.replaceWith(...link.childNodes);
   }
 
 // Tables: a click on a column's head sorts, the third restores the order; a long table shows its first rows and a button.
+// On a narrow screen a row with text becomes a card, where each value has its head above it.
 const ROWS = 20;
 function amount(cell) {
   const text = (cell.dataset.value ?? cell.textContent).replaceAll(",", "").trim();
@@ -129,6 +161,12 @@ for (const table of document.querySelectorAll(".wide table")) {
   const [head, ...rows] = table.rows;
   if (!head || [...head.cells].some((cell) => cell.tagName !== "TH") || table.classList.contains("two-line")) continue;
   const body = table.tBodies[0];
+  const worded = (row) => row.cells.length > 2 && row.querySelector("td.text")?.textContent.trim();
+  if (!table.classList.contains("first") && rows.some(worded)) {
+    table.classList.add("cards");
+    for (const row of rows)
+      [...row.cells].forEach((cell, column) => { cell.dataset.head = head.cells[column]?.textContent ?? ""; });
+  }
   if (rows.length > 2)
     [...head.cells].forEach((cell, column) => {
       if (!cell.textContent.trim()) return;

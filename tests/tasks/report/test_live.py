@@ -19,6 +19,7 @@ from herd.llama3.train.journal import Journal, Record, Rewind, Series
 from herd.storage.lease import lease
 from herd.storage.root import Root
 from herd.tasks.report import live
+from herd.tasks.runs.records import Runs
 from tests.tasks.standing_root import begun, tiny, train
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -74,6 +75,24 @@ def test_the_last_bits_per_byte_stay_when_later_steps_have_none(running: tuple[R
             values = {metrics.LOSS: 5.0, **({metrics.HELD_OUT: 2.345} if number == 9 else {})}
             journal.add(Record(time.time(), span.start + number * span.segments[0].batch // 2, values))
     assert "2.345" in page.render()
+
+
+def test_an_ended_run_leads_to_its_report_and_promises_no_more(tmp_path: Path) -> None:
+    root, recipe = Root.parse(tmp_path), tiny()
+    train(root, recipe, begun(root, recipe), steps=8, saved=4)
+    page, runs = live.LivePage(root, "tiny-1"), Runs(root)
+    text = page.render()
+    assert "a restart continues from there" in text
+    assert "% of the tokens" in text
+    assert text.index(">loss<") < text.index('<div class="chart">') < text.index('id="sample"')
+    record = runs.find("tiny-1")
+    record.state, record.ended = "finished", record.started
+    runs.save(record)
+    runs.folder("tiny-1").joinpath("report.html").write_text("the report")
+    text = page.render()
+    assert '<a class="button" href="report.html">' in text
+    for words in ("a restart", "% of the tokens", "<progress"):
+        assert words not in text, words
 
 
 def test_curves_follow_a_rewind_and_a_replaced_journal() -> None:

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from herd.llama3.statistics.significance import DOCUMENTS, Difference
 from herd.storage.artifact import Artifact, ArtifactSpec, Store
 from herd.storage.root import Root
 from herd.tasks.operate.status import _scores
-from herd.tasks.report.data import ReportData, StageRow, _notes
+from herd.tasks.report.data import ReportData, StageRow, _links, _notes
 from herd.tasks.report.run import _smooth, render_report, summarize
 from herd.tasks.runs.records import RunRecord, StepRecord
 from herd.tasks.tracking.prefect_artifacts import _score_row
@@ -69,8 +70,13 @@ def measured() -> ReportData:
     )
 
 
-def report(name: str) -> str:
-    return render_report(name, Root.parse("herd-data"), measured(), None)
+def report(name: str, **changes: Any) -> str:
+    return render_report(name, Root.parse("herd-data"), replace(measured(), **changes), None)
+
+
+def section(html: str, anchor: str) -> str:
+    """Return a page from the heading `anchor` to the next."""
+    return html[html.index(f'<h2 id="{anchor}"') :].partition("<h2")[2].partition("<h2")[0]
 
 
 def cells(text: str, first: str) -> list[str]:
@@ -84,19 +90,20 @@ def cells(text: str, first: str) -> list[str]:
     return [re.sub(r"<[^>]+>", "", cell) for cell in found]
 
 
-@pytest.mark.parametrize("name", ["report.html", "report.md"])
-def test_the_gate_s_table_shows_difference_interval_and_p(name: str) -> None:
-    text = report(name)
-    row = cells(text, "eval/bpb")
-    assert row[:4] == ["eval/bpb", "better", "2.500", "2.513"]
-    assert row[-4:-1] == ["-0.0125", "-0.0200 .. -0.00500", "0.00040"]
-    assert "pass" in row[-1]
-    assert (
+def test_the_gate_s_table_shows_difference_interval_and_p() -> None:
+    folded, markdown = section(report("report.html"), "gate"), report("report.md")
+    numbers = ["eval/bpb", "better", "2.500", "2.513", "-0.0125", "-0.0200 .. -0.00500", "0.00040"]
+    assert cells(folded, "eval/bpb") == numbers
+    assert cells(markdown, "eval/bpb")[:-1] == numbers
+    reason = (
         "eval/bpb 2.500 is 0.498% better than champion 2.513 (95% 0.2% to 0.8%, 128 documents); "
         "it must be better at the 95% bound"
-    ) in text
-    assert cells(text, "integrity/digests")[-1].endswith("4 files as their manifest says")
-    assert "fail" in cells(text, "eval/mmlu")[-1]
+    )
+    assert f'<span class="good">pass</span> {reason}' in folded
+    assert f"pass: {reason}" in markdown
+    assert cells(folded, "integrity/digests")[-1].endswith("4 files as their manifest says")
+    assert '<span class="bad">fail</span> eval/mmlu 0.3000 is not at least 0.4' in folded
+    assert re.search(r"<summary>.*1 of 4 rows fail</span>: eval/mmlu</summary>", folded)
 
 
 def test_the_first_screen_says_whether_it_is_better_where_and_why_not() -> None:
@@ -106,10 +113,10 @@ def test_the_first_screen_says_whether_it_is_better_where_and_why_not() -> None:
     assert cells(html, "bits per byte") == [
         "bits per byte", "2.500", "2.513", "-0.5 %", "better; better than a 5-gram: 9.000",
     ]  # fmt: skip
-    assert '<span class="good">better</span>; better than a 5-gram' in html
+    assert '<span class="good">better</span>; better than a <span class="unbroken">5-gram</span>' in html
     assert "A 5-gram is a table" in html
     assert "| · code | 2.750 |  |  |" in markdown, "no champion's score, and no rule"
-    assert "| mmlu (accuracy) | 0.3000 |  | no better than guessing: 0.25 |" in markdown, "from 0.219 on"
+    assert "| mmlu (accuracy) | 0.3000 |  |  | no better than guessing: 0.25 |" in markdown, "from 0.219 on"
     assert "<td>mmlu <small>↑ accuracy</small></td>" in html
 
 
@@ -133,12 +140,72 @@ def test_a_smoothed_curve_is_the_mean_of_the_steps_around_each() -> None:
     assert [value for _, value in smooth] == pytest.approx(expected)
 
 
-def test_a_change_that_rounds_to_zero_has_one_sign() -> None:
+def test_each_score_is_a_row_with_a_column_for_each_stage() -> None:
+    before = {"eval/bpb": replace(SCORES["eval/bpb"], value=2.6, requests="abcdef" * 10, shots=5)}
+    html = report("report.html", evaluations={"main": before, "anneal": SCORES})
+    assert cells(html, "bits per byte")[1:5] == ["2.600", "2.500", "2.513", "-0.5 %"]
+    assert '<td title="asked abcdefab, version 1, 5 shots">2.600</td>' in html
+    alone = {"evaluations": {"main": before, "anneal": SCORES}, "decision": None, "baseline": {}}
+    assert cells(report("report.html", **alone), "bits per byte")[1:4] == ["2.600", "2.500", "-3.8 %"]
+    assert "Change: anneal from main." in report("report.html", **alone)
+    folded = section(html, "scores")
+    assert cells(folded, "eval/bpb")[1:3] == ["2.6002.461 .. 2.539", "2.5002.461 .. 2.539"]
+    assert cells(folded, "eval/mmlu") == ["eval/mmlu", "", "0.30000.2190 .. 0.3960", "100", "0.250"]
+    for part in ("gate", "scores"):
+        assert section(html, part).count("<details") == 1, "folded"
+
+
+def test_a_change_has_digits_enough_to_have_a_sign() -> None:
     same = replace(SCORES["eval/bpb"], value=2.5124)
-    html = render_report(
-        "report.html", Root.parse("herd-data"), replace(measured(), evaluations={"anneal": {same.key: same}}), None
+    assert cells(report("report.html", evaluations={"anneal": {same.key: same}}), "bits per byte")[3] == "-0.0040 %"
+    same = replace(same, value=2.5125)
+    assert cells(report("report.html", evaluations={"anneal": {same.key: same}}), "bits per byte")[3] == "no change"
+
+
+def test_a_promoted_model_that_is_worse_than_a_5_gram_says_so() -> None:
+    promoted = Decision(accepted=True, rows=decision().rows[:2])
+    for name in ("report.html", "report.md"):
+        text = report(name, decision=promoted, baseline={"eval/bpb": 2.063})
+        assert "It is worse than a 5-gram" in text
+        assert "2.500 against 2.063 bits per byte" in text
+        assert "worse than a 5-gram" not in report(name, decision=promoted)
+    data = replace(measured(), decision=promoted, baseline={"eval/bpb": 2.063})
+    assert summarize(Root.parse("herd-data"), data).tone == "open", "no green bar"
+
+
+def test_a_rerun_names_what_it_made_again_and_what_differs() -> None:
+    record = measured().record.model_copy(update={"rerun_of": "quickstart-7"})
+    record.steps = {
+        name: StepRecord(artifact=f"{name}/x", outcome=outcome)
+        for name, outcome in (("collect", "reused"), ("main", "reused"), ("anneal", "created"))
+    }
+    changed = {"other": "quickstart-7", "differs": {"stages.anneal.lr": ["linear to 0", "constant"]}}
+    for name in ("report.html", "report.md"):
+        text = report(name, record=record, **changed)
+        assert "rerun of quickstart-7 from anneal, 2 of 3 steps reused" in text
+        assert cells(text, "stages.anneal.lr") == ["stages.anneal.lr", "linear to 0", "constant"]
+        assert text.index("stages.anneal.lr") < text.index("integrity/digests")
+
+
+def test_a_page_s_commands_name_the_root_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HERD_ROOT", str(tmp_path))
+    (line, _), *_ = summarize(Root.parse(tmp_path), measured()).next
+    assert line.endswith(f"status quickstart-1 --root {tmp_path}")
+
+
+def test_it_leads_to_the_servers_and_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    root = Root.parse(tmp_path)
+    html = report("report.html", links=[("MLflow", "http://127.0.0.1:5000/#/x")], model="/root/checkpoint/x/model")
+    assert '<a href="http://127.0.0.1:5000/#/x">MLflow</a>' in html
+    assert "<code>/root/checkpoint/x/model</code>" in html
+    record = measured().record.model_copy(update={"mlflow_run": "0a", "mlflow_experiment": "7"})
+    ((name, address),) = _links(root, record, "0a", "javascript:alert(1)")
+    assert (name, address.partition("#")[2]) == (
+        "MLflow, while herd up runs",
+        "/experiments/7/runs/0a?workflowType=machine_learning",
     )
-    assert cells(html, "bits per byte")[1:4] == ["2.512", "2.513", "+0.0 %"]
+    assert _links(root, record, "", "https://prefect/1") == [("Prefect", "https://prefect/1")]
 
 
 def test_the_cost_is_what_this_run_did(tmp_path: Path) -> None:
@@ -152,8 +219,10 @@ def test_the_cost_is_what_this_run_did(tmp_path: Path) -> None:
 
     def cost(*stages: StageRow) -> dict[str, tuple[str, str]]:
         summary = summarize(Root.parse(tmp_path), replace(measured(), record=record, stages=list(stages)))
-        return {name: (value, meaning) for name, value, meaning in summary.cost}
+        return {name: (value, meaning) for name, value, meaning in summary.tiles}
 
+    assert [*cost(first, last)][:3] == ["loss", "bits per byte", "tokens"]
+    assert (cost(first, last)["loss"][0], cost(first, last)["bits per byte"][0]) == ("5.000", "2.500")
     assert cost(first, last)["tokens"] == ("1.24M", "of which 240K in this run")
     assert cost(first, last)["device time"][0] == "1:12 min"
     assert cost(replace(first, outcome="resumed at 1K"), last)["tokens"] == ("1.24M", "trained on")
@@ -162,11 +231,10 @@ def test_the_cost_is_what_this_run_did(tmp_path: Path) -> None:
     assert "device time" not in cost(first)
 
 
-@pytest.mark.parametrize("name", ["report.html", "report.md"])
-def test_every_score_has_size_interval_chance_shots_version_and_digest(name: str) -> None:
-    row = cells(report(name), "anneal eval/mmlu")
+def test_every_score_has_size_interval_chance_shots_version_and_digest() -> None:
+    row = cells(report("report.md"), "anneal eval/mmlu")
     assert row[2:10] == ["0.3000", "0.090", "0.2190 .. 0.3960", "100", "0.250", "0", "1", "facadefa"]
-    assert cells(report(name), "anneal eval/odd")[3:5] == ["", ""], "one document has no spread"
+    assert cells(report("report.md"), "anneal eval/odd")[3:5] == ["", ""], "one document has no spread"
 
 
 def test_prefect_s_page_of_a_run_shows_intervals() -> None:
