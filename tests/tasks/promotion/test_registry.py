@@ -205,20 +205,20 @@ def test_a_move_that_a_decision_overtook_is_reported(shared: Shared, caplog: pyt
     assert shared.last.n == 4
 
 
-def test_a_move_to_a_model_that_is_gone_or_beside_signed_records_decides_nothing(
-    shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(SIGNING, key(tmp_path, "one")[0])
-    PromotionLog(shared.root, FAMILY, trusted=False).sign()
+def test_a_move_to_a_model_that_is_gone_decides_nothing(shared: Shared) -> None:
+    open_store(shared.root).delete(shared.labels[0])
     shared.client.aliases["champion"] = "1"
     shared.publish()
     assert (shared.last.kind, shared.champion) == (MOVED, shared.labels[1])
-    monkeypatch.delenv(SIGNING)
-    other = Shared(tmp_path / "other")
-    open_store(other.root).delete(other.labels[0])
-    other.client.aliases["champion"] = "1"
-    other.publish()
-    assert (other.last.kind, other.champion) == (MOVED, other.labels[1])
+
+
+def test_where_records_are_signed_a_move_decides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may write to MLflow has no key; the process that notices the move may have one."""
+    monkeypatch.setenv(SIGNING, key(tmp_path, "one")[0])
+    shared = Shared(tmp_path / "root")
+    shared.client.aliases["champion"] = "1"
+    shared.publish()
+    assert (shared.last.kind, shared.champion) == (MOVED, shared.labels[1])
 
 
 @pytest.mark.parametrize("dies", ["before the alias", "after the alias"])
@@ -240,9 +240,13 @@ def test_what_a_crash_left_between_alias_and_note_is_herds_own(
         with pytest.raises((ZeroDivisionError, AssertionError)):
             shared.publish()
     shared.client.conflicts = 0
+    if dies == "after the alias":  # and the next decision gives it back before anything was published
+        add(shared.root, 5, ROLLED_BACK, artifact=shared.labels[1])
+    decisions = shared.last.n
     shared.publish()
-    assert shared.client.aliases == {"champion": "1", "previous": "2", "candidate": "1"}
-    assert shared.last.n == 4, "nobody moved it"
+    champion = "2" if dies == "after the alias" else "1"
+    assert (shared.client.aliases["champion"], shared.client.aliases["candidate"]) == (champion, "1")
+    assert shared.last.n == decisions, "nobody moved it"
 
 
 def test_aliases_of_an_earlier_herd_without_the_note_are_set_as_before(shared: Shared) -> None:

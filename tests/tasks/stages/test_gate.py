@@ -19,6 +19,7 @@ from herd.storage.artifact import Artifact
 from herd.storage.processes import free_port
 from herd.tasks.models import export
 from herd.tasks.promotion.log import PROMOTED, REJECTED, Log, Promotion, PromotionLog
+from herd.tasks.promotion.registry import gate_table
 from herd.tasks.runs.records import PENDING_APPROVAL
 from herd.tasks.stages import gate, promote
 from herd.tasks.stages.evaluate import evaluate_model
@@ -102,7 +103,9 @@ def test_a_whole_candidate_is_promoted_where_there_is_no_champion(workspace: Pro
     assert [(row.metric, row.checked, row.reason) for row in unchecked] == [
         ("contamination", False, "curate.decontaminate names no evaluation sets")
     ]
-    assert record.tags["gate.contamination"] == "not checked: curate.decontaminate names no evaluation sets"
+    assert "| contamination | must hold | not checked: curate.decontaminate names no" in gate_table(
+        record.decision.rows
+    )
     assert record.evidence is not None
     assert Evidence.model_validate_json(record.evidence.model_dump_json()).decide() == record.gate
     assert reasons["serving"] == "loads in a fresh process without pickle, and generates text"

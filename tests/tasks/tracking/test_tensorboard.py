@@ -47,7 +47,7 @@ def expected(sent: list[MetricPoint], key: str = "train/loss") -> list[tuple[int
 
 def series_in_mlflow(run: TrackedRun, handle: str) -> dict[str, list[tuple[int, float]]]:
     tracker = run.context.tracker
-    keys = tracker.client.get_run(handle).data.metrics
+    keys = [key for key in tracker.client.get_run(handle).data.metrics if not key.startswith("config_")]  # to filter by
     return {key: [(at, pytest.approx(value)) for at, value in tracker.series(handle, key)] for key in keys}
 
 
