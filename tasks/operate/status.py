@@ -40,7 +40,7 @@ from herd.tasks.promotion.log import CHALLENGER, compared_run
 from herd.tasks.report.progress import RunProgress, artifact_of, log_folders, run_progress
 from herd.tasks.runs.records import PENDING_APPROVAL, RunRecord, Runs, example_change, trained_stages
 from herd.tasks.stages.alerts import read_alerts
-from herd.tasks.tracking.mlflow_store import run_page, server_uri, tracking_uri
+from herd.tasks.tracking.mlflow_store import run_page, running_server, tracking_uri
 
 COLORS = {
     "running": "green",
@@ -323,9 +323,9 @@ def _percent(share: float | None) -> str:
 
 def _mlflow(root: Root, record: RunRecord) -> str:
     """Return the address of the run in MLflow, or the file of the database."""
-    server = server_uri()
     if not record.mlflow_run:
         return ""
+    server = running_server(root)
     again = command(root, "mlflow", "sync", record.name)
     stale = f" (out of date: {again} sends everything again)" if record.mlflow_stale else ""
     if not server:
@@ -363,7 +363,7 @@ def summary_lines(root: Root, name: str, options: Sequence[str] = ()) -> list[st
         model = store.load(record.steps[spans[-1].name].artifact).uri.removeprefix("file://")
         lines.append(f"  model     {model}/model")
     lines += [
-        f"  MLflow    {tracking_uri(root)}, run {name} ({record.mlflow_run})",
+        *([f"  MLflow    {escape(mlflow)}"] if (mlflow := _mlflow(root, record)) else []),
         "next:",
         f"  {escape(command(root, 'up')):<38} see it in Prefect and MLflow",
     ]

@@ -29,7 +29,7 @@ from herd.storage.lease import LeaseHeld
 from herd.storage.root import Root
 from herd.storage.secrets import move_logins, refuse_secrets
 from herd.storage.staging import file_lock, staging_folder
-from herd.tasks.tracking.moved_root import follow_root
+from herd.tasks.tracking.moved_root import follow_root, read_access
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -79,6 +79,20 @@ def server_uri() -> str:
     """Return the address of the server that the environment names, or ""."""
     uri = environment_uri().rstrip("/")
     return uri if uri.startswith("http") else ""
+
+
+def running_server(root: Root) -> str:
+    """Return the address of the server that the environment names, or of the `herd up` that works on `root`, or ""."""
+    if server := server_uri():
+        return server
+    from urllib.request import urlopen
+
+    server = read_access(root).get(VARIABLE, "")
+    try:
+        with urlopen(f"{server}/health", timeout=1):
+            return server
+    except (OSError, ValueError):  # the `herd up` was killed, or there is none
+        return ""
 
 
 def call_server(server: str, call: str, body: dict[str, Any] | None = None) -> dict[str, Any]:

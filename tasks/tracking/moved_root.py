@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -55,6 +56,15 @@ def former_places(root: Root) -> list[str]:
     """Return the paths and addresses that `root` had before it was moved or copied."""
     mark = root.local / LOCATION
     return mark.read_text().splitlines()[2:] if mark.is_file() else []
+
+
+def read_access(root: Root) -> dict[str, str]:
+    """Return the variables of ACCESS, if a `herd up` works on `root` or was killed."""
+    try:
+        lines = (root.local / ACCESS).read_text().splitlines()
+    except OSError:
+        return {}
+    return dict(shlex.split(line)[1].split("=", 1) for line in lines if line.startswith("export "))
 
 
 def follow_root(root: Root) -> None:

@@ -12,12 +12,15 @@ from rich.console import Console as RichConsole
 
 from herd.llama3.train.journal import read_journal
 from herd.storage.lease import lease
+from herd.storage.processes import free_port
 from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole
 from herd.tasks.operate.status import run_document, status_tables, summary_lines
 from herd.tasks.report.progress import run_progress
 from herd.tasks.runs.records import PENDING_APPROVAL, Runs
 from herd.tasks.stages.alerts import Alert, emit_alert
+from herd.tasks.tracking.mlflow_store import tracking_uri
+from herd.tasks.tracking.moved_root import ACCESS
 from tests.tasks.promotion_samples import add
 from tests.tasks.standing_root import begun, log_attempt, tiny, train
 
@@ -152,6 +155,23 @@ def test_a_trainer_that_is_running_is_not_asked_why_it_ended(root: Root) -> None
     assert [line.split()[1:3] for line in text.splitlines() if line.split()[:1] == ["main"]][-1] == ["3", "running"]
     assert text.count("it did not say") == 1, "of the first, which has another after it"
     assert shown(root, record.name).count("it did not say") == 2, "no process holds the run"
+
+
+def test_the_page_in_mlflow_is_that_of_a_herd_up_on_the_root(root: Root, mlflow_uri: str) -> None:
+    """The shell has no variables of it; its file is left behind when it is killed."""
+    record = begun(root, tiny()).model_copy(update={"mlflow_run": "r1", "mlflow_experiment": "1"})
+    record = record.model_copy(update={"state": "finished", "ended": record.started})
+    Runs(root).save(record)
+
+    def told() -> list[str]:
+        shown_lines = [*shown(root, record.name).splitlines(), *summary_lines(root, record.name)]
+        return [" ".join(line.split()[1:]) for line in shown_lines if line.split()[:1] == ["MLflow"]]
+
+    assert told() == [f"run r1 in {tracking_uri(root)}"] * 2
+    (root.local / ACCESS).write_text(f"# in a browser: x\nexport MLFLOW_TRACKING_URI={mlflow_uri}\n")
+    assert told() == [f"{mlflow_uri}/#/experiments/1/runs/r1?workflowType=machine_learning"] * 2
+    (root.local / ACCESS).write_text(f"export MLFLOW_TRACKING_URI=http://127.0.0.1:{free_port()}\n")
+    assert told() == [f"run r1 in {tracking_uri(root)}"] * 2
 
 
 def test_the_commands_offered_name_runs_that_exist_and_a_change(root: Root) -> None:
