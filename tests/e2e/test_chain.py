@@ -162,7 +162,7 @@ def test_the_report_shows_what_was_tracked(herd: Herd) -> None:
     for text in ("Where the documents went", "eval/bpb/math", "ramp", "held out", "no champion yet"):
         assert text in html
         assert text in markdown
-    assert "than a 5-gram: " in html
+    assert "5-gram</span>: " in html
 
 
 def test_the_data_page_shows_where_documents_went(herd: Herd) -> None:
