@@ -27,6 +27,7 @@ from herd.llama3.recipe.schema import Recipe
 from herd.storage.lease import lease_holders
 from herd.storage.root import Root
 from herd.tasks.console import Wait
+from herd.tasks.operate.owners import TAG
 from herd.tasks.operate.recovery import FRUITLESS, RESUMED, ROOT
 from herd.tasks.runs.records import Runs
 
@@ -66,10 +67,11 @@ def thin_out(client: SyncPrefectClient) -> Iterator[FlowRun]:
 
 
 def _waiting(client: SyncPrefectClient) -> list[FlowRun]:
-    """Return the flow runs that would begin now if there were room, the longest-waiting first."""
+    """Return the flow runs of herd that would begin now if there were room, the longest-waiting first."""
     before = filters.FlowRunFilterNextScheduledStartTime(before_=datetime.now(UTC))  # type: ignore[arg-type]
     scheduled = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=[StateType.SCHEDULED]))
-    due = filters.FlowRunFilter(state=scheduled, next_scheduled_start_time=before)
+    tags = filters.FlowRunFilterTags(all_=[TAG])
+    due = filters.FlowRunFilter(tags=tags, state=scheduled, next_scheduled_start_time=before)
     return client.read_flow_runs(flow_run_filter=due, sort=FlowRunSort.NEXT_SCHEDULED_START_TIME_ASC)
 
 

@@ -58,6 +58,6 @@ def only_flow_runs_of(flow: Flow[..., Any], client: SyncPrefectClient) -> Iterat
     known, flow_id = owners.unfinished_flow_runs, client.create_flow(flow)
     with pytest.MonkeyPatch.context() as patch:
         for module in (ledgers, queues, recovery):
-            ours = lambda client: (each for each in known(client) if each.flow_id == flow_id)  # noqa: E731
+            ours = lambda *given, **how: (each for each in known(*given, **how) if each.flow_id == flow_id)  # noqa: E731
             patch.setattr(module, "unfinished_flow_runs", ours)
         yield

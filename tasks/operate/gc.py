@@ -326,8 +326,6 @@ def _unfinished(root: Root, older_than_s: float, now: float) -> list[GcItem]:
 
 FLOW_RUN, MLFLOW_RUN, TRASH = "flow run", "MLflow run", "MLflow trash"
 ROWS = (FLOW_RUN, MLFLOW_RUN, TRASH)
-TAG = "herd"
-"""Tag of the flow runs of prefect.yaml; the server may have others, of other people."""
 BATCH = 50
 """Flow runs that Prefect deletes in one call."""
 
@@ -388,6 +386,8 @@ def _trash(root: Root, older_than_s: float, now: float) -> Iterator[GcItem]:
 
 def _flow_runs(client: Any, links: Mapping[str, bool], older_than_s: float, now: float) -> Iterator[GcItem]:
     """Yield the flow runs that ended so long ago and have herd's tag or stand in `links`: whether their run is kept."""
+    from herd.tasks.operate.owners import TAG
+
     after = 0
     while page := client.read_flow_runs(flow_run_filter=_ended(now - older_than_s), limit=BATCH, offset=after):
         after += len(page)

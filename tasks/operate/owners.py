@@ -26,6 +26,8 @@ from prefect.exceptions import ObjectNotFound
 from herd.storage.processes import process_alive, process_name
 from herd.tasks.operate.slots import Verdict
 
+TAG = "herd"
+"""Tag of herd's deployments, and so of their flow runs."""
 PROCESS = "process:"
 """Begins the tag of a flow run without a worker; the rest is the name of its process."""
 WORKER = "prefect.worker.name"
@@ -53,6 +55,11 @@ def process_tag() -> str:
     return f"{PROCESS}{process_name()}"
 
 
+def is_own(flow_run: FlowRun) -> bool:
+    """Return whether a flow run is of herd, on a server that others may use too."""
+    return TAG in flow_run.tags or any(tag.startswith(PROCESS) for tag in flow_run.tags)
+
+
 def judge(state: StateType, process: bool | None, worker: bool | None) -> Verdict:
     """Return whether a flow run in `state` has an owner; None: it cannot be asked from here.
 
@@ -68,14 +75,14 @@ def judge(state: StateType, process: bool | None, worker: bool | None) -> Verdic
     return "dead" if worker is False and state is not StateType.RUNNING else "unknown"
 
 
-def unfinished_flow_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:
-    """Yield the flow runs whose state needs an owner."""
+def unfinished_flow_runs(client: SyncPrefectClient, everyone: bool = False) -> Iterator[FlowRun]:
+    """Yield the flow runs of herd, or of `everyone`, whose state needs an owner."""
     state = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=UNFINISHED))
     unfinished, seen, count = filters.FlowRunFilter(state=state), 0, PAGE
     while count == PAGE:
         page = client.read_flow_runs(flow_run_filter=unfinished, sort=FlowRunSort.ID_DESC, limit=PAGE, offset=seen)
         seen, count = seen + len(page), len(page)
-        yield from page
+        yield from (each for each in page if everyone or is_own(each))
 
 
 def engines() -> tuple[dict[str, int], set[str]]:

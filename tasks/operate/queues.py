@@ -9,7 +9,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas import filters
 from prefect.client.schemas.objects import FlowRun, StateType
 
-from herd.tasks.operate.owners import Owners, unfinished_flow_runs
+from herd.tasks.operate.owners import TAG, Owners, unfinished_flow_runs
 from herd.tasks.operate.slots import Slot
 
 AWAITS, WAIT = "AwaitingConcurrencySlot", timedelta(minutes=2)
@@ -20,7 +20,7 @@ def held_slots(client: SyncPrefectClient) -> Iterator[Slot]:
     """Yield the queues and deployments for whose slots flow runs wait."""
     if not (waiting := _waiting(client)):
         return
-    unfinished = list(unfinished_flow_runs(client))
+    unfinished = list(unfinished_flow_runs(client, everyone=True))
     owners, seen = Owners(client), datetime.now(UTC)
 
     def slot(where: str, behind: list[FlowRun], holders: list[FlowRun]) -> Slot:
@@ -60,11 +60,13 @@ def held_slots(client: SyncPrefectClient) -> Iterator[Slot]:
 
 
 def _waiting(client: SyncPrefectClient) -> list[FlowRun]:
-    """Return the flow runs that would begin now, or once their deployment has room."""
+    """Return the flow runs of herd that would begin now, or once their deployment has room."""
     scheduled = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=[StateType.SCHEDULED]))
     soon = filters.FlowRunFilterNextScheduledStartTime(before_=datetime.now(UTC) + WAIT)  # type: ignore[arg-type]
     found = client.read_flow_runs(
-        flow_run_filter=filters.FlowRunFilter(state=scheduled, next_scheduled_start_time=soon)
+        flow_run_filter=filters.FlowRunFilter(
+            tags=filters.FlowRunFilterTags(all_=[TAG]), state=scheduled, next_scheduled_start_time=soon
+        )
     )
     return [each for each in found if _is_due(each, datetime.now(UTC)) or (each.state and each.state.name == AWAITS)]
 

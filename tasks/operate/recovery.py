@@ -36,7 +36,7 @@ from herd.storage.filesystem import is_local
 from herd.storage.lease import LeaseHeld, lease_holders
 from herd.storage.processes import process_alive
 from herd.storage.root import DEFAULT_ROOT, Root
-from herd.tasks.operate.owners import WORKER, Owner, Owners, unfinished_flow_runs
+from herd.tasks.operate.owners import TAG, WORKER, Owner, Owners, unfinished_flow_runs
 from herd.tasks.operate.queues import held_slots
 from herd.tasks.operate.slots import write_slots
 from herd.tasks.promotion.log import PromotionLog, families
@@ -362,7 +362,7 @@ def restart(client: SyncPrefectClient, flow_run: FlowRun) -> bool:
 def _restart_crashed(root: Root, client: SyncPrefectClient) -> Iterator[Reconciled]:
     """Restart the flow runs of `root` that crashed lately; those that died before they had a record, too."""
     crashed = filters.FlowRunFilter(
-        tags=filters.FlowRunFilterTags(all_=[AUTO_RESUME]),
+        tags=filters.FlowRunFilterTags(all_=[TAG, AUTO_RESUME]),
         state=filters.FlowRunFilterState(name=filters.FlowRunFilterStateName(any_=["Crashed"])),
         end_time=filters.FlowRunFilterEndTime(after_=datetime.now(UTC) - RESTART_WITHIN),  # type: ignore[arg-type]
     )

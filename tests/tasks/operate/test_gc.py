@@ -35,7 +35,6 @@ from herd.tasks.console import TerminalConsole
 from herd.tasks.operate import gc
 from herd.tasks.operate.gc import (
     COPY,
-    TAG,
     GcItem,
     GcPlan,
     delete_items,
@@ -45,6 +44,7 @@ from herd.tasks.operate.gc import (
     plan_rows,
     with_inputs,
 )
+from herd.tasks.operate.owners import TAG
 from herd.tasks.promotion.log import Promotion, PromotionLog, aliased_labels, last_promotion
 from herd.tasks.runs.records import PENDING_APPROVAL, RunRecord, Runs, StepRecord, mark_open
 from herd.tasks.study.records import Studies, StudyRecord

@@ -26,7 +26,7 @@ from herd.storage.processes import process_alive, process_name
 from herd.storage.root import Root
 from herd.tasks.operate import owners, recovery
 from herd.tasks.operate.doctor import check_server
-from herd.tasks.operate.owners import PROCESS, WORKER, Owners, Verdict, judge
+from herd.tasks.operate.owners import PROCESS, TAG, WORKER, Owners, Verdict, judge
 from herd.tasks.operate.queues import held_slots
 from herd.tasks.operate.recovery import AUTO_RESUME, GONE_SINCE, ROOT, reconcile
 from herd.tasks.operate.slots import FILE, read_slots, slots_table, write_slots
@@ -106,7 +106,7 @@ class Deployed:
         self.id = client.create_deployment(
             client.create_flow(pipeline),
             name=name,
-            tags=list(tags),
+            tags=[TAG, *tags],
             work_pool_name=pool,
             work_queue_name=queue,
             concurrency_limit=1,
