@@ -14,7 +14,7 @@ from typing import Any
 from prefect import flow
 
 from herd.flows.crash_recovery import check_attempts, progress_of_run
-from herd.flows.recipe_form import PipelineParameters, RerunParameters, StageParameters, chosen_recipe
+from herd.flows.recipe_form import PipelineParameters, RerunParameters, chosen_recipe
 from herd.flows.run_lifecycle import FlowResult, find_run, flow_state, open_run, run_message
 from herd.llama3.evaluate.gate import Decision
 from herd.tasks.launch.local import Agents
@@ -100,24 +100,6 @@ def run_chain(context: Context, until: str) -> Decision | None:
 
 
 # Deployments that stop early. Artifacts of other runs are reused: a schedule may curate every night, a person train.
-
-
-@flow(name="curate", persist_result=False)
-def curate(config: StageParameters = StageParameters()) -> str:  # noqa: B008  (Prefect reads the default)
-    """Read the sources of a recipe and decide which documents to train on; return the run's name."""
-    return flow_state(lambda: run_recipe(config.resolved_parameters(until="curate")))
-
-
-@flow(name="tokenize", persist_result=False)
-def tokenize(config: StageParameters = StageParameters()) -> str:  # noqa: B008  (Prefect reads the default)
-    """Turn the curated documents of a recipe into token shards; return the run's name."""
-    return flow_state(lambda: run_recipe(config.resolved_parameters(until="tokenize")))
-
-
-@flow(name="pretrain", persist_result=False)
-def pretrain(config: StageParameters = StageParameters()) -> str:  # noqa: B008  (Prefect reads the default)
-    """Train every stage of a recipe, without judging the model; return the run's name."""
-    return flow_state(lambda: run_recipe(config.resolved_parameters(until="pretrain")))
 
 
 # A rerun is a new run of the same family. Artifacts upstream of the step or the change have the same keys: reused.

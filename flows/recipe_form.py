@@ -251,8 +251,8 @@ class PlaceParameters(RootParameters):
         return {name: value for name, value in written.items() if value != usual[name]}
 
 
-class StageParameters(PlaceParameters):
-    """A recipe, up to the step that the deployment is for."""
+class PipelineParameters(PlaceParameters):
+    """A recipe from raw text to a promoted model."""
 
     recipe: str = field_at(
         0, "Recipe", "quickstart", "A shipped recipe's name, or a YAML file (relative to the worker's folder)."
@@ -261,20 +261,11 @@ class StageParameters(PlaceParameters):
     overrides: list[str] = field_at(
         2, "Other changes", [], "Any recipe field: stages.main.until=3M, curate.lines.max_copies=4."
     )
+    until: str = field_at(
+        3, "Stop after", "", "Step to stop after: curate, tokenize, pretrain, a stage, ...; empty: do all."
+    )
     fresh: bool = field_at(4, "New run", False, "Begin a new run even if the last run of this recipe did not finish.")
     restart_damaged: bool = field_at(5, "Restart damaged stages", False, RESTART)
-
-    def resolved_parameters(self, until: str = "") -> PipelineParameters:
-        """Return the parameters of the run, with the form's section converted to overrides."""
-        overrides = [*self.change.overrides(), *self.overrides]
-        plain = {name: getattr(self, name) for name in ("recipe", "fresh", "restart_damaged", "root", "cluster")}
-        return PipelineParameters(**plain, overrides=overrides, until=until)
-
-
-class PipelineParameters(StageParameters):
-    """A recipe from raw text to a promoted model."""
-
-    until: str = field_at(3, "Stop after", "", "Step to stop after: curate, tokenize, a stage, ...; empty: do all.")
     rerun_of: SkipJsonSchema[str] = Field(default="", exclude=True)
     """Earlier run whose recipe replaces the file; set by the deployment `rerun`. Excluded from the form's defaults too:
     the form sends them all back, and the schema does not know this field."""
@@ -283,11 +274,10 @@ class PipelineParameters(StageParameters):
     study: SkipJsonSchema[StudyPart | None] = Field(default=None, exclude=True)
     """Study and variant of the run; set by the deployment `study`."""
 
-    def resolved_parameters(self, until: str = "") -> PipelineParameters:
+    def resolved_parameters(self) -> PipelineParameters:
+        """Return the parameters of the run, with the form's section converted to overrides."""
         overrides = [*self.change.overrides(), *self.overrides]
-        return self.model_copy(
-            update={"change": RecipeChange(), "overrides": overrides, "until": until or self.until.strip()}
-        )
+        return self.model_copy(update={"change": RecipeChange(), "overrides": overrides, "until": self.until.strip()})
 
 
 class RerunParameters(PlaceParameters):

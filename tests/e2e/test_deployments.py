@@ -22,7 +22,7 @@ from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import AwaitingRetry, Cancelling
 
-from herd.flows.serve import deploy, deployment_files
+from herd.flows.setup import deploy, deployment_files
 from herd.tasks.runs.records import RunRecord
 from tests.e2e.conftest import NewHerd
 from tests.e2e.up import QUESTION, Up, await_true, running_up
@@ -113,11 +113,11 @@ def test_every_checkpoint_was_evaluated_by_its_event(up: Up, first: FlowRun) -> 
 
 def test_wrong_parameters_are_refused_by_the_schema_or_in_one_line_by_the_flow(up: Up, first: FlowRun) -> None:
     with pytest.raises(PrefectHTTPStatusError, match="10 minutes"):
-        up.start("pretrain/pretrain", change={"every": "10 minutes"})
+        up.start("pipeline/pipeline", change={"every": "10 minutes"})
     with pytest.raises(PrefectHTTPStatusError, match="recepie"):
-        up.start("pretrain/pretrain", recepie="x")
+        up.start("pipeline/pipeline", recepie="x")
 
-    wrong = up.start("pretrain/pretrain", change={"mixes": [{"name": "base", "math": "20%"}]})
+    wrong = up.start("pipeline/pipeline", change={"mixes": [{"name": "base", "math": "20%"}]})
     failed = up.await_state(wrong.id, "FAILED", seconds=STARTED_S)
     assert failed.state is not None
     assert failed.state.message is not None
@@ -162,7 +162,8 @@ def test_a_rerun_that_failed_is_retried_and_goes_on_with_what_it_made(up: Up, fi
 
 
 def test_a_cancelled_run_leaves_no_trainer(up: Up, first: FlowRun) -> None:
-    begun = up.start("pretrain/pretrain", change={"peak": "1e-3", "stages": [{"name": "main", "until": "3M"}]})
+    change = {"peak": "1e-3", "stages": [{"name": "main", "until": "3M"}]}
+    begun = up.start("pipeline/pipeline", change=change, until="pretrain")
     up.await_training("tiny-3", 40)
     up.client.set_flow_run_state(begun.id, Cancelling())  # the button Cancel
     up.await_state(begun.id, "CANCELLED", seconds=120)
@@ -176,7 +177,9 @@ def _settled(record: RunRecord) -> RunRecord | None:
 
 
 def test_a_part_of_the_chain_reuses_what_is_there_and_stops(up: Up, first: FlowRun) -> None:
-    done = up.await_state(up.start("tokenize/tokenize", change={"jaccard": "70%"}).id, "COMPLETED", seconds=150)
+    done = up.await_state(
+        up.start("pipeline/pipeline", change={"jaccard": "70%"}, until="tokenize").id, "COMPLETED", seconds=150
+    )
     record = up.record_of(done)
     assert list(record.steps) == ["collect", "annotate", "curate", "tokenizer", "tokenize"]
     assert [record.steps[step].outcome for step in ("collect", "annotate", "curate")] == ["reused", "reused", "created"]

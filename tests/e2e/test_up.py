@@ -97,9 +97,9 @@ def test_every_deployment_is_there_and_takes_what_its_form_offers(up: Up) -> Non
         assert {s.slug for s in deployment.schedules} == {s["slug"] for s in wanted[name].get("schedules", [])}
     for wrong, told in (({"change": {"every": "10 minutes"}}, "10 minutes"), ({"recepie": "x"}, "recepie")):
         with pytest.raises(PrefectHTTPStatusError, match=told):
-            up.start("pretrain/pretrain", **wrong)
+            up.start("pipeline/pipeline", **wrong)
     with pytest.raises(PrefectHTTPStatusError, match="'recepie' is not a parameter; write it below config"):
-        up.client.create_flow_run_from_deployment(found["pretrain"].id, parameters={"recepie": "x"})
+        up.client.create_flow_run_from_deployment(found["pipeline"].id, parameters={"recepie": "x"})
 
 
 def test_a_foreign_name_is_refused_also_with_the_password(up: Up) -> None:

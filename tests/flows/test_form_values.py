@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from herd.flows import checkpoint, maintenance, pipeline
 from herd.flows import study as studies
-from herd.flows.recipe_form import RerunParameters, StageParameters, chosen_recipe
+from herd.flows.recipe_form import PipelineParameters, RerunParameters, chosen_recipe
 from herd.flows.run_lifecycle import MISTAKES, FlowResult
 from herd.llama3.recipe.load import RecipeError
 from tests.flows.test_recipe_form import FLOWS as DRAWN
@@ -70,7 +70,7 @@ def refusals(flow: Flow[Any, Any], config: dict[str, Any]) -> list[str]:
         return [error.message for error in said]
     try:
         form = parameters(flow).model_validate(config)
-        if isinstance(form, StageParameters):
+        if isinstance(form, PipelineParameters):
             chosen_recipe(form.resolved_parameters())
         elif isinstance(form, RerunParameters):
             form.resolved_parameters("tiny-1")

@@ -12,9 +12,9 @@ from prefect.utilities.schema_tools.validation import is_valid_schema, validate
 from pydantic import ValidationError
 
 from herd.flows.checkpoint import evaluate, promote
-from herd.flows.local_server import explain_refusals
 from herd.flows.maintenance import gc, report, verify
-from herd.flows.pipeline import curate, pipeline, pretrain, rerun, tokenize
+from herd.flows.pipeline import pipeline, rerun
+from herd.flows.prefect_app import explain_refusals
 from herd.flows.recipe_form import (
     CADENCE,
     NOTHING,
@@ -26,7 +26,6 @@ from herd.flows.recipe_form import (
     RecipeChange,
     RerunParameters,
     StageChange,
-    StageParameters,
     chosen_recipe,
 )
 from herd.flows.study import StudyParameters, study
@@ -37,9 +36,6 @@ from herd.tasks.pipeline_steps import first_step, last_step, step_names
 
 FLOWS: list[Flow[Any, Any]] = [
     pipeline,
-    curate,
-    tokenize,
-    pretrain,
     rerun,
     evaluate,
     promote,
@@ -135,7 +131,7 @@ NONSENSE = [
     (pipeline, {"change": {"stages": [{"name": "main", "batch": "4 MB"}]}}, "4 MB"),
     (pipeline, {"change": {"mixes": [{"name": "base", "math": "0.25"}]}}, "0.25"),
     (rerun, {"from_step": "curat"}, "curat"),
-    (curate, {"fresh": "yes"}, "yes"),
+    (pipeline, {"fresh": "yes"}, "yes"),
     (report, {"cluster": {}}, "cluster"),
 ]
 
@@ -196,7 +192,7 @@ def test_a_field_refuses_with_its_help_and_not_with_a_regular_expression(
 def test_a_number_is_a_constant_learning_rate(given: str | float, rate: str) -> None:
     change = {"stages": [{"name": "anneal", "lr": given}]}
     assert isinstance(given, float) or refused(pipeline, {"change": change}) == []
-    recipe = chosen_recipe(StageParameters.model_validate({"change": change}).resolved_parameters("curate"))
+    recipe = chosen_recipe(PipelineParameters.model_validate({"change": change}).resolved_parameters())
     assert str(recipe.stages[-1].lr) == rate
     as_yaml = chosen_recipe(PipelineParameters(overrides=[f"stages.anneal.lr={str(given).strip()}"]))
     assert as_yaml.stages[-1].lr == recipe.stages[-1].lr
@@ -222,8 +218,8 @@ def test_a_filled_in_form_is_accepted_by_the_server_and_changes_the_recipe() -> 
         "seed": "7",
     }
     assert refused(pipeline, {"change": change, "overrides": ["evaluate.questions=40"]}) == []
-    wanted = StageParameters.model_validate({"change": change, "overrides": ["evaluate.questions=40"]})
-    recipe = chosen_recipe(wanted.resolved_parameters("curate"))
+    wanted = PipelineParameters.model_validate({"change": change, "overrides": ["evaluate.questions=40"]})
+    recipe = chosen_recipe(wanted.resolved_parameters())
 
     main, anneal = recipe.stages[-2:]
     assert (main.until, main.batch, str(main.lr)) == (Tokens.parse("900K"), Tokens.parse("4Ki"), "constant")
@@ -280,9 +276,6 @@ def test_settling_folds_the_form_into_one_list_of_overrides_and_leaves_the_rest(
     settled = config.resolved_parameters()
     assert (settled.overrides, settled.until, settled.root) == (["seed=3", "seed=4"], "main", "/data")
     assert settled.resolved_parameters() == settled
-    assert StageParameters(root="/data", fresh=True).resolved_parameters("curate") == PipelineParameters(
-        root="/data", fresh=True, until="curate", cluster=settled.cluster
-    )
 
 
 def test_a_rerun_redoes_from_the_list_or_from_a_stage_of_ones_own() -> None:
