@@ -77,6 +77,11 @@ class Team:
         return f"postgresql{driver}://herd:{password}@{self.database_place}/{name}"
 
     @property
+    def prefect_page(self) -> str:
+        """The address of Prefect's pages."""
+        return self.given.get("HERD_PREFECT_URL", "").rstrip("/") or f"http://127.0.0.1:{self.ports['prefect']}"
+
+    @property
     def database_place(self) -> str:
         """Host and port of Postgres."""
         return self.database_host or f"127.0.0.1:{self.ports['postgres']}"
@@ -94,6 +99,7 @@ class Team:
         return {
             **{name: value for name, value in self.given.items() if name.startswith(CLIENT)},
             "PREFECT_API_URL": f"http://127.0.0.1:{self.ports['prefect']}/api",
+            "PREFECT_UI_URL": f"{self.prefect_page}/v2",
             "PREFECT_API_AUTH_STRING": self.given["HERD_AUTH"],
             "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{self.ports['mlflow']}",
             "MLFLOW_TRACKING_USERNAME": self.admin,
@@ -137,17 +143,16 @@ class Team:
 
     def _prefect(self) -> Service:
         port = self.ports["prefect"]
-        public = self.given.get("HERD_PREFECT_URL", "")
         environment = {
             "PREFECT_HOME": str(self.folder / "prefect"),
             "PREFECT_SERVER_DATABASE_CONNECTION_URL": self.database("prefect", "+asyncpg"),
             "PREFECT_SERVER_API_AUTH_STRING": self.given["HERD_AUTH"],
-            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": public.rstrip("/") or f"http://127.0.0.1:{port}",
+            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": self.prefect_page,
             "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,orphans",
             "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
-            **({"PREFECT_SERVER_UI_API_URL": f"{public.rstrip('/')}/api"} if public else {}),
+            "PREFECT_SERVER_UI_API_URL": f"{self.prefect_page}/api",
         }
         return Service("prefect", prefect_command(port), environment, f"http://127.0.0.1:{port}/api/health")
 

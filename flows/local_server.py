@@ -11,29 +11,22 @@ import errno
 import logging
 import os
 import re
-import secrets
 import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from herd.storage.processes import PACKAGE_FOLDER, die_with_parent
 from herd.storage.root import Root
+from herd.storage.secrets import kept_secret
 from herd.tasks.console import Wait
 from herd.tasks.tracking.moved_root import ACCESS, follow_root
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.responses import HTMLResponse
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
 
 WORKING_DIRECTORY = PACKAGE_FOLDER if (PACKAGE_FOLDER / "pyproject.toml").is_file() else Path.cwd()
 """Where deployments look for recipes of relative paths: the checkout, or for an installed herd the current folder."""
@@ -47,8 +40,6 @@ STOP_TIMEOUT_S = 40
 _LOG = "its log is in the folder logs of the root"
 UNREACHABLE = os.strerror(errno.ENETUNREACH).lower()
 STOP_S = 5
-BUSY_S = 10.0
-"""How long a request is repeated while another writer has the database."""
 NAME = "HERD_TEMPORARY_SERVER"
 """Variable with the address of the temporary server."""
 PASSWORD_FILE = "prefect.password"
@@ -58,16 +49,11 @@ _CHOICES = {"connection_url", "driver", "host", "name", "password", "port", "use
 """Prefect settings that choose a database."""
 LEASES = "HERD_CONCURRENCY_LEASES"
 """Variable with the folder of Prefect's leases of the concurrency slots of deployments."""
-SIGN_IN = """\
-<!DOCTYPE html><title>herd</title><script>
-localStorage.setItem("prefect-password", location.hash.slice(1)); location.replace("/v2/deployments")
-</script>"""
-"""Prefect's pages read the password from local storage. Browsers do not send the part after #: no log contains it."""
 
 
 def server_command(*address: str) -> list[str]:
     """Return the command of a Prefect server at uvicorn's `address` options; it needs `server_variables`."""
-    options = ["--factory", "herd.flows.local_server:create_app", "--lifespan", "on", "--log-level", "warning"]
+    options = ["--factory", "herd.flows.prefect_app:create_app", "--lifespan", "on", "--log-level", "warning"]
     return [sys.executable, "-m", "uvicorn", *options, *address]
 
 
@@ -97,16 +83,9 @@ def server_variables(root: Root, port: int, *names: str) -> dict[str, str]:
 
 
 def kept_password(root: Root) -> str:
-    """Return the password of the root's servers, a random one at first.
-
-    It stays, so that open pages and runs that outlive a server keep their access.
-    """
-    path = root.local / PASSWORD_FILE
-    with suppress(FileExistsError):
-        root.local.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(f"herd:{secrets.token_urlsafe(32)}\n")
-    return path.read_text().strip()
+    """Return the password of the root's servers, as user:password."""
+    root.local.mkdir(parents=True, exist_ok=True)
+    return kept_secret(root.local / PASSWORD_FILE, "herd:")
 
 
 def refusal(title: str, value: object, description: str) -> str:
@@ -114,132 +93,20 @@ def refusal(title: str, value: object, description: str) -> str:
     return f"{title}: {value!r} is not taken; expected: {description}"
 
 
-def explain_refusals() -> None:
-    """Have this process's Prefect server say what a field of a form takes, in place of its regular expression.
-
-    It also refuses unknown parameters of herd's flows: Prefect takes them, the flow run crashes before it has a state,
-    and is started again.
-    """
-    from prefect.utilities.schema_tools import validation
-
-    refused: Any = validation.JSONSchemaValidationError  # type: ignore[attr-defined]
-    rules: dict[str, Any] = validation._VALIDATOR.VALIDATORS  # type: ignore[attr-defined]
-    check, check_properties = rules["pattern"], rules["properties"]
-
-    def explained(validator: Any, pattern: str, value: object, schema: dict[str, Any]) -> Iterator[Any]:
-        for error in check(validator, pattern, value, schema) or ():
-            if "description" in schema:
-                error.message = refusal(str(schema.get("title", "")), value, schema["description"])
-            yield error
-
-    def known(validator: Any, properties: dict[str, Any], value: Any, schema: dict[str, Any]) -> Iterator[Any]:
-        yield from check_properties(validator, properties, value, schema) or ()
-        if schema.get("title") == "Parameters" and [*properties] == ["config"] and isinstance(value, dict):
-            for name in value.keys() - properties.keys():
-                remedy = f"write it below config: {{config: {{{name}: ...}}}}"
-                yield refused(f"{name!r} is not a parameter; {remedy}")
-
-    rules["pattern"], rules["properties"] = explained, known
-
-
-def create_app() -> ASGIApp:
-    """Return Prefect's application behind a check of the Host header, with a page to sign in.
-
-    Its pages reach this server only: they ask a host of Amplitude's for settings even if analytics are disabled.
-    """
-    from prefect.server.api.server import create_app as prefect_app
-    from prefect.settings import get_current_settings
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
-    from starlette.responses import HTMLResponse
-    from starlette.routing import Route
-
-    async def sign_in(request: Request) -> HTMLResponse:
-        return HTMLResponse(SIGN_IN)
-
-    explain_refusals()
-    app: Any = prefect_app(final=True)
-    app.router.routes.insert(0, Route("/sign-in", sign_in))  # first: Prefect's last route matches every path
-    origins = get_current_settings().server.api.cors_allowed_origins.split(",")
-    names = [urlsplit(origin).hostname or "*" for origin in origins]
-    sockets = [origin.replace("http", "ws", 1) for origin in origins]
-    policy = f"connect-src 'self' {' '.join([*origins, *sockets])}".encode()
-
-    async def confined(scope: Scope, receive: Receive, send: Send) -> None:
-        async def answer(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"content-security-policy", policy)]
-            await send(message)
-
-        await app(scope, receive, answer)
-
-    # Around the application, not in it: the server calls its own application by another host name.
-    return TrustedHostMiddleware(repeat_when_busy(confined), allowed_hosts=names, www_redirect=False)
-
-
-def repeat_when_busy(app: ASGIApp) -> ASGIApp:
-    """Return `app`, where a request that it answers 503 is repeated for BUSY_S.
-
-    Prefect answers so while another writer has SQLite, having changed nothing. Its client repeats such requests, a
-    browser does not: a person's click would be lost.
-    """
-    from asyncio import sleep
-
-    async def repeated(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await app(scope, receive, send)
-            return
-        body: list[Message] = []
-        while not body or (body[-1]["type"] == "http.request" and body[-1].get("more_body")):
-            body.append(await receive())
-        deadline, pause_s, busy = time.monotonic() + BUSY_S, 0.1, True
-        while busy:
-            parts, busy = iter(body), False
-
-            async def again() -> Message:
-                return next(parts, None) or await receive()  # noqa: B023  (of this round)
-
-            async def answer(message: Message) -> None:
-                nonlocal busy
-                if message["type"] == "http.response.start":
-                    busy = message["status"] == 503 and time.monotonic() < deadline
-                if not busy:
-                    await send(message)
-
-            try:
-                await app(dict(scope), again, answer)
-            except Exception:  # Starlette raises what it has answered
-                if not busy:
-                    raise
-            if busy:
-                await sleep(pause_s)
-                pause_s = min(2 * pause_s, 1.0)
-
-    return repeated
-
-
 def sign_in_link(server: str, password: str) -> str:
-    """Return the address that opens the pages of `server` without a login."""
+    """Return the address that opens the pages of all servers of a `herd up` without a login."""
     return f"{server}/sign-in#{base64.b64encode(password.encode()).decode()}"
 
 
-def write_access(root: Root, server: str, variables: dict[str, str]) -> Path:
-    """Write the variables for another shell, as lines to source, into a file that only its owner can read."""
-    lines = [f"# in a browser: {sign_in_link(server, variables[PASSWORD])}"] if PASSWORD in variables else []
+def write_access(root: Root, links: Sequence[str], variables: dict[str, str]) -> Path:
+    """Write links and the variables for another shell, as lines to source, into a file that only its owner can read."""
+    lines = [f"# in a browser: {link}" for link in links]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     path = root.local / ACCESS
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write("\n".join(lines) + "\n")
     return path
-
-
-def read_access(root: Root) -> dict[str, str]:
-    """Return the variables that `write_access` wrote, if a `herd up` works on `root` or was killed."""
-    try:
-        lines = (root.local / ACCESS).read_text().splitlines()
-    except OSError:
-        return {}
-    return dict(shlex.split(line)[1].split("=", 1) for line in lines if line.startswith("export "))
 
 
 class NoServer(RuntimeError):

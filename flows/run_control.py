@@ -13,13 +13,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import UUID
 
-from herd.flows.local_server import read_access
 from herd.storage.lease import lease_holder
 from herd.storage.root import Root
 from herd.tasks.console import Wait
 from herd.tasks.launch.base import orphans
 from herd.tasks.report.progress import log_folders
 from herd.tasks.runs.records import RunRecord, Runs, rerun_command
+from herd.tasks.tracking.moved_root import read_access
 
 POLL_S = 0.5
 LIVE_S = 10.0

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -35,6 +38,23 @@ LOGINS = {
     "PREFECT_UI_URL": (),
 }
 """Variable with a server address -> variables for user and password, or one variable for `user:password`."""
+
+
+PAGE_KEY = "pages.key"
+"""File in a root's working folder: the key of the pages of `herd watch` and `herd serve`."""
+
+
+def kept_secret(path: Path, user: str = "") -> str:
+    """Return the text of a file that only its owner can read; at first a random secret, after `user` if there is one.
+
+    A secret that stays keeps open pages and links valid. Without the file's folder it is another one each time.
+    """
+    secret = f"{user}{secrets.token_urlsafe(32)}"
+    if not path.parent.is_dir():
+        return secret
+    with suppress(FileExistsError), os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"{secret}\n")
+    return path.read_text().strip()
 
 
 def move_logins() -> None:

@@ -21,7 +21,7 @@ from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2Jo
 
 from herd.flows.cli.main import app
 from herd.flows.recipe_form import PipelineParameters
-from herd.flows.serve import deployment_files
+from herd.flows.setup import deployment_files
 from herd.llama3.hardware.specs import preset_text
 from herd.llama3.hardware.topology import load_fabric
 from herd.llama3.recipe.base import DOMAINS

@@ -125,7 +125,13 @@ def _print_error(error: Exception) -> int | None:
     if isinstance(error, (TransportError, HTTPStatusError)) or _of_server(error):
         cause = error.__cause__ if _of_server(error) else error
         if isinstance(cause, HTTPStatusError) and cause.response.status_code == 401:
+            from prefect.settings import PREFECT_API_KEY
+
             host = escape(cause.request.url.netloc.decode())
+            if PREFECT_API_KEY.value():
+                problems.print(f"[red]error[/]  PREFECT_API_KEY: the Prefect server at {host} does not take it")
+                problems.print("make another in the settings of your account there")
+                return USAGE
             problems.print(
                 f"[red]error[/]  PREFECT_API_AUTH_STRING: the Prefect server at {host} takes another password"
             )

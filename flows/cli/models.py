@@ -17,6 +17,7 @@ from herd.flows.cli.errors import DefaultGroup, RootOption, at_work, mistakes, o
 from herd.llama3.export.formats import Form
 from herd.storage.filesystem import write_atomic
 from herd.storage.root import DEFAULT_ROOT, Root
+from herd.storage.secrets import PAGE_KEY
 
 if TYPE_CHECKING:
     from herd.llama3.evaluate.evaluate import EvaluationResult
@@ -117,10 +118,15 @@ def _write_text(text: str, dim: bool = False) -> None:
 
 def serve(
     model: Annotated[str, typer.Argument(help="A run, FAMILY@ALIAS such as quickstart@champion, or a model folder.")],
-    host: Annotated[str, typer.Option(help="Address to bind to; beyond this machine it needs a token.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one.")] = 8000,
     token: Annotated[
-        str, typer.Option(envvar="HERD_SERVE_TOKEN", help="Bearer token that requests must send.", show_default=False)
+        str,
+        typer.Option(
+            envvar="HERD_SERVE_TOKEN",
+            help="Bearer token (api_key) that requests must send; by default one that the root keeps.",
+            show_default=False,
+        ),
     ] = "",
     max_batch: Annotated[int, typer.Option(min=1, help="Texts that are decoded together.")] = 16,
     queue: Annotated[int, typer.Option(min=0, help="Texts that may wait; more get status 429.")] = 64,
@@ -140,9 +146,15 @@ def serve(
 
             torch.set_num_threads(threads)
 
-        def ready(address: str, processes: int) -> None:
+        def ready(address: str, key: str, processes: int) -> None:
             by = f" by {processes} processes" if processes > 1 else ""
-            out.print(f"{escape(model)} is served at {address} and {address}v1{by}; Ctrl-C stops it")
+            kept = Root.parse(root).local / PAGE_KEY
+            hidden = token or (kept.is_file() and not out.is_terminal)  # a log must not contain it
+            out.print(f"{escape(model)} is served{by}; Ctrl-C stops it")
+            out.print(f"page     {address}{'' if hidden else f'?key={key}'}", markup=False)
+            out.print(f"API      {address}v1", markup=False)
+            if not token:
+                out.print(f"api_key  {f'the text of {kept}' if kept.is_file() else key}", markup=False)
 
         with suppress(KeyboardInterrupt):
             server.serve(Root.parse(root), model, host, port, token, max_batch, queue, ready, tp, pp, dtype, threads)

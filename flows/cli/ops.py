@@ -67,16 +67,22 @@ def setup(
         bool, typer.Option(help="Also register deployments: herd's, ./prefect.yaml, ROOT/prefect.yaml.")
     ] = True,
     notify: NotifyOption = "",
+    pool: Annotated[str, typer.Option(help="An existing work pool; without it herd makes its own.")] = "local",
+    prefix: Annotated[
+        str, typer.Option(help="Begins the names of deployments, queues, blocks and automations.", show_default=False)
+    ] = "",
 ) -> None:
     """Create work pool, queues, result storage and automations on the server of PREFECT_API_URL; safe to repeat."""
-    from herd.flows import serve
+    from herd.flows import setup as server
 
     with mistakes():
-        for line in serve.setup(Root.parse(root), notify=notify):
-            out.print(line)
+        place = server.Place(pool, prefix)
+        for line in server.setup(Root.parse(root), notify=notify, place=place):
+            out.print(escape(line))
         if deploy:
             with at_work("deployments"):
-                lines = serve.deploy(serve.deployment_files(Root.parse(root), Path.cwd()), dict(os.environ))
+                files = server.deployment_files(Root.parse(root), Path.cwd())
+                lines = server.deploy(files, dict(os.environ), Root.parse(root), place)
             for line in lines:
                 out.print(escape(line))
 

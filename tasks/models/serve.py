@@ -1,7 +1,7 @@
 """Serve one model over HTTP as OpenAI's API does: completions, chat completions, models, and a page for people.
 
-All requests share one `BatchEngine`; who finds batch and queue full gets status 429. Bodies must be JSON by their
-content type and, without a token, the host a name of this machine, so that no other web page can use the server.
+All requests share one `BatchEngine`; who finds batch and queue full gets status 429. Requests need a token, and bodies
+must be JSON by their content type: a browser asks before it sends such a body for another web page.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
 
 from herd.llama3.recipe.units import tokens
@@ -32,6 +31,7 @@ from herd.llama3.serve.engine import BatchEngine
 from herd.llama3.tokens.tokenizer import TEMPLATE_FILE, Tokenizer
 from herd.storage.processes import in_background
 from herd.storage.root import Root
+from herd.storage.secrets import PAGE_KEY, kept_secret
 from herd.tasks.html import render
 from herd.tasks.models.card import make_card
 from herd.tasks.models.lookup import load_runner, model_folder
@@ -73,8 +73,8 @@ class Served:
     engine: BatchEngine
     chat: bool
     """Whether the model has a chat template."""
-    token: str = field(default="", repr=False)
-    """What a request must send as bearer token or password; empty: nothing."""
+    token: str = field(repr=False)
+    """What a request must send: as bearer token, as password, or as the cookie that a link with it sets."""
 
 
 def serve(
@@ -85,7 +85,7 @@ def serve(
     token: str,
     max_batch: int,
     queue: int,
-    ready: Callable[[str, int], None],
+    ready: Callable[[str, str, int], None],
     tp: int | None = None,
     pp: int | None = None,
     dtype: Literal["bf16", "fp32"] | None = None,
@@ -93,11 +93,12 @@ def serve(
 ) -> None:
     """Serve the model `name` (see `model_folder`) until SIGINT or SIGTERM.
 
-    `ready` gets its address and the number of its processes once it is loaded: see `load_runner`. Port 0 takes a free
-    one. Raises ValueError, before the model is loaded, for an address that cannot be bound, or that other machines
-    reach without a token; and InferenceFailed if a process of the model dies.
+    Requests must send `token`, by default one that the root keeps. `ready` gets the address, the token and the number
+    of the model's processes once it is loaded: see `load_runner`. Port 0 takes a free one. Raises ValueError, before
+    the model is loaded, for an address that cannot be bound, and InferenceFailed if a process of the model dies.
     """
     check_access(host, token)
+    token = token or kept_secret(root.local / PAGE_KEY)
     folder = model_folder(root, name)
     with bind(host, port) as listener, load_runner(folder, tp, pp, dtype, threads) as runner:
         engine = BatchEngine(runner, Tokenizer.load(folder), max_batch, queue)
@@ -113,7 +114,7 @@ def serve(
 
             listener.listen(config.backlog)  # uvicorn would do it later than `ready` says that it is served
             shown = f"[{host}]" if ":" in host else host
-            ready(f"http://{shown}:{listener.getsockname()[1]}/", runner.processes)
+            ready(f"http://{shown}:{listener.getsockname()[1]}/", token, runner.processes)
             with in_background(watch) if runner.processes > 1 else nullcontext():
                 server.run([listener])
             if failure := runner.failure():
@@ -149,15 +150,14 @@ def render_page(served: Served, root: Root, folder: Path) -> str:
 
 
 def check_access(host: str, token: str) -> None:
-    """Raise ValueError for an unusable token, or for a host beyond loopback without one."""
+    """Raise ValueError for an unusable token or address."""
     if not re.fullmatch(r"[\x21-\x7e]*", token):
         raise ValueError(f"--token (or {TOKEN}): must be ASCII without blanks; give another")
     try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        if host != "localhost":
+            ipaddress.ip_address(host)
     except ValueError:
         raise ValueError(f"--host {host}: is not an IP address; write 127.0.0.1 or one of this machine's") from None
-    if not loopback and not token:
-        raise ValueError(f"--host {host}: other machines reach it; set {TOKEN} (or --token), or use 127.0.0.1")
 
 
 def create_app(served: Served, page: str) -> FastAPI:
@@ -165,26 +165,18 @@ def create_app(served: Served, page: str) -> FastAPI:
     engine = served.engine
     encoder = PromptEncoder(engine.tokenizer, engine.window)
 
-    def check_host(request: Request) -> None:
-        host = request.headers.get("host", "")
-        with suppress(ValueError):
-            address = urlsplit(f"//{host}").hostname or ""
-            if served.token or address == "localhost" or ipaddress.ip_address(address).is_loopback:
-                return
-        # another name that its owner leads to this machine (DNS rebinding)
-        raise APIError(421, f"host {host!r}: is not a name of this server; use 127.0.0.1 or localhost")
-
     def check_token(request: Request) -> None:
         scheme, _, value = request.headers.get("authorization", "").partition(" ")
-        given = value if scheme.lower() == "bearer" else ""
+        given = value if scheme.lower() == "bearer" else request.cookies.get(cookie_of(request), "")
         if scheme.lower() == "basic":  # of a browser
             with suppress(binascii.Error):
                 given = base64.b64decode(value, validate=True).decode("latin-1").partition(":")[2]
-        if served.token and not secrets.compare_digest(given.encode("latin-1"), served.token.encode()):
-            message = "the token is missing or wrong; send it in the header `Authorization: Bearer TOKEN`"
+        if not secrets.compare_digest(given.encode("latin-1"), served.token.encode()):
+            message = "the token is missing or wrong; send it in the header `Authorization: Bearer TOKEN`, or open the "
+            message += "link that `herd serve` prints"
             raise APIError(401, message, code="invalid_api_key")
 
-    app = FastAPI(title="herd", docs_url=None, redoc_url=None, openapi_url=None, dependencies=[Depends(check_host)])
+    app = FastAPI(title="herd", docs_url=None, redoc_url=None, openapi_url=None)
     api = APIRouter(dependencies=[Depends(check_token)])
 
     @app.exception_handler(APIError)
@@ -209,8 +201,13 @@ def create_app(served: Served, page: str) -> FastAPI:
         facts = {"running": engine.running, "waiting": engine.waiting}
         return JSONResponse({"status": "ok" if engine.alive else "stopped", **facts}, 200 if engine.alive else 503)
 
-    @api.get("/")
-    async def show_page() -> HTMLResponse:
+    @app.get("/")
+    async def show_page(request: Request, key: str = "") -> Response:
+        if secrets.compare_digest(key.encode(), served.token.encode()):
+            answer = RedirectResponse("/", 303)
+            answer.set_cookie(cookie_of(request), key, httponly=True, samesite="lax")
+            return answer
+        check_token(request)
         return HTMLResponse(page, headers={"Content-Security-Policy": PAGE_POLICY})
 
     model = {"id": served.name, "object": "model", "created": int(time.time()), "owned_by": "herd"}
@@ -247,6 +244,11 @@ def create_app(served: Served, page: str) -> FastAPI:
 
     app.include_router(api)
     return app
+
+
+def cookie_of(request: Request) -> str:
+    """Return the name of the cookie with the token: a browser sends those of all ports of a host."""
+    return f"herd-serve-{request.url.port or 0}"
 
 
 def _check_model(served: Served, name: str) -> None:

@@ -6,11 +6,8 @@ is better is judged like a candidate, on the documents and questions that both m
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import urllib.request
-import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,7 +21,6 @@ from rich.table import Table
 from herd.llama3.evaluate.compare import compare as paired_differences
 from herd.llama3.evaluate.gate import number
 from herd.llama3.evaluate.scores import LANGUAGE, MACRO, PREFIX, SCORES_FILE, Score, read_scores
-from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.recipe.load import resolved
 from herd.llama3.recipe.schema import Recipe
 from herd.llama3.statistics.significance import Difference
@@ -36,6 +32,7 @@ from herd.storage.root import Root
 from herd.tasks.format import NO_CHANGE, format_change
 from herd.tasks.runs.provenance import differences_line, provenance_facts
 from herd.tasks.runs.records import RunRecord, Runs, is_merge
+from herd.tasks.tracking.chart_views import TAG, chart_page, chart_view_key, chart_view_tag
 from herd.tasks.tracking.mlflow_store import call_server, server_uri
 from herd.tasks.tracking.steps import scores_of
 
@@ -245,24 +242,6 @@ def comparison_tables(compared: Comparison) -> list[Table]:
     return tables
 
 
-# A prepared view of MLflow's chart page. MLflow keeps what its "Share" button shares in a tag of the experiment,
-# `mlflow.sharedViewState.<key>`: JSON with the state of the page as text, deflated if it begins with `deflate;`. The
-# page loads it with `viewStateShareKey=<key>`. Field names are those of MLflow 3.17; another version shows its own
-# charts. A tag takes 20,000 bytes; five runs need about 3,000.
-
-TAG = "mlflow.sharedViewState."
-LINES = {
-    "Loss": (metrics.LOSS,),
-    "Loss by domain": tuple(metrics.domain_loss(domain) for domain in DOMAINS),
-    "Schedule": (metrics.LEARNING_RATE, metrics.BATCH_TOKENS, metrics.SEQ_LEN),
-    "Throughput": (metrics.TOKENS_PER_S, metrics.MFU, metrics.GOODPUT),
-}
-"""Section -> its charts over tokens."""
-EVALUATIONS, DIFFERENCES = "Evaluations", "What differs"
-COLUMNS = {"Loss": 1, "Loss by domain": 2, "Throughput": 2, DIFFERENCES: 1}
-"""Charts side by side; elsewhere three."""
-
-
 def comparison_url(compared: Comparison) -> str | None:
     """Prepare MLflow's charts of the runs and return their address; None if no MLflow server has all of the runs.
 
@@ -282,68 +261,10 @@ def comparison_url(compared: Comparison) -> str | None:
         keys = {metric["key"] for data in known for metric in data.get("metrics", [])}
         created = round(max(datetime.fromisoformat(record.started).timestamp() for record in records) * 1000)
         key, experiment = chart_view_key(run_ids), records[0].mlflow_experiment
-        tag = chart_view_tag([record.name for record in records], run_ids, keys, created)
+        tag = chart_view_tag(" and ".join(record.name for record in records), keys, created, run_ids)
         view = {"experiment_id": experiment, "key": TAG + key, "value": tag}
         with suppress(OSError):  # an account that may only read
             call_server(server, "experiments/set-experiment-tag", view)
-            shown = f"workflowType=machine_learning&compareRunsMode=CHART&viewStateShareKey={key}"
-            return f"{server}/#/experiments/{experiment}/runs?{shown}"
+            return chart_page(server, experiment, key)
     ids, spaces = (quote(json.dumps(value, separators=(",", ":"))) for value in (run_ids, sorted(experiments)))
     return f"{server}/#/compare-runs?runs={ids}&experiments={spaces}&workflowType=machine_learning"
-
-
-def chart_view_key(run_ids: list[str]) -> str:
-    """Return the key of the view of these runs; the same runs share a view."""
-    return "herd-" + hashlib.sha256(" ".join(run_ids).encode()).hexdigest()[:16]
-
-
-def chart_view_tag(names: list[str], run_ids: list[str], keys: set[str], created_ms: int) -> str:
-    """Return the value of the tag; `keys` are the metrics that the runs have."""
-
-    def digest(*texts: str) -> str:
-        return hashlib.sha256(" ".join(texts).encode()).hexdigest()[:20]
-
-    def section(name: str, display: bool = True) -> dict[str, Any]:
-        view = {"uuid": digest("section", name), "name": name, "display": display, "columns": COLUMNS.get(name, 3)}
-        return {**view, "isReordered": True, "deleted": False, "isGenerated": not display}
-
-    def chart(kind: str, section: str, key: str, **more: Any) -> dict[str, Any]:
-        view = {"uuid": digest(kind, key), "type": kind, "runsCountToCompare": 10}
-        view |= {"metricSectionId": digest("section", section), "deleted": False, "isGenerated": False}
-        return {**view, "metricKey": key, "displayName": key, **more}
-
-    line = {
-        "xAxisKey": "step", "xAxisScaleType": "linear", "scaleType": "linear", "selectedXAxisMetricKey": "",
-        "lineSmoothness": 0, "useGlobalXaxisKey": True, "useGlobalLineSmoothing": True, "ignoreOutliers": False,
-        "yAxisKey": "metric", "yAxisExpressions": [], "range": {},
-    }  # fmt: skip
-    difference = {
-        "compareGroups": ["Parameters"], "chartName": "Recipe fields that differ", "baselineColumnUuid": run_ids[0],
-        "showChangeFromBaseline": False, "showDifferencesOnly": True,
-    }  # fmt: skip
-    charts = [
-        chart("LINE", name, key, **line, selectedMetricKeys=[key])
-        for name, shown in LINES.items()
-        for key in shown
-        if key in keys
-    ]
-    charts += [chart("BAR", EVALUATIONS, key) for key in sorted(keys) if key.startswith("eval/")]
-    charts.append(chart("DIFFERENCE", DIFFERENCES, "", **difference))
-    hidden = sorted({key.rpartition("/")[0] for key in keys - {chart["metricKey"] for chart in charts}})
-    quoted = ", ".join(f"'{run_id}'" for run_id in run_ids)
-    sections = [section(name) for name in (*LINES, EVALUATIONS, DIFFERENCES)]
-    state = {
-        "searchFilter": f"attributes.run_id IN ({quoted})",
-        "orderByKey": "attributes.start_time",
-        "orderByAsc": True,
-        "runsHiddenMode": "SHOW_ALL",
-        "compareRunCharts": charts,
-        "compareRunSections": [*sections, *(section(name, display=False) for name in hidden)],
-        "isAccordionReordered": True,
-        "hideEmptyCharts": True,
-        "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
-    }
-    text = json.dumps(state, separators=(",", ":"))
-    packed = "deflate;" + base64.b64encode(zlib.compress(text.encode(), 9)).decode()
-    view = {"name": " and ".join(names), "createdAt": created_ms, "updatedAt": created_ms, "state": packed}
-    return json.dumps(view, ensure_ascii=False)

@@ -10,9 +10,11 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from hmac import compare_digest
+from http.cookies import SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from herd.llama3.evaluate.scores import GENERATIONS_FILE
 from herd.llama3.recipe.units import tokens
@@ -20,6 +22,7 @@ from herd.llama3.train import metrics
 from herd.llama3.train.journal import Entry, Record, Rewind, Series, Tail, read_series
 from herd.storage.object_artifact import open_store
 from herd.storage.root import Root
+from herd.storage.secrets import PAGE_KEY, kept_secret
 from herd.tasks.format import command, format_duration
 from herd.tasks.html import render
 from herd.tasks.report.progress import RunProgress, artifact_of, run_progress, run_work_dir_name, training_step
@@ -28,7 +31,6 @@ from herd.tasks.runs.records import Runs, trained_stages
 from herd.tasks.stages.alerts import read_alerts
 
 REFRESH_S = 5
-LOCAL = ("127.0.0.1", "localhost")
 CHARTED = f"^(train/|{metrics.HELD_OUT}|{metrics.TOKENS_PER_S}$)"
 """Keys that `training_charts` draws: a record has five times as many, too many of a long stage for the memory."""
 SERIES = """SELECT key, position, value FROM read_parquet($tables) WHERE regexp_matches(key, $keys)
@@ -135,22 +137,28 @@ def _add(series: dict[str, Series], entry: Entry) -> None:
 
 
 def serve_live(root: Root, run: str, port: int, ready: Callable[[str], None]) -> None:
-    """Serve the page of `run` on loopback until Ctrl-C; `ready` gets its address.
+    """Serve the page of `run` on loopback until Ctrl-C; `ready` gets its address, with the key that it needs.
 
     Port 0 takes a free one. Raises ValueError if there is no such run, or the port is in use.
     """
-    page = LivePage(root, run)
+    page, key = LivePage(root, run), kept_secret(root.local / PAGE_KEY)
     page.render()  # a mistake shows here and not in the browser
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            # another name that its owner leads to this machine (DNS rebinding) must not read the run
-            if urlsplit(f"//{self.headers.get('Host', '')}").hostname not in LOCAL:
-                return self.send_error(421, "use 127.0.0.1 or localhost")
-            path, file = urlsplit(self.path).path, page.runs.folder(page.run) / urlsplit(self.path).path.lstrip("/")
-            if path != "/" and not (path in PAGES and file.exists()):
+            url, cookie = urlsplit(self.path), f"herd-watch-{server.server_port}"
+            if compare_digest(dict(parse_qsl(url.query)).get("key", "").encode(), key.encode()):
+                self.send_response(303)
+                self.send_header("Set-Cookie", f"{cookie}={key}; HttpOnly; SameSite=Lax; Path=/")
+                self.send_header("Location", "/")
+                return self.end_headers()
+            given = SimpleCookie(self.headers.get("Cookie", "")).get(cookie)
+            if given is None or not compare_digest(given.value.encode(), key.encode()):
+                return self.send_error(401, "open the link that herd watch printed")
+            file = page.runs.folder(page.run) / url.path.lstrip("/")
+            if url.path != "/" and not (url.path in PAGES and file.exists()):
                 return self.send_error(404)
-            body = (page.render() if path == "/" else file.read_text()).encode()
+            body = (page.render() if url.path == "/" else file.read_text()).encode()
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
@@ -167,6 +175,6 @@ def serve_live(root: Root, run: str, port: int, ready: Callable[[str], None]) ->
     except OSError as error:
         raise ValueError(f"--port {port}: cannot be bound ({error}); give another") from None
     with server:
-        ready(f"http://127.0.0.1:{server.server_port}/")
+        ready(f"http://127.0.0.1:{server.server_port}/?key={key}")
         with suppress(KeyboardInterrupt):
             server.serve_forever(poll_interval=0.2)

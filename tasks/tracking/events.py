@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from herd.tasks.runs.records import RunRecord
 
 
+ROOT_LABEL = "herd.root"
+"""Label of an event's resource with the root that it is about."""
+
+
 def emit(name: str, resource: str, label: str, payload: dict[str, Any]) -> None:
     """Send the event `name` about `resource`, displayed as `label`; does nothing without a Prefect server.
 
@@ -27,6 +31,8 @@ def emit(name: str, resource: str, label: str, payload: dict[str, Any]) -> None:
         # Outside a flow and without an address Prefect would start a temporary server for the event.
         if PREFECT_API_URL.value() or FlowRunContext.get() or TaskRunContext.get():
             about = {"prefect.resource.id": resource, "prefect.resource.name": label}
+            if root := payload.get("root"):
+                about[ROOT_LABEL] = root
             emit_event(name, resource=about, payload=payload)
 
 

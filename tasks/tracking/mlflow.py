@@ -18,6 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from herd.llama3.train import metrics
 from herd.storage.filesystem import is_local
 from herd.storage.root import Root
+from herd.tasks.tracking.chart_views import ALL_RUNS, CHARTED, TAG, chart_view_tag
 from herd.tasks.tracking.mlflow_store import (
     VARIABLE,
     database_uri,
@@ -62,11 +64,11 @@ STOPPED_S, MLFLOW_STOPPED_S = 10.0, 6.0
 """After a stop: seconds for all reports together, and how many of them are MLflow's."""
 MESSAGE_CHARACTERS = 500
 """Of an error that is shown: statements of SQL are longer, remedies with paths are not."""
-AWAY = "away-"
-"""Prefix of the handle of a run that could not be opened yet."""
 COLOR = "mlflow.runColor"
 COLORS = ("#2f7ad6", "#c26a00", "#0e8a94", "#7d7a1c", "#d13c9a", "#d9433b", "#7a5ae0", "#2b9348")
 """Of runs, by their number. Neighbors differ for the color-blind too, and each from a light and a dark page."""
+AWAY = "away-"
+"""Prefix of the handle of a run that could not be opened yet."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # a traceback of each error that is also raised
@@ -86,14 +88,14 @@ def metric_key(text: str) -> str:
     return re.sub("/+", "/", re.sub(r"[^\w\-. :/]", "_", text)).strip("/")[:KEY_CHARACTERS]
 
 
-def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    iterator = iter(items)
 def color_tag(run: str) -> dict[str, str]:
     """Return the tag with the color of run `run` and of its steps in MLflow's list and charts, if it has a number."""
     number = run.rpartition("-")[2]
     return {COLOR: COLORS[int(number) % len(COLORS)]} if number.isdecimal() else {}
 
 
+def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    iterator = iter(items)
     while batch := list(islice(iterator, size)):
         yield batch
 
@@ -519,6 +521,10 @@ class MLflowTracker:
             restore = shlex.join(["env", *words])
             raise MlflowException.invalid_parameter_value(f"experiment {self.family} is deleted; restore it: {restore}")
         self._experiment = str(experiment.experiment_id)
+        view, key = chart_view_tag(self.family, CHARTED, int(experiment.creation_time or 0)), TAG + ALL_RUNS
+        if experiment.tags.get(key) != view:
+            with suppress(MlflowException):  # an account that may not; it is a view only
+                self.client.set_experiment_tag(self._experiment, key, view)
         return self._experiment
 
     def _handle(self, opening: RunSpec) -> str:

@@ -23,7 +23,9 @@ from playwright.sync_api import TimeoutError, sync_playwright
 from prefect.client.schemas.objects import FlowRun
 
 import herd.tasks.report.compare
+from herd.flows.prefect_app import PINNED
 from herd.storage.root import Root
+from herd.tasks.promotion.log import current_aliases, read_log
 from tests.e2e.conftest import Herd, NewHerd, copy_artifacts
 from tests.e2e.up import QUESTION, Up, await_true, running_up
 
@@ -296,3 +298,100 @@ def test_mlflow_draws_the_prepared_comparison(
     )
     pages.wait_for("tiny-2", 60)
     pages.keep("mlflow-run")
+
+
+class Clicks:
+    """A person in a new browser, whose clicks are counted; typing and ticking are not."""
+
+    def __init__(self, pages: Pages) -> None:
+        self.page = pages.page.context.browser.new_context(viewport={"width": 1400, "height": 1000}).new_page()
+        self.page.set_default_timeout(SLOW_MS)
+        self.count = 0
+
+    def __call__(self, role: str, name: str, exact: bool = True) -> None:
+        self.page.get_by_role(role, name=name, exact=exact).first.click()
+        self.count += 1
+
+    def text(self) -> str:
+        return str(self.page.inner_text("body"))
+
+
+@pytest.fixture
+def clicks(pages: Pages) -> Iterator[Clicks]:
+    pages.rest()
+    made = Clicks(pages)
+    yield made
+    made.page.context.close()
+
+
+def test_anneal_runs_again_at_another_rate_in_five_clicks(up: Up, pages: Pages, sent: FlowRun, clicks: Clicks) -> None:
+    page = clicks.page
+    page.goto(up.sign_in)
+    page.wait_for_url("**/v2/deployments**")
+    page.get_by_role("link", name="study", exact=True).first.wait_for()
+    shown = [name for name in clicks.text().split("\n") if name in {name.partition("/")[2] for name in PINNED}]
+    assert set(shown[: len(PINNED)]) == {name.partition("/")[2] for name in PINNED}
+    clicks("link", "rerun")
+    clicks("button", "Run")
+    clicks("menuitem", "Custom run")
+    page.get_by_label("Run (Optional)", exact=True).fill("tiny-1")
+    heading = page.get_by_text("Stages (Optional)", exact=True)
+    heading.locator("xpath=following::button[normalize-space()='Add item'][1]").click()
+    clicks.count += 1
+    page.get_by_label("Stage (Optional)", exact=True).first.fill("anneal")
+    page.get_by_label("Learning rate (Optional)", exact=True).first.fill("1e-3")
+    again = Pages(page, pages.folder, pages.prefect).send(up)
+    clicks.count += 1
+    assert clicks.count <= 5
+    up.await_state(again.id, "COMPLETED", seconds=200)
+    record = up.record_of(again)
+    assert str(up.runs.recipe(record.name).stages[-1].lr) == "constant at 0.001"
+    assert next(name for name, step in record.steps.items() if step.outcome == "created") == "anneal"
+
+
+def test_three_runs_are_compared_in_three_clicks(up: Up, pages: Pages, sent: FlowRun, clicks: Clicks) -> None:
+    """From the printed link of MLflow, without a page of traces, an empty page or a dialog in between."""
+    page = clicks.page
+    page.goto(up.sign_in.replace(str(up.ports[0]), str(up.ports[1])))
+    page.wait_for_url("**/#/experiments/*/runs?**")
+    page.locator(".js-plotly-plot").first.wait_for()
+    Pages(page, pages.folder, pages.prefect).keep("mlflow-landing")
+    assert page.get_by_role("dialog").count() == 0
+    text = clicks.text()
+    assert "No charts in this section" not in text
+    assert "Traces 0" not in text
+    lines = text.split("\n")
+    assert {"tiny-1", "tiny-2", "tiny-3", "train/loss"} <= set(lines)
+    assert lines.index("Loss") < lines.index("Schedule")
+    assert "tiny-1 anneal" not in lines, "steps are not among the runs"
+    for _ in range(3):
+        page.get_by_role("checkbox", name="row selection (unchecked)").first.check()
+    clicks("button", "Compare")
+    assert clicks.count <= 3
+    page.get_by_text("Comparing 3 Runs from 1 Experiment").wait_for()
+    Pages(page, pages.folder, pages.prefect).keep("mlflow-compare-3")
+    assert {"tiny-1", "tiny-2", "tiny-3"} <= set(clicks.text().split("\n"))
+    page.goto(f"{up.sign_in.partition('/sign-in')[0]}/v2/deployments")  # one link signs in to both
+    page.get_by_role("link", name="rollback", exact=True).first.wait_for()
+
+
+def test_the_champion_goes_back_in_four_clicks(up: Up, pages: Pages, sent: FlowRun, clicks: Clicks) -> None:
+    log = read_log(up.root, "tiny")
+    before = current_aliases(log)["champion"]
+    other = next(step.artifact for record in reversed(up.runs.all()) for name, step in record.steps.items()
+                 if name == "anneal" and step.artifact != before)  # fmt: skip
+    promoted = up.start("promote/promote", checkpoint=other, override="a person wants it")
+    up.await_state(promoted.id, "COMPLETED", seconds=150)
+    assert current_aliases(read_log(up.root, "tiny"))["champion"] == other
+    page = clicks.page
+    page.goto(up.sign_in)
+    page.wait_for_url("**/v2/deployments**")
+    clicks("link", "rollback")
+    clicks("button", "Run")
+    clicks("menuitem", "Custom run")
+    page.get_by_label("Checkpoint (Optional)", exact=True).fill("tiny")
+    back = Pages(page, pages.folder, pages.prefect).send(up)
+    clicks.count += 1
+    assert clicks.count <= 4
+    up.await_state(back.id, "COMPLETED", seconds=150)
+    assert current_aliases(read_log(up.root, "tiny"))["champion"] == before

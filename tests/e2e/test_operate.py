@@ -15,8 +15,9 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from herd.flows.local_server import DATABASE, server_variables, write_access
-from herd.flows.serve import Servers, check_working_directory, mlflow_command
+from herd.flows.local_server import DATABASE, server_variables, sign_in_link, write_access
+from herd.flows.serve import Servers, mlflow_command
+from herd.flows.setup import check_working_directory
 from herd.storage.lease import lease
 from herd.storage.processes import free_port
 from herd.storage.root import Root
@@ -120,7 +121,8 @@ def test_what_the_user_chose_of_a_server_stays(tmp_path: Path) -> None:
 def test_another_shell_learns_the_servers_from_a_file_of_its_owner(tmp_path: Path, password: dict[str, str]) -> None:
     variables = {"PREFECT_API_URL": "http://127.0.0.1:4200/api", "HERD_ROOT": str(tmp_path), **password}
     (tmp_path / "prefect.env").touch(0o644)
-    file = write_access(Root.parse(tmp_path), "http://127.0.0.1:4200", variables)
+    links = [sign_in_link("http://127.0.0.1:4200", secret) for secret in password.values()]
+    file = write_access(Root.parse(tmp_path), links, variables)
     assert file.stat().st_mode & 0o777 == 0o600
     assert ("/sign-in#" in file.read_text()) == bool(password)
     printed = subprocess.run(["bash", "-c", f"source {file}; env"], env={}, capture_output=True, text=True).stdout

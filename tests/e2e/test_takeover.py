@@ -25,10 +25,11 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import AwaitingRetry, Cancelling
 
 from herd.flows.local_server import POOL, await_answer, child, prefect_command, worker_command
-from herd.flows.serve import WATCHED, setup
+from herd.flows.setup import setup
 from herd.storage.processes import free_port
 from herd.storage.root import Root
 from herd.tasks.operate.ledgers import ledger_differences
+from herd.tasks.operate.owners import TAG
 from herd.tasks.operate.recovery import AUTO_RESUME, reconcile
 from herd.tasks.runs.records import RunRecord, Runs
 from herd.tasks.study.records import Studies
@@ -170,7 +171,7 @@ def client(own: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> I
     environment = {**os.environ, "PREFECT_API_URL": api, "PREFECT_HOME": str(home)}
     for entrypoint in ("herd.flows.pipeline.pipeline", "herd.flows.study.study"):
         words = ["deploy", entrypoint, "-n", "takeover", "--pool", POOL, "--work-queue", "default"]
-        words += ["--tag", WATCHED, "--tag", AUTO_RESUME]
+        words += ["--tag", TAG, "--tag", AUTO_RESUME]
         process = Forked("prefect", "--no-prompt", *words, environment=environment)
         printed, _ = process.communicate(timeout=400)
         assert process.returncode == 0, printed

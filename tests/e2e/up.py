@@ -11,6 +11,7 @@ from typing import Any
 from uuid import UUID
 
 import psutil
+import pytest
 from prefect import get_client
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
@@ -21,6 +22,7 @@ from herd.flows.local_server import PASSWORD
 from herd.storage.processes import free_ports
 from herd.storage.root import Root
 from herd.tasks.runs.records import RunRecord, Runs
+from herd.tasks.tracking.mlflow_app import LOGIN
 from herd.tasks.tracking.moved_root import ACCESS
 from tests.e2e.conftest import Found, Herd, Started, read_until, trainers, wait_for
 
@@ -40,7 +42,7 @@ class Up:
     client: SyncPrefectClient
     password: str
     sign_in: str
-    """Address that opens Prefect's pages."""
+    """Address that opens the pages of both servers, first Prefect's."""
 
     @property
     def root(self) -> Root:
@@ -52,7 +54,7 @@ class Up:
 
     def start(self, deployment: str, **config: Any) -> FlowRun:
         """Do what the button Run does, with a form in which `config` was filled in."""
-        if deployment.split("/")[0] in ("pipeline", "curate", "tokenize", "pretrain"):
+        if deployment.startswith("pipeline/"):
             config = {"recipe": self.herd.recipe, **config}
         found = self.client.read_deployment_by_name(deployment)
         return self.client.create_flow_run_from_deployment(found.id, parameters={"config": config})
@@ -112,10 +114,13 @@ def running_up(herd: Herd) -> Iterator[Up]:
         access = (herd.root / ACCESS).read_text()
         password = next(word for word in shlex.split(access) if word.startswith(f"{PASSWORD}=")).partition("=")[2]
         assert password not in printed
-        (sign_in,) = re.findall(r"http\S+/sign-in#\S+", access)
-        herd.variables[PASSWORD] = password
+        sign_in, _ = re.findall(r"http\S+/sign-in#\S+", access)
+        login = dict(zip(LOGIN, password.split(":", 1), strict=True))
+        herd.variables |= {PASSWORD: password, **login}
         known = {PREFECT_API_URL: herd.api, PREFECT_API_AUTH_STRING: password}
-        with temporary_settings(known), get_client(sync_client=True) as client:
+        with temporary_settings(known), get_client(sync_client=True) as client, pytest.MonkeyPatch.context() as patch:
+            for name, value in login.items():  # of MLflow's clients in this process
+                patch.setenv(name, value)
             yield Up(process, (prefect, mlflow), herd, client, password, sign_in)
     finally:
         process.terminate()

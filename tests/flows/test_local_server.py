@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sqlite3
 import threading
 import time
 import urllib.request
@@ -18,18 +17,12 @@ import psutil
 import pytest
 from prefect.server.concurrency.lease_storage import get_concurrency_lease_storage
 from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE, temporary_settings
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-from starlette.testclient import TestClient
 
 from herd.flows.local_server import (
     LEASES,
     await_answer,
     child,
     is_temporary,
-    repeat_when_busy,
     server_command,
     server_variables,
     start_temporary_server,
@@ -68,31 +61,6 @@ def test_none_is_started_where_one_is_known(tmp_path: Path) -> None:
         start_temporary_server(Root.parse(tmp_path))()
     assert not is_temporary()
     assert not (tmp_path / "logs").exists()
-
-
-@pytest.mark.parametrize(("times", "status"), [(0, 201), (3, 201), (10**6, 503)])
-def test_a_click_while_the_database_is_busy_is_not_lost(
-    times: int, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As Prefect does: the answer is sent, and then the error is raised."""
-    monkeypatch.setattr("herd.flows.local_server.BUSY_S", 2.0)
-    bodies = list[bytes]()
-
-    async def save(request: Request) -> Response:
-        bodies.append(await request.body())
-        if len(bodies) <= times:
-            raise sqlite3.OperationalError("database is locked")
-        return Response(b"saved", 201)
-
-    async def refuse(request: Request, error: Exception) -> Response:
-        return Response(b"", 503)
-
-    app = Starlette(routes=[Route("/save", save, methods=["POST"])], exception_handlers={Exception: refuse})
-    client = TestClient(repeat_when_busy(app), raise_server_exceptions=False)
-    assert client.post("/save", content=b"schedule" * 9999).status_code == status
-    assert set(bodies) == {b"schedule" * 9999}
-    assert len(bodies) == times + 1 or status == 503
-    assert client.get("/save").status_code == 405
 
 
 class Busy(BaseHTTPRequestHandler):

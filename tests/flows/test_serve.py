@@ -25,29 +25,20 @@ from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 from prefect.runtime import task_run
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import AwaitingRetry, Cancelled, Crashed, Running
+from prefect.states import AwaitingRetry, Cancelled, Crashed, Pending, Running
 
 from herd.flows import run_lifecycle
 from herd.flows.cli.errors import with_retries
 from herd.flows.crash_recovery import steps_back, thin_out, was_resumed
 from herd.flows.local_server import POOL
-from herd.flows.serve import (
-    EXAMPLE,
-    NOTIFY,
-    QUEUES,
-    RESULTS,
-    RETIRED,
-    Servers,
-    crash_zombies,
-    deployment_files,
-    setup,
-)
+from herd.flows.serve import Servers
+from herd.flows.setup import EXAMPLE, NOTIFY, QUEUES, RESULTS, RETIRED, crash_zombies, deployment_files, setup
 from herd.llama3.recipe.load import RecipeError, load_recipe
 from herd.storage.lease import lease
 from herd.storage.processes import PACKAGE_FOLDER, free_port
 from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole
-from herd.tasks.operate.owners import process_tag
+from herd.tasks.operate.owners import TAG, process_tag
 from herd.tasks.operate.recovery import AUTO_RESUME, FIRST_REPORT, FRUITLESS, RESUMED, reconcile, restart
 from herd.tasks.runs.records import Runs, mark_open
 from herd.tasks.stages.alerts import Alert, emit_alert
@@ -224,12 +215,13 @@ def runs_of_pool(client: SyncPrefectClient) -> list[FlowRun]:
     return client.read_flow_runs(work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[POOL])))
 
 
-def deployment(client: SyncPrefectClient, every: timedelta | None = None) -> UUID:
+def deployment(client: SyncPrefectClient, every: timedelta | None = None, tags: tuple[str, ...] = (TAG,)) -> UUID:
     """Return a deployment; with a schedule it has fired for ten minutes while its queue had no room."""
     schedules = [(IntervalSchedule(interval=every), True)] if every else None
     made = client.create_deployment(
         client.create_flow(pipeline),
         name=f"often-{uuid4().hex[:8]}",
+        tags=list(tags),
         work_pool_name=POOL,
         work_queue_name=QUEUE,
         schedules=[{"schedule": schedule, "active": active} for schedule, active in schedules or []],  # type: ignore[misc]
@@ -299,8 +291,25 @@ def test_what_people_started_is_never_cancelled_and_of_a_schedule_one_is_left(qu
     assert list(thin_out(quiet)) == []
 
 
+def test_flow_runs_of_others_on_the_server_are_left_alone(quiet: SyncPrefectClient, tmp_path: Path) -> None:
+    """They wait, nothing works on them, and one asks to be resumed with a word that is also herd's."""
+    deployment(quiet, timedelta(minutes=2), tags=("theirs",))
+    submitted = quiet.create_flow_run_from_deployment(deployment(quiet, tags=(AUTO_RESUME,))).id
+    quiet.set_flow_run_state(submitted, Pending(), force=True)
+    root = Root.parse(tmp_path)
+    gone = crashed(quiet, "no heartbeat", tags=(AUTO_RESUME,), root=root)
+    before = {each.id: each.state_type for each in runs_of_pool(quiet)}  # Prefect itself calls waiting ones Late
+    assert len(before) == 6
+    assert list(thin_out(quiet)) == []
+    assert reconcile(root, quiet, cleanup=False) == []
+    deployment(quiet, timedelta(minutes=1))
+    assert not steps_back(quiet, next(each for each in runs_of_pool(quiet) if TAG in each.tags))
+    assert {each.id: each.state_type for each in runs_of_pool(quiet) if each.id in before} == before
+    assert state(quiet, gone).name == "Crashed"
+
+
 def crashed(
-    client: SyncPrefectClient, message: str, tags: tuple[str, ...] = (AUTO_RESUME,), root: Root | None = None
+    client: SyncPrefectClient, message: str, tags: tuple[str, ...] = (TAG, AUTO_RESUME), root: Root | None = None
 ) -> UUID:
     """Return a flow run of a deployment whose first attempt crashed."""
     deployment = client.create_deployment(client.create_flow(pipeline), name="tests", tags=list(tags))

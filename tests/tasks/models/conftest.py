@@ -11,6 +11,8 @@ import pytest
 if TYPE_CHECKING:
     from herd.tasks.models.serve import Served
 
+KEY = "k3y-of-tests"
+
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
@@ -20,13 +22,13 @@ def served() -> Iterator[Served]:
     from tests.tasks.models.test_serve import CONFIG, NAME
 
     engine = BatchEngine(made(CONFIG), TOKENIZER, max_batch=4, queue=8)
-    yield Served(NAME, engine, chat=True)
+    yield Served(NAME, engine, chat=True, token=KEY)
     engine.stop()
 
 
 @pytest.fixture(scope="module")
 def http(served: Served) -> Iterator[httpx.Client]:
-    from tests.tasks.models.test_serve import serving
+    from tests.tasks.models.test_serve import client_of, serving
 
-    with serving(served) as address, httpx.Client(base_url=address, timeout=60) as client:
+    with serving(served) as address, client_of(address) as client:
         yield client

@@ -21,6 +21,7 @@ from herd.tasks.models import openai_api
 from herd.tasks.models.openai_api import NEUTRAL, APIError, Client, ClientLeft, PromptEncoder
 from herd.tasks.models.serve import Served
 from tests.llama3.evaluate.test_generate_batch import TOKENIZER
+from tests.tasks.models.conftest import KEY
 from tests.tasks.models.test_serve import CHAT, NAME, complete
 
 LETTERS = "ab 1é"
@@ -123,7 +124,7 @@ def test_a_chat_has_likelihoods(served: Served, http: httpx.Client) -> None:
 def test_the_official_client_reads_likelihoods(http: httpx.Client) -> None:
     import openai
 
-    client = openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="unused", max_retries=0)
+    client = openai.OpenAI(base_url=f"{http.base_url}/v1", api_key=KEY, max_retries=0)
     scored = client.completions.create(model=NAME, prompt=[[5, 6, 7]], max_tokens=0, echo=True, logprobs=1)
     assert scored.choices[0].logprobs is not None
     assert scored.choices[0].logprobs.token_logprobs is not None

@@ -36,7 +36,8 @@ QUESTIONS = 16
 
 @needs_lm_eval
 @pytest.mark.slow
-def test_a_client_finds_the_scores_of_herd(tmp_path: Path) -> None:
+def test_a_client_finds_the_scores_of_herd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "key")
     made = pairs(write_data(tmp_path / "data"), QUESTIONS)
     assert kinds(made) == ALL
     folder = model(tmp_path / "model", made, 400)
@@ -44,7 +45,7 @@ def test_a_client_finds_the_scores_of_herd(tmp_path: Path) -> None:
     network, tokenizer = load_model(folder), Tokenizer.load(folder)
     engine = BatchEngine(network, tokenizer)
     try:
-        with serving(Served("m", engine, chat=True)) as address:
+        with serving(Served("m", engine, chat=True, token="key")) as address:
             theirs = lm_eval_samples(tmp_path, made, server=address)
             ours = work(tmp_path / "job", tmp_path, str(folder))["samples"]
             written = [pair for pair in made if pair.task.kind == "generate"]

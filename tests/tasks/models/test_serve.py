@@ -31,11 +31,13 @@ from herd.llama3.serve.engine import BatchEngine, Generation
 from herd.llama3.tokens.chat import encode_chat
 from herd.storage.processes import free_port
 from herd.storage.root import Root
+from herd.storage.secrets import PAGE_KEY
 from herd.tasks.models.openai_api import BODY_BYTES
 from herd.tasks.models.serve import Served, bind, create_app, render_page, serve
 from tests.llama3.evaluate.test_generate import favour
 from tests.llama3.evaluate.test_generate_batch import TOKENIZER, made
 from tests.llama3.serve.test_engine import await_idle
+from tests.tasks.models.conftest import KEY
 
 WINDOW = 20_000
 CONFIG = Model(layers=2, dim=32, ffn=48, heads=4, kv_heads=2, max_seq_len=WINDOW, tied_embeddings=False)
@@ -58,6 +60,10 @@ def serving(served: Served, page: str = "") -> Iterator[str]:
         finally:
             server.should_exit = True
             thread.join()
+
+
+def client_of(address: str) -> httpx.Client:
+    return httpx.Client(base_url=address, timeout=60, headers={"Authorization": f"Bearer {KEY}"})
 
 
 def complete(http: httpx.Client, prompt: Any = "The", **fields: Any) -> dict[str, Any]:
@@ -126,7 +132,7 @@ def test_no_piece_waits_for_the_receipt_of_the_last() -> None:
 def test_the_official_client_reads_it(served: Served, http: httpx.Client) -> None:
     import openai  # a CPU second that only one worker needs to spend
 
-    client = openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="unused", max_retries=0)
+    client = openai.OpenAI(base_url=f"{http.base_url}/v1", api_key=KEY, max_retries=0)
     assert [(model.id, model.owned_by) for model in client.models.list()] == [(NAME, "herd")]
     assert client.models.retrieve(NAME).id == NAME
     text = generate(served.engine.runner.model, TOKENIZER, "The", 12)
@@ -180,7 +186,7 @@ def test_the_end_of_a_turn_ends_a_chat_but_no_completion() -> None:
     favour(model, EOT)
     favour(model, ord("x"), 5e3)
     engine = BatchEngine(model, TOKENIZER)
-    with serving(Served("m", engine, chat=True)) as address, httpx.Client(base_url=address, timeout=60) as http:
+    with serving(Served("m", engine, chat=True, token=KEY)) as address, client_of(address) as http:
         body = {"model": "m", "max_tokens": 5}
         (chat,) = http.post("/v1/chat/completions", json={**body, "messages": CHAT}).json()["choices"]
         (plain,) = http.post("/v1/completions", json={**body, "prompt": "a"}).json()["choices"]
@@ -190,8 +196,8 @@ def test_the_end_of_a_turn_ends_a_chat_but_no_completion() -> None:
 
 
 def test_a_base_model_does_not_chat(served: Served) -> None:
-    with serving(replace(served, chat=False)) as address:
-        answer = httpx.post(f"{address}/v1/chat/completions", json={"model": NAME, "messages": CHAT})
+    with serving(replace(served, chat=False)) as address, client_of(address) as http:
+        answer = http.post("/v1/chat/completions", json={"model": NAME, "messages": CHAT})
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
     assert "is a base model and has no chat template" in message
@@ -282,15 +288,24 @@ def test_wrong_requests_are_named_in_openai_s_shape(
 
 
 def test_a_form_of_another_site_is_refused(http: httpx.Client) -> None:
-    """A browser sends these without a question; a name that leads here is what DNS rebinding uses."""
+    """A browser sends these without a question."""
     answer = http.post("/v1/completions", content=json.dumps(PLAIN), headers={"Content-Type": "text/plain"})
     assert (answer.status_code, answer.json()["error"]["message"]) == (
         415, "content type 'text/plain': send application/json",
     )  # fmt: skip
-    for path in ("/", "/health", "/v1/models"):
-        assert http.get(path, headers={"Host": "evil.example"}).status_code == 421
-        assert http.get(path, headers={"Host": "localhost:9"}).status_code == 200
-        assert http.get(path, headers={"Host": "[::1]:9"}).status_code == 200
+
+
+def test_a_link_signs_a_browser_in(served: Served) -> None:
+    with serving(served, "page") as address, httpx.Client(base_url=address) as http:
+        assert http.get("/", params={"key": f"{KEY}x"}).status_code == 401
+        assert http.get("/", params={"key": ""}).status_code == 401
+        answer = http.get("/", params={"key": KEY})
+        assert (answer.status_code, answer.headers["location"]) == (303, "/")
+        assert {"HttpOnly", "SameSite=lax"} <= set(answer.headers["set-cookie"].split("; "))
+        assert http.get("/").text == "page"
+        assert complete(http, max_tokens=1)["choices"]
+        port = address.rpartition(":")[2]
+        assert [*http.cookies] == [f"herd-serve-{port}"], "two servers of a host do not sign each other's pages out"
 
 
 def test_a_token_is_wanted_everywhere_but_for_health(served: Served) -> None:
@@ -354,7 +369,7 @@ def test_a_client_that_leaves_takes_its_text_along(
     monkeypatch.setattr(served.engine, "submit", lambda texts: (asked.extend(texts), submit(texts)))
     body = json.dumps({**PLAIN, "max_tokens": WINDOW - 10, "temperature": 0, "n": 2, "stream": stream}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    head += f"Content-Length: {len(body)}\r\n\r\n"
+    head += f"Authorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection((http.base_url.host, http.base_url.port or 0)) as client:
         client.sendall(head.encode() + body)
         deadline = time.monotonic() + 30
@@ -383,14 +398,17 @@ def test_an_error_of_the_engine_is_an_answer(
 
 
 def test_the_tutorial_s_program_and_requests_are_answered_as_printed(
-    checkout: Path, capsys: pytest.CaptureFixture[str]
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a model of the same window, of one-byte tokens."""
     page = (checkout / "docs/tutorials/talk-to-your-model.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     requests = re.findall(r"\$ curl -s localhost:8000(\S+).*?-d '(.*?)'\n    (.*?)\n", page, re.DOTALL)
     engine = BatchEngine(made(CONFIG.model_copy(update={"max_seq_len": 128})), TOKENIZER)
-    with serving(Served(NAME, engine, chat=False)) as address, httpx.Client(base_url=address, timeout=60) as http:
+    with serving(Served(NAME, engine, chat=False, token=KEY)) as address, client_of(address) as http:
+        (tmp_path / "herd-data").mkdir()
+        (tmp_path / "herd-data" / PAGE_KEY).write_text(f"{KEY}\n")
+        monkeypatch.chdir(tmp_path)
         exec(program.replace("http://127.0.0.1:8000", address), {})
         for path, body, printed in requests:
             answer = http.post(path, content=body, headers={"Content-Type": "application/json"}).json()
@@ -416,7 +434,7 @@ def test_the_address_takes_connections_as_soon_as_it_is_said(folder: Path, tmp_p
     class Connected(Exception):
         pass
 
-    def ready(address: str, _: int) -> None:
+    def ready(address: str, key: str, _: int) -> None:
         host, port = address.removeprefix("http://").rstrip("/").split(":")
         socket.create_connection((host, int(port)), 5).close()
         raise Connected
@@ -430,10 +448,11 @@ def test_herd_serve_serves_until_ctrl_c(folder: Path, tmp_path: Path) -> None:
 
     def ask() -> None:
         for _ in range(600):
-            with suppress(httpx.ConnectError):
+            with suppress(httpx.ConnectError, FileNotFoundError):
                 body = {"model": str(folder), "prompt": "The", "temperature": 0}
-                answers.append(httpx.post(f"{address}v1/completions", json=body, timeout=60).json())
-                answers.append(httpx.get(address).text)
+                with httpx.Client(base_url=address, timeout=60, follow_redirects=True) as http:
+                    answers.append(http.get("", params={"key": (tmp_path / PAGE_KEY).read_text().strip()}).text)
+                    answers.append(http.post("v1/completions", json=body).json())
                 break
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
@@ -443,18 +462,19 @@ def test_herd_serve_serves_until_ctrl_c(folder: Path, tmp_path: Path) -> None:
     words = ["serve", str(folder), "--port", address.rpartition(":")[2][:-1], "--root", str(tmp_path)]
     result = CliRunner().invoke(cli, words)
     client.join()
-    assert (result.exit_code, result.output) == (
-        0, f"loading the model\n{folder} is served at {address} and {address}v1; Ctrl-C stops it\n",
+    kept = tmp_path / PAGE_KEY
+    said = [f"{folder} is served; Ctrl-C stops it", f"page     {address}", f"API      {address}v1"]
+    assert (result.exit_code, result.output.splitlines()) == (
+        0, ["loading the model", *said, f"api_key  the text of {kept}"],
     )  # fmt: skip
-    assert answers[0]["choices"][0]["text"] == generate(made(CONFIG), TOKENIZER, "The", 16)
-    assert answers[1].startswith("<!doctype html>")
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert answers[0].startswith("<!doctype html>")
+    assert answers[1]["choices"][0]["text"] == generate(made(CONFIG), TOKENIZER, "The", 16)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--host", "0.0.0.0"], "--host 0.0.0.0: other machines reach it; set HERD_SERVE_TOKEN (or --token), or use"),
-        (["--host", "::"], "--host ::: other machines reach it"),
         (["--host", "example.com"], "--host example.com: is not an IP address"),
         (["--token", "a b"], "--token (or HERD_SERVE_TOKEN): must be ASCII without blanks"),
         (["--port", "{taken}"], "cannot be bound"),
@@ -479,7 +499,7 @@ def test_the_page_loads_nothing(served: Served, folder: Path, tmp_path: Path) ->
     page = render_page(replace(served, name="</script><b>"), Root.parse(tmp_path), folder)
     assert "</script><b>" not in page
     assert not [word for word in ("http://", "https://", "src=", "@import", "url(") if word in page]
-    with serving(served, page) as address:
-        answer = httpx.get(address)
+    with serving(served, page) as address, client_of(address) as http:
+        answer = http.get("/")
     assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
     assert f"{WINDOW:,} tokens" in answer.text

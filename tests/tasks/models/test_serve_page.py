@@ -9,7 +9,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from herd.storage.root import Root
 from herd.tasks.models.serve import Served, render_page
 from tests.llama3.evaluate.test_generate_batch import TOKENIZER, made
 from tests.llama3.serve.test_engine import await_idle
+from tests.tasks.models.conftest import KEY
 from tests.tasks.models.test_serve import CONFIG, serving
 from tests.tasks.trained_run import TrainedRun
 
@@ -47,7 +47,7 @@ def opened(served: Served, page: str, name: str, **options: Any) -> Iterator[Any
         tab.set_default_timeout(30_000)
         tab.on("console", lambda message: problems.append(message.text))
         tab.on("pageerror", lambda error: problems.append(str(error)))
-        tab.goto(address)
+        tab.goto(f"{address}/?key={KEY}")
         yield tab
         if folder := os.environ.get("HERD_SCREENSHOTS"):
             tab.screenshot(path=str(Path(folder) / f"{name}.png"), full_page=True)
@@ -57,7 +57,7 @@ def opened(served: Served, page: str, name: str, **options: Any) -> Iterator[Any
 
 def test_a_person_completes_and_stops_a_text(engine: BatchEngine, tmp_path: Path) -> None:
     run = TrainedRun(tmp_path)
-    served = Served(str(run.model), engine, chat=False)
+    served = Served(str(run.model), engine, chat=False, token=KEY)
     page = render_page(served, run.root, run.model)
     with opened(served, page, "serve", viewport={"width": 1300, "height": 950}) as tab:
         card = tab.inner_text("aside")
@@ -85,10 +85,9 @@ def test_a_person_completes_and_stops_a_text(engine: BatchEngine, tmp_path: Path
 @pytest.mark.slow
 def test_a_person_chats_on_a_phone_in_the_dark(engine: BatchEngine, tmp_path: Path) -> None:
     run = TrainedRun(tmp_path)
-    served = Served("tuned", engine, chat=True, token="s3cret")
-    page = render_page(replace(served, token=""), Root.parse(tmp_path), run.model)
-    credentials = {"username": "", "password": "s3cret"}
-    options = {"viewport": PHONE, "color_scheme": "dark", "http_credentials": credentials}
+    served = Served("tuned", engine, chat=True, token=KEY)
+    page = render_page(served, Root.parse(tmp_path), run.model)
+    options = {"viewport": PHONE, "color_scheme": "dark", "http_credentials": {"username": "", "password": KEY}}
     with opened(served, page, "serve-phone", **options) as tab:
         tab.get_by_label("Max tokens").fill("9")
         tab.get_by_label("Temperature").fill("0")  # a sampled end of the text would come before the ninth token

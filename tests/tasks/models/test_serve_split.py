@@ -20,6 +20,7 @@ from herd.llama3.model.files import save_model
 from herd.llama3.parallel.layout import Layout
 from herd.llama3.recipe.sections import Model
 from herd.storage.processes import free_port
+from herd.storage.secrets import PAGE_KEY
 from herd.tasks.models.lookup import check_layout, choose_layout
 from tests.dist import Forked
 from tests.llama3.evaluate.test_generate_batch import TOKENIZER, made
@@ -44,11 +45,13 @@ def serving(folder: Path, root: Path) -> Iterator[tuple[Forked, httpx.Client, li
     process = Forked("herd.flows.cli.main", *words, environment=dict(os.environ))
     try:
         assert process.stdout.readline() == "loading the model\n"
-        line = process.stdout.readline()
-        assert line == f"{folder} is served at {address} and {address}v1 by 2 processes; Ctrl-C stops it\n"
+        said = [process.stdout.readline() for _ in range(4)]
+        assert said[:2] == [f"{folder} is served by 2 processes; Ctrl-C stops it\n", f"page     {address}\n"]
+        assert said[3] == f"api_key  the text of {root / PAGE_KEY}\n"
+        login = {"Authorization": f"Bearer {(root / PAGE_KEY).read_text().strip()}"}
         ranks = psutil.Process(process.pid).children()
         assert len(ranks) == 2
-        with httpx.Client(base_url=address, timeout=WAIT_S) as client:
+        with httpx.Client(base_url=address, timeout=WAIT_S, headers=login) as client:
             yield process, client, ranks
         _, alive = psutil.wait_procs(ranks, 10)
         assert not alive

@@ -26,8 +26,8 @@ from herd.storage.object_artifact import open_store
 from herd.storage.processes import free_port
 from herd.storage.root import Root
 from herd.tasks.report import compare
-from herd.tasks.report.compare import TAG, chart_view_key, chart_view_tag
 from herd.tasks.runs.records import Runs, StepRecord
+from herd.tasks.tracking.chart_views import TAG, chart_view_key, chart_view_tag
 from tests.flows.cli.test_main import documented
 from tests.llama3.evaluate.test_compare import Folder
 from tests.llama3.train.train_samples import recipe
@@ -158,7 +158,7 @@ def test_the_prepared_view_says_what_is_shown() -> None:
     ids = [f"{number:032x}" for number in range(8)]
     keys = {f"train/loss/{domain}" for domain in DOMAINS} | {"train/loss", "time/step_s", "eval/bpb"}
     keys |= {f"eval/suite/task-{number}" for number in range(60)}
-    tag = chart_view_tag(["a-1", "a-2"], ids, keys, 1)
+    tag = chart_view_tag("a-1 and a-2", keys, 1, ids)
     assert len(tag) < 10_000, "MLflow takes 20,000"
     state = unpack(tag)
     assert state["searchFilter"].startswith("attributes.run_id IN ('00000000000000000000000000000000', '0")

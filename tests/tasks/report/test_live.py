@@ -35,7 +35,8 @@ def running(tmp_path: Path) -> Iterator[tuple[Root, Path]]:
 
 
 @pytest.fixture
-def address(running: tuple[Root, Path], monkeypatch: pytest.MonkeyPatch) -> str:
+def link(running: tuple[Root, Path], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The link that `herd watch` prints."""
     monkeypatch.setattr(live, "REFRESH_S", 0.2)
     addresses, ready = list[str](), threading.Event()
 
@@ -55,14 +56,21 @@ def step(journal: Path, loss: float) -> None:
         writer.add(Record(time.time(), span.start + 9 * span.segments[0].batch, {metrics.LOSS: loss}))
 
 
-def test_it_says_where_the_run_is_and_only_to_this_machine(address: str) -> None:
-    text = urllib.request.urlopen(address, timeout=30).read().decode()
+def test_it_says_where_the_run_is_and_only_to_who_has_the_link(link: str) -> None:
+    address, browser = link.partition("?")[0], urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+    text = browser.open(link, timeout=30).read().decode()
     for words in ("running in main", "of 98.3K", "20K", "time left", "mean of the last steps"):
         assert words in text, words
     assert text.count('<div class="chart">') == 2, "loss and throughput"
-    for path, host, status in (("run.json", "127.0.0.1", 404), ("", "rebound.example", 421)):
+    assert browser.open(address, timeout=30).read().decode().startswith("<!doctype html>")
+    for path, opener, status in (
+        ("run.json", browser, 404),
+        ("", urllib.request.build_opener(), 401),
+        ("report.html", urllib.request.build_opener(), 401),
+        ("?key=", urllib.request.build_opener(), 401),
+    ):
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(urllib.request.Request(address + path, headers={"Host": host}), timeout=30)
+            opener.open(address + path, timeout=30)
         assert refused.value.code == status
     with pytest.raises(ValueError, match="run 'tiny-9' does not exist"):
         live.LivePage(Root.parse("."), "tiny-9")
@@ -113,13 +121,13 @@ def test_curves_follow_a_rewind_and_a_replaced_journal() -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH: the page is not looked at")
-def test_the_page_follows_the_journal_without_a_reload(address: str, running: tuple[Root, Path]) -> None:
+def test_the_page_follows_the_journal_without_a_reload(link: str, running: tuple[Root, Path]) -> None:
     problems = list[str]()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         tab = browser.new_page()
         tab.on("pageerror", lambda error: problems.append(str(error)))
-        tab.goto(address)
+        tab.goto(link)
         tab.evaluate("window.same = true")
         values = tab.locator(".u-legend").first.locator(".u-value")
         assert values.nth(1).inner_text() == "5.2"
