@@ -110,6 +110,12 @@ def _toleration(given: Any) -> Any:
             case _:
                 keys = "key, operator, value, effect, tolerationSeconds"
                 raise ValueError(f"unknown key {name!r}; the keys of a toleration are {keys}")
+    if "tolerationSeconds" in given and given.get("effect") != "NoExecute":
+        raise ValueError("tolerationSeconds is only for effect: NoExecute; write that, or leave out tolerationSeconds")
+    if given.get("operator") == "Exists" and given.get("value"):
+        raise ValueError(f"value {given['value']!r} is not for operator: Exists; leave it out, or write Equal")
+    if not given.get("key") and given.get("operator") != "Exists":
+        raise ValueError("a toleration without key has operator: Exists; write that, or the key of the taint")
     return given
 
 
