@@ -38,7 +38,7 @@ from herd.tasks.promotion.log import compared_run, last_promotion
 from herd.tasks.report.compare import LOCAL_SERVER, Values, recipe_fields, side_by_side
 from herd.tasks.runs.records import RunRecord, Runs
 from herd.tasks.tracking.mlflow import MLflowTracker
-from herd.tasks.tracking.mlflow_store import run_page, server_uri
+from herd.tasks.tracking.mlflow_store import run_page, running_server
 
 if TYPE_CHECKING:
     from herd.llama3.data.count import Count  # imports numba
@@ -216,7 +216,7 @@ def collect_report_data(root: Root, name: str) -> ReportData:
 
 def _links(root: Root, record: RunRecord, mlflow_run: str, prefect: str) -> list[tuple[str, str]]:
     """Return the run's pages in MLflow and Prefect. Without a server, MLflow's is the one that `herd up` will have."""
-    links, server = [], server_uri()
+    links, server = [], running_server(root)
     if mlflow_run and record.mlflow_experiment:
         address = run_page(server or LOCAL_SERVER, record.mlflow_experiment, mlflow_run)
         links.append(("MLflow" if server else "MLflow, while herd up runs", address))
