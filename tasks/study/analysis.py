@@ -134,20 +134,30 @@ def last_artifacts(store: Store, record: RunRecord, recipe: Recipe) -> tuple[Art
     return store.load(record.steps[span.name].artifact), store.load(record.steps[f"evaluate-{stage}"].artifact)
 
 
-def leaks(store: Store, answers: Mapping[str, RunRecord], sources: Collection[str]) -> list[str]:
-    """Return a line for each of the judged `sources` that holds examples of an evaluation set."""
+def leaks(store: Store, answers: Mapping[str, RunRecord], recipe: Recipe) -> list[str]:
+    """Return a line for each source with a name, as the judged ones have, that holds examples of an evaluation set."""
+    from herd.llama3.data.readers.sources import source_names
+
+    # The ledger calls a source by its address.
+    named = {
+        (domain, known): source.name
+        for domain, sources in recipe.sources.items()
+        for source, known in zip(sources, source_names(sources), strict=True)
+        if source.name
+    }
     labels = {record.steps["curate"].artifact for record in answers.values() if "curate" in record.steps}
     dropped, read = Counter[str](), Counter[str]()
     for label in labels:
         with suppress(OSError, ValueError):  # it was deleted since
             ledger = pq.read_table(store.load(label).path_of("ledger.parquet")).to_pylist()
             for row in ledger:
-                read[row["source"]] += row["documents"]
-                dropped[row["source"]] += row["documents"] * (row["outcome"] == "contaminated")
+                source = named.get((row["domain"], row["source"]), "")
+                read[source] += row["documents"]
+                dropped[source] += row["documents"] * (row["outcome"] == "contaminated")
     return [
         f"{source}: {dropped[source]:,} of {read[source]:,} documents held an example of an evaluation set and were "
         "dropped; ask where it comes from before you use it"
-        for source in sources
+        for source in named.values()
         if dropped[source]
     ]
 

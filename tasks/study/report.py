@@ -41,7 +41,7 @@ def conclude(studies: Studies, expanded: ExpandedStudy, record: StudyRecord, tra
     results = outcomes(expanded, open_store(root), answers)
     flags = _weak_points(expanded, answers)
     if expanded.study.annealing:
-        flags += leaks(open_store(root), answers, expanded.study.annealing.new)
+        flags += leaks(open_store(root), answers, expanded.runs[0].recipe)
     analysis = analyze(expanded, results, flags)
     record.verdict = analysis.verdict
     studies.save(record)
