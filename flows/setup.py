@@ -51,8 +51,8 @@ FILE, PIPELINE = "prefect.yaml", "herd.flows.pipeline.pipeline"
 RESULTS = "herd-results"
 SHARED = ("MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL")
 """Variables that flow runs in a work pool of others get from the registration, beside the root; never a secret."""
-IMAGE_FOLDER = "/opt/herd"
-"""Working directory of flow runs in a work pool of containers."""
+IMAGE_FOLDER = "/home/herd"
+"""Working directory of flow runs in a work pool of containers: that of the image."""
 RETIRED_FLOWS = [f"herd.flows.pipeline.{name}" for name in ("curate", "tokenize", "pretrain")]
 INSTEAD = "use pipeline, with 'Stop after'"
 WITHOUT_AUTOMATIONS = (
@@ -249,7 +249,7 @@ def deploy(files: list[DeploymentFile], environment: dict[str, str], root: Root,
     with get_client(sync_client=True) as client:
         pool = client.read_work_pool(place.pool)
         entries = [_placed(each, environment, root, place, pool.type) for file in files for each in file.deployments]
-        left = _check_taken(client, entries)
+        left = check_names(client, entries)
     with tempfile.TemporaryDirectory(prefix="herd-deploy-") as folder:
         path = Path(folder, FILE)
         path.write_text(yaml.safe_dump({"deployments": entries}))
@@ -289,17 +289,17 @@ def _placed(
     return {**entry, "name": place.name(entry["name"]), **({"triggers": triggers} if triggers else {})}
 
 
-def _check_taken(client: SyncPrefectClient, entries: Sequence[dict[str, Any]]) -> list[str]:
+def check_names(client: SyncPrefectClient, entries: Sequence[dict[str, Any]]) -> list[str]:
     """Raise ValueError if the server has a deployment of others under a name of `entries`.
 
     Returns a line for each deployment of a flow that herd had in earlier versions; those without a schedule go.
     """
-    names, lines = {(_flow_of(each["entrypoint"]), each["name"]): each["entrypoint"] for each in entries}, []
+    names, lines = {(flow_of(each["entrypoint"]), each["name"]): each["entrypoint"] for each in entries}, []
     offset = 0
     while page := client.read_deployments(limit=PAGE, offset=offset):
         offset += len(page)
         for known in page:
-            flow, entrypoint = _flow_of(known.entrypoint or ""), known.entrypoint or ""
+            flow, entrypoint = flow_of(known.entrypoint or ""), known.entrypoint or ""
             if TAG not in known.tags and names.get((flow, known.name), entrypoint) != entrypoint:
                 raise ValueError(
                     f"deployment {flow}/{known.name}: the server has one of others ({entrypoint}); choose a prefix "
@@ -315,7 +315,7 @@ def _check_taken(client: SyncPrefectClient, entries: Sequence[dict[str, Any]]) -
     return lines
 
 
-def _flow_of(entrypoint: str) -> str:
+def flow_of(entrypoint: str) -> str:
     """Return the name of the flow of an entrypoint of herd, such as herd.flows.checkpoint.evaluate_checkpoint."""
     return re.split("[.:]", entrypoint)[-1].replace("_", "-")
 

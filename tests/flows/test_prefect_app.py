@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from herd.flows.prefect_app import PINNED, repeat_when_busy
-from herd.flows.setup import _flow_of
+from herd.flows.setup import flow_of
 from herd.storage.processes import PACKAGE_FOLDER
 
 
@@ -44,4 +44,4 @@ def test_a_click_while_the_database_is_busy_is_not_lost(
 
 def test_the_pinned_deployments_are_there() -> None:
     shipped = yaml.safe_load((PACKAGE_FOLDER / "prefect.yaml").read_text())["deployments"]
-    assert set(PINNED) <= {f"{_flow_of(each['entrypoint'])}/{each['name']}" for each in shipped}
+    assert set(PINNED) <= {f"{flow_of(each['entrypoint'])}/{each['name']}" for each in shipped}

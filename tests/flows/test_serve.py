@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName, WorkPoolFilter, WorkPoolFilterName
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.schedules import IntervalSchedule
+from prefect.exceptions import ObjectNotFound
 from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 from prefect.runtime import task_run
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -32,7 +34,18 @@ from herd.flows.cli.errors import with_retries
 from herd.flows.crash_recovery import steps_back, thin_out, was_resumed
 from herd.flows.local_server import POOL
 from herd.flows.serve import Servers
-from herd.flows.setup import EXAMPLE, NOTIFY, QUEUES, RESULTS, RETIRED, crash_zombies, deployment_files, setup
+from herd.flows.setup import (
+    EXAMPLE,
+    IMAGE_FOLDER,
+    NOTIFY,
+    QUEUES,
+    RESULTS,
+    RETIRED,
+    check_names,
+    crash_zombies,
+    deployment_files,
+    setup,
+)
 from herd.llama3.recipe.load import RecipeError, load_recipe
 from herd.storage.lease import lease
 from herd.storage.processes import PACKAGE_FOLDER, free_port
@@ -306,6 +319,38 @@ def test_flow_runs_of_others_on_the_server_are_left_alone(quiet: SyncPrefectClie
     assert not steps_back(quiet, next(each for each in runs_of_pool(quiet) if TAG in each.tags))
     assert {each.id: each.state_type for each in runs_of_pool(quiet) if each.id in before} == before
     assert state(quiet, gone).name == "Crashed"
+
+
+def test_the_working_directory_in_a_container_is_the_image_s() -> None:
+    text = (PACKAGE_FOLDER / "Dockerfile").read_text()
+    assert re.findall(r"^WORKDIR (\S+)", text, re.MULTILINE)[-1] == IMAGE_FOLDER
+
+
+def test_names_of_others_are_an_error_and_flows_of_earlier_versions_go(client: SyncPrefectClient) -> None:
+    def registered(name: str, entrypoint: str, tag: str, **more: Any) -> UUID:
+        flow = client.create_flow(pipeline)
+        return client.create_deployment(flow, name=name, entrypoint=entrypoint, tags=[tag], **more)
+
+    wanted = [{"entrypoint": "herd.flows.pipeline.pipeline", "name": f"named-{uuid4().hex[:8]}"}]
+    schedule = {"schedule": IntervalSchedule(interval=timedelta(hours=9)), "active": False}
+    plain = registered("curate", "herd.flows.pipeline.curate", TAG)
+    scheduled = registered("tokenize", "herd.flows.pipeline.tokenize", TAG, schedules=[schedule])
+    theirs = registered("curate-theirs", "herd.flows.pipeline.curate", "theirs")
+    said = sorted(check_names(client, wanted))
+    assert [line.partition(";")[0] for line in said] == [
+        "curate/curate deleted", "tokenize/tokenize: this version has no such flow",
+    ]  # fmt: skip
+    with pytest.raises(ObjectNotFound):
+        client.read_deployment(plain)
+    assert client.read_deployment(scheduled).schedules
+    taken = registered(wanted[0]["name"], "flows/train.py:pipeline", "theirs")
+    with pytest.raises(
+        ValueError, match=f"pipeline/{wanted[0]['name']}: the server has one of others .*--prefix herd-"
+    ):
+        check_names(client, wanted)
+    for each in (scheduled, theirs, taken):
+        client.delete_deployment(each)
+    assert check_names(client, wanted) == []
 
 
 def crashed(
