@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from herd.flows.local_server import refusal
-from herd.tasks.tracking.mlflow_app import sign_in_page
+from herd.tasks.tracking.moved_root import SIGN_IN_AT
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -72,13 +73,17 @@ def create_app() -> ASGIApp:
     from starlette.responses import HTMLResponse
     from starlette.routing import Route
 
-    async def sign_in(request: Request) -> HTMLResponse:
-        return HTMLResponse(page)
-
-    page = sign_in_page(SIGN_IN % json.dumps(PINNED))
     explain_refusals()
     app: Any = prefect_app(final=True)
-    app.router.routes.insert(0, Route("/sign-in", sign_in))  # first: Prefect's last route matches every path
+    if os.environ.get(SIGN_IN_AT):  # people open its pages
+        from herd.tasks.tracking.mlflow_app import sign_in_page
+
+        page = sign_in_page(SIGN_IN % json.dumps(PINNED))
+
+        async def sign_in(request: Request) -> HTMLResponse:
+            return HTMLResponse(page)
+
+        app.router.routes.insert(0, Route("/sign-in", sign_in))  # first: Prefect's last route matches every path
     origins = get_current_settings().server.api.cors_allowed_origins.split(",")
     names = [urlsplit(origin).hostname or "*" for origin in origins]
     sockets = [origin.replace("http", "ws", 1) for origin in origins]

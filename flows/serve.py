@@ -43,9 +43,9 @@ from herd.flows.setup import check_working_directory, deploy, deployment_files, 
 from herd.storage.lease import LeaseHeld, lease
 from herd.storage.root import Root
 from herd.tasks.console import TerminalConsole, working
-from herd.tasks.tracking.mlflow_app import APP, LOGIN, SIGN_IN_AT
+from herd.tasks.tracking.mlflow_app import APP, LOGIN
 from herd.tasks.tracking.mlflow_store import environment_uri, prepare_database
-from herd.tasks.tracking.moved_root import ACCESS, follow_root
+from herd.tasks.tracking.moved_root import ACCESS, SIGN_IN_AT, follow_root
 
 HEARTBEAT_S = 30
 """What prefect.yaml sets for every deployment; Prefect allows no shorter interval."""

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from herd.storage.secrets import LOGINS
 from herd.tasks.tracking.chart_views import chart_page
+from herd.tasks.tracking.moved_root import SIGN_IN_AT
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -25,8 +26,6 @@ APP = "herd"
 """Name of `create_app` for `mlflow server`, in pyproject.toml."""
 LOGIN = LOGINS["MLFLOW_TRACKING_URI"]
 """Variables with user and password."""
-SIGN_IN_AT = "HERD_SIGN_IN_AT"
-"""Variable with the addresses of the servers that one link signs a browser in at."""
 SEEN = {
     "mlflow.workflowType_v1": "machine_learning",
     "mlflow.detectIssues.guidanceShown_v1": True,

@@ -24,6 +24,8 @@ LOCATION = ".location"
 """File of a local root: its resolved path and its address, as its databases have them, and then the former ones."""
 ACCESS = "prefect.env"
 """File in the root's working folder, readable by its owner only: variables to reach the servers of `herd up`."""
+SIGN_IN_AT = "HERD_SIGN_IN_AT"
+"""Variable with the addresses of the servers that one link of `herd up` signs a browser in at."""
 MLFLOW = {
     "experiments": ("artifact_location",),
     "runs": ("artifact_uri",),
