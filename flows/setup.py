@@ -53,7 +53,8 @@ SHARED = ("MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL")
 """Variables that flow runs in a work pool of others get from the registration, beside the root; never a secret."""
 IMAGE_FOLDER = "/home/herd"
 """Working directory of flow runs in a work pool of containers: that of the image."""
-RETIRED_FLOWS = [f"herd.flows.pipeline.{name}" for name in ("curate", "tokenize", "pretrain")]
+RETIRED_FLOWS = re.compile("herd.flows.pipeline.(curate|tokenize|pretrain)")
+"""Entrypoints of earlier versions."""
 INSTEAD = "use pipeline, with 'Stop after'"
 WITHOUT_AUTOMATIONS = (
     "a flow run whose machine dies shows Running until `reconcile` settles it, and new checkpoints are scored by their "
@@ -305,7 +306,7 @@ def check_names(client: SyncPrefectClient, entries: Sequence[dict[str, Any]]) ->
                     f"deployment {flow}/{known.name}: the server has one of others ({entrypoint}); choose a prefix "
                     "for herd's names: herd setup --prefix herd-"
                 )
-            if TAG in known.tags and entrypoint in RETIRED_FLOWS:
+            if TAG in known.tags and RETIRED_FLOWS.fullmatch(entrypoint):
                 if known.schedules:
                     lines.append(f"{flow}/{known.name}: this version has no such flow; {INSTEAD}, and delete it")
                 else:

@@ -92,7 +92,7 @@ def test_a_step_is_made_once_after_a_fault_at_any_call(
         run, child = sorted(runs, key=lambda each: str(each.data.tags["kind"]))
         assert (run.info.status, run.data.params.keys()) == ("FINISHED", PARAMS.keys())
         assert (child.info.status, child.data.params) == ("FINISHED", {"number": str(number)})
-        assert (child.data.tags["outcome"], child.data.metrics) == ("created", {"tokens/math": 7, "documents/math": 2})
+        assert (child.data.tags["outcome"], child.data.metrics) == ("created", {"tokens.math": 7, "documents.math": 2})
         assert [len(client.get_metric_history(child.info.run_id, key)) for key in child.data.metrics] == [1, 1]
         assert [entry.dataset.name for entry in child.inputs.dataset_inputs] == ["math"]
         return len(boundary.calls)
