@@ -9,7 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -248,8 +248,8 @@ def test_every_file_is_one_that_is_taken(page: Path, tmp_path: Path) -> None:
                 Stage.model_validate(stage)
         elif "sources" in data:
             parse_recipe(data, page.name)
-        elif "math" in data:
-            for source in data["math"]:
+        elif set(data) <= set(DOMAINS):
+            for source in chain(*data.values()):
                 Source.model_validate(source)
         elif "tiers" in data:
             load_fabric_with(data, tmp_path)

@@ -6,7 +6,7 @@ from pathlib import Path
 from herd.llama3.studies.study import study_reference
 
 PAGE = Path("docs/reference")
-QUOTED = [("choose-a-size", "ladder-cpu"), ("choose-a-mix", "mix-cpu"), ("judge-a-data-set", "judge-cpu")]
+QUOTED = [("choose-a-size", "ladder-cpu"), ("choose-a-mix", "mix-cpu"), ("judge-a-data-set", "judge-smollm2")]
 
 
 def test_the_committed_reference_is_the_schema_s() -> None:
