@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from herd.flows.cli.errors import RootOption, mistakes, out, with_retries
+from herd.flows.cli.errors import RootOption, mistakes, out, problems, with_retries
 from herd.storage.root import DEFAULT_ROOT, Root
 
 if TYPE_CHECKING:
@@ -135,10 +135,14 @@ def apply(
     root: RootOption = DEFAULT_ROOT,
 ) -> None:
     """Write the recipe that a study proposes, with a comment that contains the study's name and digest."""
+    from herd.tasks.study.records import Studies
     from herd.tasks.study.report import applied
 
     with mistakes():
         text = applied(Root.parse(root), name, recipe)
+        verdict = Studies(Root.parse(root)).find(name).verdict
+        for flag in verdict.flags if verdict else ():  # such as a source that helps and held an evaluation set
+            problems.print(f"[yellow]flag[/]  {escape(flag)}")
         if output is None:
             print(text, end="")
         else:
