@@ -173,7 +173,7 @@ def test_the_password_is_in_private_files_and_on_no_command_line(up: Up, sent: F
 
 def test_what_is_killed_is_started_again_and_named(up: Up) -> None:
     addresses = {"mlflow": f"http://127.0.0.1:{up.ports[1]}/health", "prefect": f"{up.herd.api}/health", "worker": ""}
-    words = {"mlflow": "mlflow", "prefect": "herd.flows.local_server:create_app", "worker": "worker"}
+    words = {"mlflow": "mlflow", "prefect": "herd.flows.prefect_app:create_app", "worker": "worker"}
     for name, address in addresses.items():
         (dead,) = [each for each in psutil.Process(up.process.pid).children() if words[name] in each.cmdline()]
         dead.kill()
