@@ -47,14 +47,26 @@ PAGE_KEY = "pages.key"
 def kept_secret(path: Path, user: str = "") -> str:
     """Return the text of a file that only its owner can read; at first a random secret, after `user` if there is one.
 
-    A secret that stays keeps open pages and links valid. Without the file's folder it is another one each time.
+    A secret that stays keeps open pages and links valid. Where the file can be neither read nor written it is another
+    one each time.
     """
-    secret = f"{user}{secrets.token_urlsafe(32)}"
-    if not path.parent.is_dir():
-        return secret
-    with suppress(FileExistsError), os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(f"{secret}\n")
-    return path.read_text().strip()
+    with suppress(OSError):
+        if known := path.read_text().strip():
+            return known
+    secret, staged = f"{user}{secrets.token_urlsafe(32)}", path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    with suppress(OSError):
+        try:
+            # Complete before it has its name: "", read by another process meanwhile, would open the pages.
+            with os.fdopen(os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(f"{secret}\n")
+            os.link(staged, path)
+        except FileExistsError:  # another process was first
+            return path.read_text().strip() or secret
+        except PermissionError:  # a file system without hard links
+            os.rename(staged, path)
+        finally:
+            staged.unlink(missing_ok=True)
+    return secret
 
 
 def move_logins() -> None:

@@ -148,13 +148,14 @@ def serve(
 
         def ready(address: str, key: str, processes: int) -> None:
             by = f" by {processes} processes" if processes > 1 else ""
-            kept = Root.parse(root).local / PAGE_KEY
-            hidden = token or (kept.is_file() and not out.is_terminal)  # a log must not contain it
+            file = Root.parse(root).local / PAGE_KEY
+            kept = os.access(file, os.R_OK)  # not in the root of another user, or without one
+            hidden = token or (kept and not out.is_terminal)  # a log must not contain it
             out.print(f"{escape(model)} is served{by}; Ctrl-C stops it")
             out.print(f"page     {address}{'' if hidden else f'?key={key}'}", markup=False)
             out.print(f"API      {address}v1", markup=False)
             if not token:
-                out.print(f"api_key  {f'the text of {kept}' if kept.is_file() else key}", markup=False)
+                out.print(f"api_key  {f'the text of {file}' if kept else key}", markup=False)
 
         with suppress(KeyboardInterrupt):
             server.serve(Root.parse(root), model, host, port, token, max_batch, queue, ready, tp, pp, dtype, threads)
