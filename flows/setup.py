@@ -33,11 +33,7 @@ from prefect.types import SecretDict
 from prefect.workers.process import ProcessWorker
 from pydantic import SecretStr
 
-from herd.flows.local_server import (
-    POOL,
-    WORKING_DIRECTORY,
-    NoServer,
-)
+from herd.flows.local_server import POOL, WORKING_DIRECTORY, NoServer
 from herd.llama3.recipe.base import read_plain, read_yaml
 from herd.storage.processes import PACKAGE_FOLDER
 from herd.storage.root import Root

@@ -7,6 +7,7 @@ is better is judged like a candidate, on the documents and questions that both m
 from __future__ import annotations
 
 import json
+import os
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -33,7 +34,8 @@ from herd.tasks.format import NO_CHANGE, format_change
 from herd.tasks.runs.provenance import differences_line, provenance_facts
 from herd.tasks.runs.records import RunRecord, Runs, is_merge
 from herd.tasks.tracking.chart_views import TAG, chart_page, chart_view_key, chart_view_tag
-from herd.tasks.tracking.mlflow_store import call_server, server_uri
+from herd.tasks.tracking.mlflow_store import call_server, running_server
+from herd.tasks.tracking.moved_root import read_access
 from herd.tasks.tracking.steps import scores_of
 
 AVERAGED = (metrics.TOKENS_PER_S, metrics.GOODPUT)
@@ -122,6 +124,7 @@ def recipe_fields(recipe: Recipe) -> dict[str, str]:
 class Comparison:
     """Runs side by side."""
 
+    root: Root
     runs: list[ComparedRun]
     recipe: Values
     """Recipe fields that differ."""
@@ -189,7 +192,7 @@ def compare_runs(root: Root, names: Sequence[str]) -> Comparison:
     recipe = side_by_side([run.recipe for run in compared])
     made_with = side_by_side([run.made_with for run in compared])
     differences = [_differences(runs, run, compared[0]) for run in compared]
-    return Comparison(compared, dict(sorted(recipe.items())), made_with, differences_line(made_with), differences)
+    return Comparison(root, compared, dict(sorted(recipe.items())), made_with, differences_line(made_with), differences)
 
 
 def _differences(runs: Runs, run: ComparedRun, first: ComparedRun) -> Mapping[str, Difference]:
@@ -248,13 +251,14 @@ def comparison_url(compared: Comparison) -> str | None:
     Runs of one family get charts over tokens, those of several MLflow's plain comparison.
     """
     records = [run.record for run in compared.runs]
-    server = server_uri() or LOCAL_SERVER
+    # The password of a `herd up` is not in the environment of every shell.
+    server, access = running_server(compared.root) or LOCAL_SERVER, {**read_access(compared.root), **os.environ}
     if not all(record.mlflow_experiment for record in records):
         return None
     run_ids, experiments = [record.mlflow_run for record in records], {record.mlflow_experiment for record in records}
     try:
         urllib.request.urlopen(f"{server}/health", timeout=2).close()
-        known = [call_server(server, f"runs/get?run_id={run_id}")["run"]["data"] for run_id in run_ids]
+        known = [call_server(server, f"runs/get?run_id={run_id}", access=access)["run"]["data"] for run_id in run_ids]
     except (OSError, ValueError, KeyError):  # no MLflow, or one that does not have these runs
         return None
     if len(experiments) == 1:
@@ -264,7 +268,7 @@ def comparison_url(compared: Comparison) -> str | None:
         tag = chart_view_tag(" and ".join(record.name for record in records), keys, created, run_ids)
         view = {"experiment_id": experiment, "key": TAG + key, "value": tag}
         with suppress(OSError):  # an account that may only read
-            call_server(server, "experiments/set-experiment-tag", view)
+            call_server(server, "experiments/set-experiment-tag", view, access)
             return chart_page(server, experiment, key)
     ids, spaces = (quote(json.dumps(value, separators=(",", ":"))) for value in (run_ids, sorted(experiments)))
     return f"{server}/#/compare-runs?runs={ids}&experiments={spaces}&workflowType=machine_learning"

@@ -16,7 +16,7 @@ import sqlite3
 import time
 import uuid
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from functools import cache
 from importlib import metadata, util
@@ -95,15 +95,19 @@ def running_server(root: Root) -> str:
         return ""
 
 
-def call_server(server: str, call: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+def call_server(
+    server: str, call: str, body: dict[str, Any] | None = None, access: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
     """Return the answer of an MLflow server to a call of its REST API, a POST if it has a `body`.
+
+    The variables `access` have the login.
 
     Importing MLflow's client for a few calls takes two CPU seconds. Raises OSError, and ValueError for another answer
     than JSON.
     """
     from urllib.request import Request, urlopen
 
-    user, password, token = (os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD", "TOKEN"))
+    user, password, token = (access.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD", "TOKEN"))
     login = f"Basic {b64encode(f'{user}:{password}'.encode()).decode()}" if user and password else ""
     login = f"Bearer {token}" if token and not login else login
     headers = {"Content-Type": "application/json", **({"Authorization": login} if login else {})}

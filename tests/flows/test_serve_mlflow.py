@@ -13,11 +13,13 @@ import httpx
 import pytest
 from mlflow import MlflowClient
 
-from herd.flows.local_server import PASSWORD_FILE, await_answer, child, kept_password
+from herd.flows.local_server import PASSWORD_FILE, await_answer, child, kept_password, write_access
 from herd.flows.serve import Servers, mlflow_command
 from herd.storage.processes import free_port
 from herd.storage.root import Root
+from herd.tasks.report.compare import compare_runs, comparison_url
 from herd.tasks.tracking.mlflow_app import LOGIN
+from tests.tasks.tracked_run import TrackedRun
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +93,24 @@ def test_a_browser_signs_in_once_and_its_cookie_is_not_the_password(mlflow: tupl
             assert answer.status_code == 401, origin
         own = http.post("/api/2.0/mlflow/experiments/create", json=change, headers={"Origin": address})
         assert own.status_code == 200
+
+
+def test_a_comparison_finds_the_password_in_the_root(
+    mlflow: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a shell that has not sourced prefect.env."""
+    address, password = mlflow
+    login, root = dict(zip(LOGIN, password.split(":", 1), strict=True)), Root.parse(tmp_path)
+    with monkeypatch.context() as patch:
+        for name, value in {"MLFLOW_TRACKING_URI": address, **login}.items():
+            patch.setenv(name, value)
+        for better in (0.0, 0.5):
+            TrackedRun(root, better=better, name="opened").all()
+    compared = compare_runs(root, ["opened-1", "opened-2"])
+    write_access(root, [], {"MLFLOW_TRACKING_URI": address})
+    assert comparison_url(compared) is None
+    write_access(root, [], {"MLFLOW_TRACKING_URI": address, **login})
+    assert str(comparison_url(compared)).startswith(f"{address}/#/experiments/")
 
 
 NOBODY = """
