@@ -312,7 +312,7 @@ def test_flow_runs_of_others_on_the_server_are_left_alone(quiet: SyncPrefectClie
     root = Root.parse(tmp_path)
     gone = crashed(quiet, "no heartbeat", tags=(AUTO_RESUME,), root=root)
     before = {each.id: each.state_type for each in runs_of_pool(quiet)}  # Prefect itself calls waiting ones Late
-    assert len(before) == 6
+    assert len(before) >= 6  # Prefect's scheduler may have added later ones of the schedule
     assert list(thin_out(quiet)) == []
     assert reconcile(root, quiet, cleanup=False) == []
     deployment(quiet, timedelta(minutes=1))
