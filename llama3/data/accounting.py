@@ -291,7 +291,7 @@ def write_drops(job: CurationJob, index: int, documents: pa.Table) -> None:
     rows = documents.filter(pc.or_(pc.invert(pc.is_in(documents["outcome"], pa.array(KEPT))), changed))
     rows = rows.take(pc.sort_indices(rows, sort_keys=[("id", "ascending"), ("url", "ascending")]))
     dropped = rows.filter(pc.equal(rows["step"], "filter"))
-    found = dict(_broken(job, index, dropped)) if len(dropped) else {}
+    found = _broken(job, index, dropped) if len(dropped) else {}
     pairs = zip(rows["id"].to_pylist(), rows["step"].to_pylist(), strict=True)
     bounds = [found.get(name) if step == "filter" else None for name, step in pairs]
     for place, name in enumerate(("field", "value", "bound")):
@@ -300,16 +300,16 @@ def write_drops(job: CurationJob, index: int, documents: pa.Table) -> None:
     job.write(DROPS, index, rows.select(DROPPED.names).cast(DROPPED))
 
 
-def _broken(job: CurationJob, index: int, dropped: pa.Table) -> Iterator[tuple[str, Broken]]:
-    """Yield the id and the broken bound of the documents that a bound of `curate.quality` dropped."""
-    from herd.llama3.data.filters import broken_bound
+def _broken(job: CurationJob, index: int, dropped: pa.Table) -> dict[str, Broken | None]:
+    """Return by id the broken bound of the documents that a rule dropped; None for rules without a bound."""
+    from herd.llama3.data.filters import broken_bounds
 
     attributes = job.attributes(index)
     attributes = attributes.filter(pc.is_in(attributes["id"], dropped["id"].combine_chunks()))
     outcomes = dict(zip(dropped["id"].to_pylist(), dropped["outcome"].to_pylist(), strict=True))
-    for row in attributes.to_pylist():
-        if (broken := broken_bound(job.recipe.curate, row, outcomes[row["id"]])) is not None:
-            yield row["id"], broken
+    ids = attributes["id"].to_pylist()
+    documents = attributes.append_column("outcome", pa.array([outcomes[id_] for id_ in ids], pa.string()))
+    return dict(zip(ids, broken_bounds(job.recipe.curate, documents), strict=True))
 
 
 def find_documents(folder: str, asked: str) -> Iterator[dict[str, Any]]:

@@ -7,8 +7,9 @@ a process, and 0.2 s per shard to join.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import duckdb
 import pyarrow as pa
@@ -182,26 +183,42 @@ def _outcome_of(field: str) -> str:
     return _OWN_NAMES.get(field, field.partition("_")[2])
 
 
-def broken_bound(curate: Curate, document: dict[str, Any], outcome: str) -> Broken | None:
-    """Return the bound of `curate.quality` for which a document has this outcome; None for the outcome of other rules.
+def bounds_of(curate: Curate, domain: str, language: str, outcome: str) -> Iterator[tuple[str, str, str, float]]:
+    """Yield the bounds of `curate.quality` that give documents of a domain and language this outcome, in their order.
 
-    `document` has its attributes by name.
+    A bound is its field, the column that it bounds, "min" or "max", and its value; other rules have none.
     """
-    quality = curate.quality_of(document["domain"], document["language"])
+    quality = curate.quality_of(domain, language)
     for field in type(quality).model_fields:
         bound, (side, _, statistic) = getattr(quality, field), field.partition("_")
-        if field == "rules" or bound in (None, {}) or _outcome_of(field) != outcome:
+        if field == "rules" or bound is None or _outcome_of(field) != outcome:
             continue
-        columns = {f"{_GRAMS[field]}_{size}": bound[size] for size in sorted(bound)} if field in _GRAMS else {}
-        for column, most in columns.items():
-            if document[column] > most:
-                return Broken(f"{field}.{column.rpartition('_')[2]}", document[column], float(most))
-        if not columns:
-            value = float(document[statistic])
-            value = value / max(document["words"], 1) if field == "max_dirty_words" else value
+        if field in _GRAMS:
+            yield from (
+                (f"{field}.{size}", f"{_GRAMS[field]}_{size}", side, float(bound[size])) for size in sorted(bound)
+            )
+        else:
+            yield field, statistic, side, float(bound)
+
+
+def broken_bounds(curate: Curate, documents: pa.Table) -> list[Broken | None]:
+    """Return the bound for which each of `documents` has its `outcome`; None for the outcome of other rules.
+
+    Columns: domain, language, outcome, and the attributes.
+    """
+    keys = list(zip(*(documents[name].to_pylist() for name in ("domain", "language", "outcome")), strict=True))
+    bounds = {key: list(bounds_of(curate, *key)) for key in set(keys)}
+    names = {column for each in bounds.values() for _, column, _, _ in each}
+    columns = {name: documents[name].to_pylist() for name in names | {"words"}}
+    found: list[Broken | None] = [None] * len(keys)
+    for index, key in enumerate(keys):
+        for field, column, side, bound in bounds[key]:
+            value = float(columns[column][index])
+            value = value / max(columns["words"][index], 1) if field == "max_dirty_words" else value
             if value < bound if side == "min" else value > bound:
-                return Broken(field, value, float(bound))
-    return None
+                found[index] = Broken(field, value, bound)
+                break
+    return found
 
 
 def _case(branches: list[str]) -> str:

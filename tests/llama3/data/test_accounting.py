@@ -15,7 +15,7 @@ import pytest
 
 from herd.llama3.data.accounting import DROPPED, find_documents, heavy_rules, text_as_read
 from herd.llama3.data.annotate import COLUMNS
-from herd.llama3.data.filters import OUTCOMES, broken_bound, broken_rules, fields_of
+from herd.llama3.data.filters import OUTCOMES, broken_bounds, broken_rules, fields_of
 from herd.llama3.data.write_shards import MOST_SPANS, document_spans
 from herd.llama3.recipe.data_schema import Curate, Quality
 from herd.tasks.report.data import why_lines
@@ -145,9 +145,10 @@ def test_every_bound_of_quality_is_told() -> None:
         curate = Curate.model_validate({"quality": {**off, field: bound}, "quality_for": {}})
         far = 0 if field.startswith("min") else 9
         row = {**dict.fromkeys((*COLUMNS, "dirty_words", "divergence"), far), "words": 1, "domain": "general"}
-        told = [broken_bound(curate, {**row, "language": "en", "words": far or 0}, outcome) for outcome in OUTCOMES]
-        statistics = pa.table({name: [value] for name, value in {**row, "words": far or 0}.items()})
-        (dropped,) = broken_rules(statistics, curate.quality)  # the rules themselves, in SQL
+        statistics = pa.table({name: [value] * len(OUTCOMES) for name, value in {**row, "words": far or 0}.items()})
+        documents = statistics.append_column("language", [["en"] * len(OUTCOMES)])
+        told = broken_bounds(curate, documents.append_column("outcome", [list(OUTCOMES)]))
+        (dropped,) = set(broken_rules(statistics, curate.quality))  # the rules themselves, in SQL
         assert told[list(OUTCOMES).index(dropped)] is not None
         (broken,) = [each for each in told if each is not None]
         assert broken.field.partition(".")[0] == field
