@@ -27,6 +27,8 @@ from herd.llama3.tokens.chat import encode_chat
 from herd.llama3.tokens.tokenizer import Tokenizer
 
 BODY_BYTES = 8 * 2**20
+BODY_S = 60
+"""Seconds that a client may take to send its body."""
 RETRY_AFTER_S = 1
 MOST_TEXTS, MOST_LOGPROBS = 2048, 20
 """Of one request: prompts times `n`, and likeliest tokens beside each token."""
@@ -359,10 +361,13 @@ async def parse(request: Request, kind: type[Parsed]) -> Parsed:
         raise APIError(415, f"content type {content_type!r}: send application/json")
     body = bytearray()
     try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > BODY_BYTES:
-                raise APIError(413, f"the body has more than {BODY_BYTES:,} bytes; shorten it")
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > BODY_BYTES:
+                    raise APIError(413, f"the body has more than {BODY_BYTES:,} bytes; shorten it")
+    except TimeoutError:
+        raise APIError(408, f"the body did not arrive within {BODY_S} s; send it again") from None
     except ClientDisconnect:
         raise APIError(400, "the client left before the end of its body") from None
     try:

@@ -1,11 +1,13 @@
 """Serve one model over HTTP as OpenAI's API does: completions, chat completions, models, and a page for people.
 
 All requests share one `BatchEngine`; who finds batch and queue full gets status 429. Requests need a token, and bodies
-must be JSON by their content type: a browser asks before it sends such a body for another web page.
+must be JSON by their content type: a browser asks before it sends such a body for another web page. A client has
+HEAD_S for the head of a request, BODY_S for its body, and STALL_S to take what is sent to it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import ipaddress
@@ -20,11 +22,14 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from herd.llama3.recipe.units import tokens
 from herd.llama3.serve.engine import BatchEngine
@@ -54,6 +59,11 @@ NO_TEMPLATE = (
     "/v1/completions"
 )
 TOKEN = "HERD_SERVE_TOKEN"
+HEAD_S = 20
+"""For the head of a request from the first byte that may be one of it, and for what follows an answered request."""
+STALL_S = 60
+"""For what is sent to a client until its machine acknowledges it."""
+HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 SHUTDOWN_S = 5
 """Time for requests in progress after Ctrl-C."""
 WATCH_S = 0.5
@@ -105,8 +115,7 @@ def serve(
         served = Served(name, engine, (folder / TEMPLATE_FILE).is_file(), token)
         try:
             app = create_app(served, render_page(served, root, folder))
-            config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_S)
-            server = uvicorn.Server(config)
+            server = uvicorn.Server(config := server_config(app))
 
             def watch(stop: threading.Event) -> None:
                 while not stop.wait(WATCH_S):
@@ -123,12 +132,84 @@ def serve(
             engine.stop()
 
 
+def server_config(app: ASGIApp) -> uvicorn.Config:
+    """Return the settings of a server of `app` that slow and odd clients do not harm."""
+    return uvicorn.Config(
+        _refuse_odd(app),
+        http=_BoundedProtocol,
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+    )
+
+
+class _BoundedProtocol(H11Protocol):
+    """HTTP of a connection that is closed if no request is in progress and none arrives within HEAD_S.
+
+    uvicorn has no such limit for a new connection, and bytes that make no request end its limit for an old one.
+    """
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._set_deadline()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._set_deadline()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def _set_deadline(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(HEAD_S, self.transport.abort)
+
+
+def _refuse_odd(app: ASGIApp) -> ASGIApp:
+    """Return `app` without requests that a proxy may read in another way, or that another web page has sent."""
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (refusal := _oddity(scope["headers"])):
+            await refusal.response()(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return checked
+
+
+def _oddity(headers: list[tuple[bytes, bytes]]) -> APIError | None:
+    values: dict[str, list[str]] = {}
+    for name, value in headers:
+        values.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1"))
+    if "content-length" in values and "transfer-encoding" in values:
+        return APIError(400, "Content-Length and Transfer-Encoding: a request has one of them; send only one")
+    host = ", ".join(values.get("host", []))
+    if not HOST.fullmatch(host):
+        return APIError(400, f"Host {host[:80]!r}: is not the name of a machine; send the name and port of this server")
+    for origin in values.get("origin", []):
+        if urlsplit(origin).netloc.lower() != host.lower():
+            message = f"Origin {origin[:80]!r}: is not {host!r}; a page of another server cannot use this one, and a "
+            return APIError(403, message + "proxy in front of it must pass on Host")
+    return None
+
+
 def bind(host: str, port: int) -> socket.socket:
     """Return a bound socket. Raises ValueError if the address is in use or not this machine's."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # asyncio sets it only on sockets that it made; without it a token waits up to 40 ms for the last one's receipt
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; of the connections too, also if their client reads nothing
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALL_S * 1000)
     try:
         listener.bind((host, port))
     except OSError as error:

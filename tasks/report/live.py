@@ -31,6 +31,8 @@ from herd.tasks.runs.records import Runs, trained_stages
 from herd.tasks.stages.alerts import read_alerts
 
 REFRESH_S = 5
+IDLE_S = 20
+"""After which a connection that sends or takes nothing is closed."""
 CHARTED = f"^(train/|{metrics.HELD_OUT}|{metrics.TOKENS_PER_S}$)"
 """Keys that `training_charts` draws: a record has five times as many, too many of a long stage for the memory."""
 SERIES = """SELECT key, position, value FROM read_parquet($tables) WHERE regexp_matches(key, $keys)
@@ -145,6 +147,8 @@ def serve_live(root: Root, run: str, port: int, ready: Callable[[str], None]) ->
     page.render()  # a mistake shows here and not in the browser
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = IDLE_S
+
         def do_GET(self) -> None:
             url, cookie = urlsplit(self.path), f"herd-watch-{server.server_port}"
             if compare_digest(dict(parse_qsl(url.query)).get("key", "").encode(), key.encode()):

@@ -33,7 +33,7 @@ from herd.storage.processes import free_port
 from herd.storage.root import Root
 from herd.storage.secrets import PAGE_KEY
 from herd.tasks.models.openai_api import BODY_BYTES
-from herd.tasks.models.serve import Served, bind, create_app, render_page, serve
+from herd.tasks.models.serve import STALL_S, Served, bind, create_app, render_page, serve, server_config
 from tests.llama3.evaluate.test_generate import favour
 from tests.llama3.evaluate.test_generate_batch import TOKENIZER, made
 from tests.llama3.serve.test_engine import await_idle
@@ -52,7 +52,7 @@ def serving(served: Served, page: str = "") -> Iterator[str]:
     """Serve in a thread of this process; yield the address."""
     with bind("127.0.0.1", 0) as listener:
         listener.listen()
-        server = uvicorn.Server(uvicorn.Config(create_app(served, page), log_level="error"))
+        server = uvicorn.Server(server_config(create_app(served, page)))
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:
@@ -380,6 +380,121 @@ def test_a_client_that_leaves_takes_its_text_along(
             assert b"200 OK" in client.recv(1000)
     await_idle(served.engine)
     assert [(each.canceled, each.text.finish_reason) for each in asked] == [(True, "")] * 2
+
+
+def head_of(body: bytes, *lines: str) -> bytes:
+    """Return the head of a request for a completion."""
+    usual = [f"Authorization: Bearer {KEY}", "Content-Type: application/json", "Connection: close"]
+    names = {line.partition(":")[0] for line in lines}
+    usual += [f"Content-Length: {len(body)}"] if not names & {"Content-Length", "Transfer-Encoding"} else []
+    usual += ["Host: localhost"] if "Host" not in names else []
+    return "\r\n".join(["POST /v1/completions HTTP/1.1", *usual, *lines, "", ""]).encode()
+
+
+def reply_of(client: socket.socket) -> bytes:
+    """Return all that the server sends until it closes the connection."""
+    client.settimeout(30)
+    reply = b""
+    with suppress(ConnectionResetError):
+        while piece := client.recv(4096):
+            reply += piece
+    return reply
+
+
+ODD: dict[str, tuple[list[str], int, str]] = {
+    "two_lengths": (["Content-Length: 5", "Transfer-Encoding: chunked"], 400, "send only one"),
+    "userinfo": (["Host: evil.example@127.0.0.1"], 400, "is not the name of a machine"),
+    "no_host": (["Host: "], 400, "is not the name of a machine"),
+    "path_in_host": (["Host: localhost/v1"], 400, "is not the name of a machine"),
+    "foreign_origin": (["Origin: https://evil.example"], 403, "a page of another server cannot use this one"),
+    "other_port": (["Host: localhost:1", "Origin: http://localhost:2"], 403, "must pass on Host"),
+    "sandboxed_page": (["Origin: null"], 403, "a page of another server cannot use this one"),
+    "own_page": (["Host: [::1]:80", "Origin: http://[::1]:80"], 200, "text_completion"),
+    "proxy": (["Host: llm.example", "Origin: https://LLM.example"], 200, "text_completion"),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_requests_and_those_of_other_pages_are_refused(http: httpx.Client, odd: str) -> None:
+    lines, status, message = ODD[odd]
+    body = json.dumps({**PLAIN, "max_tokens": 1}).encode()
+    sent = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) if odd == "two_lengths" else body
+    with socket.create_connection((http.base_url.host, http.base_url.port or 0)) as client:
+        client.sendall(head_of(body, *lines) + sent)
+        reply = reply_of(client).decode()
+    assert reply.startswith(f"HTTP/1.1 {status} ")
+    assert message in reply
+
+
+DAWDLERS = {
+    "nothing": b"",
+    "half_a_head": b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX",
+    "half_a_body": head_of(b"x" * 99) + b'{"model"',
+    "body_of_a_refused": head_of(b"x" * 99, "Host: @") + b"x",
+    "half_a_second_head": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /h",
+}
+
+
+@pytest.mark.parametrize("kind", DAWDLERS)
+def test_who_dawdles_is_cut_off(served: Served, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that sends a byte now and then."""
+    monkeypatch.setattr("herd.tasks.models.serve.HEAD_S", 0.5)
+    monkeypatch.setattr("herd.tasks.models.openai_api.BODY_S", 0.5)
+    with serving(served) as address, client_of(address) as http:
+        with socket.create_connection((http.base_url.host, http.base_url.port or 0)) as client:
+            client.sendall(DAWDLERS[kind])
+            over, begun = threading.Event(), time.monotonic()
+
+            def drip() -> None:
+                while not over.wait(0.1) and DAWDLERS[kind]:
+                    with suppress(OSError):
+                        client.send(b"a")
+
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(drip)
+                reply = reply_of(client)
+                over.set()
+        assert time.monotonic() - begun < 20
+        assert (b"HTTP/1.1 408 " in reply) == (kind == "half_a_body")
+        assert complete(http)["choices"]
+
+
+def test_a_connection_whose_client_reads_nothing_is_ended_by_the_system() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        listener.listen()
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == STALL_S * 1000
+
+
+def test_a_letter_is_answered_at_once_beside_clients_that_dawdle_or_leave(
+    served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 clients: a quarter each sends half a head, half a body, leaves at once, or leaves a stream."""
+    place = (http.base_url.host, http.base_url.port or 0)
+    body = json.dumps({**PLAIN, "max_tokens": 1000, "stream": True}).encode()
+    clients = [socket.create_connection(place) for _ in range(100)]
+    for number, client in enumerate(clients):
+        whole = head_of(body) + body
+        client.sendall(whole[: (60, len(whole) - 9, len(whole), len(whole))[number % 4]])
+    for client in clients[2::4]:
+        client.close()
+    for client in clients[3::4]:
+        client.recv(100)
+        client.close()
+    await_idle(served.engine)
+    steps = 0
+
+    def counted(*words: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return decode(*words)
+
+    decode = ModelRunner.decode
+    monkeypatch.setattr(ModelRunner, "decode", counted)
+    assert complete(http, "a", max_tokens=1)["choices"]
+    assert steps <= 2
+    for client in clients:
+        client.close()
 
 
 def test_an_error_of_the_engine_is_an_answer(
