@@ -19,6 +19,8 @@ from herd.storage.secrets import refuse_secrets
 
 DEFAULT_ROOT = "herd-data"
 """The default root of commands."""
+_REFUSED = re.compile(r"[?*\[\x00-\x1f\x7f\ud800-\udfff]")
+"""DuckDB takes ?, * and [ for a pattern, a database's URL ends at ?, records and logs are UTF-8 and have lines."""
 FORMAT, FORMAT_FILE = b"2\n", ".format"
 """Version of everything that herd writes below a root, and the document that holds it; no version reads another."""
 
@@ -36,19 +38,23 @@ class Root:
     def parse(cls, text: str | Path, scratch: str = "") -> Root:
         """Parse `text`; `scratch` (or HERD_SCRATCH) is the working folder of a remote root.
 
-        Raises ValueError for an address with a password, and for a scheme that no client of an object store has.
+        Raises ValueError for an address with a password, for characters that other programs read in another way
+        (_REFUSED), and for a scheme that no client of an object store has.
         """
         refuse_secrets(str(text), "root")
         if is_local(str(text)):
             folder = local_path(str(text)).absolute()
             folder = folder.resolve() if ".." in folder.parts else folder
+            _check(str(folder), "root")
             return cls(str(folder), folder)
         uri = str(text).rstrip("/")
         if not is_object_store(uri):
             schemes = ", ".join(f"{scheme}://" for scheme in OBJECT_STORES)
             raise ValueError(f"root: {uri!r} is neither a folder nor in an object store that herd knows ({schemes})")
-        folder = Path(scratch or os.environ.get("HERD_SCRATCH", "") or default_scratch(uri))
-        return cls(uri, folder.expanduser().absolute())
+        folder = Path(scratch or os.environ.get("HERD_SCRATCH", "") or default_scratch(uri)).expanduser().absolute()
+        _check(uri, "root")
+        _check(str(folder), "scratch")
+        return cls(uri, folder)
 
     @property
     def is_local(self) -> bool:
@@ -96,6 +102,12 @@ class Root:
     def remove(self, *names: str) -> None:
         """Delete a document or a folder of documents; no error if it is absent."""
         remove_all(self.join(*names))
+
+
+def _check(path: str, name: str) -> None:
+    """Raise ValueError for a path with a character of _REFUSED."""
+    if found := _REFUSED.search(path):
+        raise ValueError(f"{name}: {path!r} has the character {found[0]!r} in its path; use a folder without it")
 
 
 def mark_format(root: Root) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+import sqlalchemy
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from herd.storage.lease import lease
@@ -52,6 +57,46 @@ def test_a_root_is_an_absolute_folder_without_dots(monkeypatch: pytest.MonkeyPat
     (tmp_path / "a").mkdir()
     monkeypatch.chdir(tmp_path / "a")
     assert Root.parse("../x") == Root.parse(tmp_path / "x")
+
+
+@given(st.text(st.characters(exclude_characters="/\0"), min_size=1, max_size=60))
+@settings(max_examples=300)
+@example("what?").via("its database lay beside it")
+@example("a*b")
+@example("r we#ird a=b%20ü'x\"")
+@example("a:b@c;d&e\\")
+@example("~")
+def test_every_path_that_is_accepted_is_read_as_it_is(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    """By DuckDB, which knows patterns, and in the URLs of databases."""
+    place = tmp_path_factory.getbasetemp() / "odd"
+    try:
+        root = Root.parse(place / name / "root")
+    except ValueError:
+        assert not (place / name).exists()
+        return
+    root.local.mkdir(parents=True, exist_ok=True)
+    number = len(list(place.iterdir()))
+    pq.write_table(pa.table({"number": [number]}), root.file("t.parquet"))
+    query = "SELECT number FROM read_parquet($tables)"
+    assert duckdb.execute(query, {"tables": [str(root.file("t.parquet"))]}).fetchall() == [(number,)]
+    engine = sqlalchemy.create_engine(f"sqlite:///{root.local}/t.db")
+    with engine.begin() as connection:
+        connection.execute(sqlalchemy.text("CREATE TABLE IF NOT EXISTS t (number int)"))
+    engine.dispose()
+    assert root.file("t.db").is_file()
+
+
+@pytest.mark.parametrize("name", ["a?b", "a*b", "a[b", "a\nb", "a\udcffb"])
+def test_a_path_that_others_read_in_another_way_is_refused(tmp_path: Path, name: str) -> None:
+    refused = f"has the character {name[1]!r} in its path; use a folder without it"
+    for parse in (
+        lambda: Root.parse(tmp_path / name),
+        lambda: Root.parse(f"s3://bucket/{name}"),
+        lambda: Root.parse("s3://bucket/herd", str(tmp_path / name)),
+    ):
+        with pytest.raises(ValueError, match=re.escape(refused)):
+            parse()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_documents(tmp_path: Path) -> None:
