@@ -34,6 +34,7 @@ from herd.storage.filesystem import (
     LISTINGS,
     FetchedFile,
     FetchedListing,
+    RedirectRefused,
     StoreError,
     answer_of,
     is_below,
@@ -494,7 +495,7 @@ def _complete(
                     progress(len(data))
                 if file.size and out.tell() <= begin:
                     raise StoreError("the store sends no more bytes")
-        except (_Changed, FetchRefused, InterruptedError):
+        except (_Changed, FetchRefused, RedirectRefused, InterruptedError):
             raise
         except Exception as error:
             if isinstance(error, OSError) and error.errno in FULL:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import ipaddress
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
+from urllib.parse import urljoin, urlsplit
 
 TRIES, FIRST_WAIT_S = 4, 0.5
 """Tries of a call, and seconds to wait after the first; each later wait is twice as long."""
@@ -135,16 +137,21 @@ def remote_filesystem(uri: str) -> Any:
 def _filesystem(protocol: str, pid: int) -> Any:
     import fsspec
 
-    if protocol == "hf":
-        _bound_hub_requests()
+    if protocol in ("hf", "http", "https"):
+        _bound_requests()  # of the files that `fetch` downloads too
+    if protocol in ("http", "https"):
+        return fsspec.filesystem(protocol, client_kwargs={"trace_configs": [_redirect_trace()]})
     if protocol in OBJECT_STORES:
         module, _, name = OBJECT_STORES[protocol].partition(":")
         return getattr(import_module(module), name)()  # half a second to import, rarely needed
     return fsspec.filesystem(protocol)
 
 
-def _bound_hub_requests() -> None:
-    """Set a time limit on all requests of the Hub client in this process; by default listings have none."""
+def _bound_requests() -> None:
+    """Set a time limit on all requests of the Hub client in this process, and check its redirects.
+
+    By default its listings have no limit.
+    """
     from huggingface_hub import set_client_factory
     from huggingface_hub.utils._http import default_client_factory
 
@@ -153,15 +160,65 @@ def _bound_hub_requests() -> None:
         names = ("connect", "read", "write", "pool")
         request.extensions["timeout"] = {name: given.get(name) or HUB_ANSWER_S for name in names}
 
+    def check(response: Any) -> None:
+        if response.has_redirect_location:
+            check_redirect(str(response.url), response.headers["location"])
+
     def client() -> Any:
         http_client = default_client_factory()
-        http_client.event_hooks = {
-            **http_client.event_hooks,
-            "request": [*http_client.event_hooks["request"], bound],
-        }
+        hooks = http_client.event_hooks
+        http_client.event_hooks = {"request": [*hooks["request"], bound], "response": [*hooks["response"], check]}
         return http_client
 
     set_client_factory(client)
+
+
+def _redirect_trace() -> Any:
+    """Return a trace of aiohttp that checks redirects."""
+    import aiohttp
+
+    async def check(session: Any, context: Any, redirect: Any) -> None:
+        check_redirect(str(redirect.response.url), redirect.response.headers["location"])
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(check)
+    return trace
+
+
+class RedirectRefused(ValueError):
+    """A server sends a reader to an address that it should not reach through it."""
+
+
+def check_redirect(address: str, location: str) -> None:
+    """Raise RedirectRefused if `location` (absolute or relative) is more private than the address that leads to it.
+
+    Else a public server in a recipe could have a machine read what only that machine may: of a cloud instance, its
+    credentials at a link-local address.
+    """
+    target = urljoin(address, location)
+    if urlsplit(target).netloc != urlsplit(address).netloc and _privacy(target) > _privacy(address):
+        raise RedirectRefused(
+            f"{address}: its server redirects to {_QUERY.sub('?...', target)}, which only machines here can reach; "
+            "name that address itself if it is meant"
+        )
+
+
+def _privacy(address: str) -> int:
+    """Return 3 if a host of `address` may be link-local, 2 for loopback, 1 for another private one, 0 for a public one.
+
+    A name that is not known is public: nothing can be read from it.
+    """
+    import socket
+
+    try:
+        found = socket.getaddrinfo(urlsplit(address).hostname, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return 0
+    hosts = [ipaddress.ip_address(str(place[0]).partition("%")[0]) for *_, place in found]
+    hosts = [getattr(host, "ipv4_mapped", None) or host for host in hosts]
+    return max(
+        3 * host.is_link_local or 2 * (host.is_loopback or host.is_unspecified) or host.is_private for host in hosts
+    )
 
 
 def glob(uri: str) -> list[str]:
@@ -196,13 +253,15 @@ def with_retries(uri: str, call: Callable[[], Answer]) -> Answer:
     """Call a store about `uri`, with retries and exponential backoff.
 
     Raises FileNotFoundError if the store reports 404, and StoreError for all other failures: clients raise many
-    classes, and FileNotFoundError also when access is denied.
+    classes, and FileNotFoundError also when access is denied. Raises RedirectRefused.
     """
     began = time.monotonic()
     for attempt in range(1, TRIES + 1):
         try:
             return call()
         except Exception as error:
+            if refusal := _redirect_refused(error):
+                raise refusal from None
             if _is_not_found(error):
                 raise FileNotFoundError(errno.ENOENT, "not found", uri) from error
             if attempt == TRIES or time.monotonic() - began >= call_deadline():
@@ -239,9 +298,16 @@ def answer_of(error: BaseException | None) -> Any:
     return None
 
 
+def _redirect_refused(error: BaseException | None) -> RedirectRefused | None:
+    """Return the refusal that an error is or that caused it: fsspec makes FileNotFoundError of any error."""
+    while error is not None and not isinstance(error, RedirectRefused):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 def _is_not_found(error: BaseException) -> bool:
     """Return whether an error means "not found": status 404 or 410, or FileNotFoundError without any status."""
-    not_found, cause = isinstance(error, FileNotFoundError), error
+    not_found, cause = isinstance(error, FileNotFoundError) and not _redirect_refused(error), error
     while cause is not None:
         answer = getattr(cause, "response", None)
         meta = answer.get("ResponseMetadata", {}) if isinstance(answer, dict) else {}

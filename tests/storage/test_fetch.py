@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,15 @@ import pytest
 
 from herd.storage import fetch, filesystem
 from herd.storage.fetch import FetchRefused, Target, check_space, download, missing_bytes, prepare
-from herd.storage.filesystem import FETCHED, StoreError, filesystem_of, list_files, source_state
+from herd.storage.filesystem import (
+    FETCHED,
+    RedirectRefused,
+    StoreError,
+    check_redirect,
+    filesystem_of,
+    list_files,
+    source_state,
+)
 from tests.storage.fault_proxy import Rule
 from tests.storage.fault_world import before_moto
 from tests.storage.hub import MODEL, TOKEN, Hub, stand_in_hub
@@ -504,9 +512,12 @@ def test_faults_on_the_way_to_a_bucket_end_in_the_object(
 
 @contextmanager
 def web(ranges: bool, etag: bool) -> Iterator[SimpleNamespace]:
-    """Serve `files` by path; `cut`: how many of the next bodies end after half; `change` runs after such a cut."""
+    """Serve `files` by path; `cut`: how many of the next bodies end after half; `change` runs after such a cut.
+
+    `moved`: where a request (method, path) is sent.
+    """
     state = SimpleNamespace(
-        files={}, cut=0, change=lambda: None, ranges_sent=[], kind="application/octet-stream", url=""
+        files={}, cut=0, change=lambda: None, ranges_sent=[], kind="application/octet-stream", url="", moved={}
     )
 
     class Handler(BaseHTTPRequestHandler):
@@ -514,6 +525,12 @@ def web(ranges: bool, etag: bool) -> Iterator[SimpleNamespace]:
 
         def do_GET(self) -> None:
             data = state.files.get(self.path)
+            if location := state.moved.get((self.command, self.path)):
+                self.send_response(302)
+                self.send_header("Location", location)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
             if data is None:
                 self.send_error(404)
                 return
@@ -585,3 +602,45 @@ def test_a_login_page_is_not_a_file(hub: Hub, tmp_path: Path) -> None:
         with pytest.raises(FetchRefused, match="matches no file"):
             get(tmp_path, f"{server.url}/absent.jsonl")
     assert not list(tmp_path.rglob("*.jsonl"))
+
+
+INSIDE = "http://169.254.169.254/latest/meta-data/a.jsonl"
+
+
+@pytest.mark.parametrize("methods", [("HEAD", "GET"), ("GET",)])
+def test_a_server_cannot_lead_to_an_address_inside(hub: Hub, tmp_path: Path, methods: tuple[str, ...]) -> None:
+    """Also one that does so only for the content."""
+    with web(True, True) as server:
+        uri = f"{server.url}/a.jsonl"
+        server.files["/a.jsonl"] = server.files["/b.jsonl"] = BIG
+        server.moved = {(method, "/a.jsonl"): "/b.jsonl" for method in ("HEAD", "GET")}
+        assert contents(uri) == {uri: BIG}  # its own
+        server.moved |= {(method, "/a.jsonl"): INSIDE for method in methods}
+        for read in (lambda: get(tmp_path, uri), lambda: contents(uri)):
+            with pytest.raises(RedirectRefused, match=r"redirects to http://169\.254\.169\.254/latest"):
+                read()
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("address", "location", "refused"),
+    [
+        ("http://93.184.215.14/a", "http://127.0.0.1:4200/", True),
+        ("http://93.184.215.14/a", "http://localhost/", True),
+        ("http://93.184.215.14/a", "http://[::1]/", True),
+        ("http://93.184.215.14/a", "http://[::ffff:10.0.0.1]/", True),
+        ("http://93.184.215.14/a", "//192.168.0.9/x", True),
+        ("http://93.184.215.14/a", "http://[fd00:ec2::254]/", True),
+        ("http://93.184.215.14/a", "http://0.0.0.0/", True),
+        ("http://93.184.215.14/a", "http://2130706433/", True),
+        ("http://10.0.0.1/a", "http://169.254.169.254/", True),
+        ("http://10.0.0.1/a", "http://127.0.0.1/", True),
+        ("http://10.0.0.1/a", "http://10.0.0.2/b", False),
+        ("http://127.0.0.1/a", "https://93.184.215.14/b", False),
+        ("http://93.184.215.14/a", "https://93.184.215.15/b", False),
+        ("http://93.184.215.14/a", "/b", False),
+    ],
+)
+def test_a_redirect_never_leads_to_a_more_private_place(address: str, location: str, refused: bool) -> None:
+    with pytest.raises(RedirectRefused, match="name that address itself") if refused else nullcontext():
+        check_redirect(address, location)
