@@ -9,6 +9,9 @@ Shapes: ... any leading axes, D input features, F output features, N tokens.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -20,6 +23,8 @@ from herd.llama3.model.comms import Comms
 GRID = 2.0**-30
 """`exact` rounds gradients of a sequence to multiples of this, so that sums do not depend on their order."""
 Scaling = Literal["tensor", "row"]
+Casts = tuple[Tensor, Tensor, Tensor, Tensor]
+"""A weight in float8 [F, D], its scale, the transpose [D, F] and its scale."""
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 MKL_MODE = "MKL_CBWR"
 """MKL reads it at the first product of a process; AUTO keeps the fastest instructions of the processor."""
@@ -82,12 +87,15 @@ class Linear(Weighted):
         self.weight = nn.Parameter(torch.empty(features_out, features_in))
         self.float8: Any = None
         """Scaling of float8 operands; None: no float8."""
+        self.keeps_casts = False
+        """Whether the weight in float8 is kept from one product to the next (see `casts_kept`)."""
+        self.casts: Casts | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = local_weight(self.weight, self.exact).to(x.dtype)
+        weight = local_weight(self.weight, self.exact)
         if self.float8 is None:
-            return F.linear(x, weight)
-        return float8_product(x, weight, self.float8)
+            return F.linear(x, weight.to(x.dtype))
+        return float8_product(x, weight, self.float8, self.casts)
 
 
 class RMSNorm(Weighted):
@@ -148,7 +156,7 @@ def check_device(device: torch.device) -> None:
 
 
 def use_float8(blocks: nn.Module, scaling: Scaling = "tensor") -> None:
-    """Make every `Linear` below `blocks` multiply in float8. Call it before the blocks are compiled.
+    """Make every `Linear` below `blocks` multiply in float8. Call it before they are compiled and sharded.
 
     Raises ValueError if an axis of a weight is not a multiple of 16.
     """
@@ -158,55 +166,130 @@ def use_float8(blocks: nn.Module, scaling: Scaling = "tensor") -> None:
                 shape = " x ".join(map(str, module.weight.shape))
                 raise ValueError(f"precision: fp8 needs axes of multiples of 16, {name} is {shape}; take bf16")
             module.float8 = scaling
+    for block in blocks.children():
+        block.register_forward_pre_hook(_keep_casts)  # FSDP2 puts its own, which gathers, before it
 
 
-def float8_product(x: Tensor, weight_FD: Tensor, scaling: Scaling) -> Tensor:
-    """Return x W^T [..., F] in the dtype of x (bf16); x and W are rounded to e4m3, the gradient to e5m2."""
+@contextmanager
+def casts_kept(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Within this context cast each float8 weight once, at its first use: 2 bytes a weight, dropped at the end.
+
+    For the micro-batches of a step, between which no weight changes; elsewhere every product casts its weight.
+    """
+    linears = [module for model in models for module in model.modules() if isinstance(module, Linear)]
+    linears = [linear for linear in linears if linear.float8 is not None]
+    for linear in linears:
+        linear.keeps_casts = True
+    try:
+        yield
+    finally:
+        for linear in linears:
+            linear.keeps_casts, linear.casts = False, None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _keep_casts(block: nn.Module, args: tuple[Any, ...]) -> None:
+    """Cast the weights of `block` that keep their casts, unless they have them.
+
+    Not in `Linear.forward`: a compiled or recomputed block would find them missing once and present later.
+    """
+    linears = [module for module in block.modules() if isinstance(module, Linear) and module.keeps_casts]
+    if not linears or linears[0].casts is not None:
+        return
+    weights = [local_weight(linear.weight, exact=False).detach() for linear in linears]
+    cast = _compiled_casts() if weights[0].is_cuda else weight_casts
+    for linear, casts in zip(linears, cast(weights, args[0].dtype, linears[0].float8), strict=True):
+        linear.casts = casts
+
+
+@cache
+def _compiled_casts() -> Any:
+    return torch.compile(weight_casts, dynamic=False)
+
+
+def weight_casts(weights: list[Tensor], dtype: torch.dtype, scaling: Scaling) -> list[Casts]:
+    """Return the operands of both products of each weight, which is rounded to `dtype` first."""
+    return [_both_layouts(weight.to(dtype), FORWARD, scaling) for weight in weights]
+
+
+def float8_product(x: Tensor, weight_FD: Tensor, scaling: Scaling, casts: Casts | None = None) -> Tensor:
+    """Return x W^T [..., F] in the dtype of x (bf16); x and W are rounded to e4m3, the gradient to e5m2.
+
+    With `casts` the weight is not read.
+    """
     apply: Any = _Float8Product.apply  # torch leaves it untyped
-    out_NF: Tensor = apply(x.flatten(0, -2), weight_FD, scaling)
+    out_NF: Tensor = apply(x.flatten(0, -2), weight_FD, scaling, casts)
     return out_NF.view(*x.shape[:-1], -1)
 
 
 class _Float8Product(torch.autograd.Function):
-    """Y = X W^T; dX = dY W; dW = dY^T X. The second operand of each is column-major, as the kernels require."""
+    """Y = X W^T; dX = dY W; dW = dY^T X. The second operand of each is column-major, as the kernels require.
+
+    X is kept in bf16: its owner keeps or recomputes it anyway (see `recompute`; torch.compile does too), so that the
+    rounded transpose, a byte a value, would come on top: 28 % of the activations of an 8B.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_FD: Tensor, scaling: Scaling) -> Tensor:
-        ctx.save_for_backward(x_ND, weight_FD)
-        ctx.scaling = scaling
-        return _multiply(x_ND, FORWARD, weight_FD.T, FORWARD, scaling)
+    def forward(ctx: Any, x_ND: Tensor, weight_FD: Tensor, scaling: Scaling, casts: Casts | None) -> Tensor:
+        ctx.scaling, ctx.kept = scaling, casts is not None
+        x, x_scale = _operand(x_ND, FORWARD, scaling)
+        if casts is None:
+            weight, scale = _operand(weight_FD.to(x_ND.dtype), FORWARD, scaling)
+            ctx.save_for_backward(x_ND, x_scale, weight_FD, scale)
+        else:
+            weight, scale, transposed, transposed_scale = casts
+            ctx.save_for_backward(x_ND, x_scale, transposed, transposed_scale)
+        ctx.weight_dtype = weight_FD.dtype
+        return _multiply(x, x_scale, weight, scale, x_ND.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        x_ND, weight_FD = ctx.saved_tensors
-        d_NF = gradients[0]
-        d_x = _multiply(d_NF, BACKWARD, weight_FD, FORWARD, ctx.scaling)
-        d_weight = _multiply(d_NF.T, BACKWARD, x_ND, FORWARD, ctx.scaling)
-        return d_x, d_weight, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x_ND, x_scale, weight, weight_scale = ctx.saved_tensors
+        d_NF, scaling, dtype = gradients[0], ctx.scaling, x_ND.dtype
+        if not ctx.kept:
+            weight, weight_scale = _transposed(weight.to(dtype), FORWARD, scaling, weight_scale)
+        d, d_scale, d_transposed, d_transposed_scale = _both_layouts(d_NF, BACKWARD, scaling)
+        x, x_scale = _transposed(x_ND, FORWARD, scaling, x_scale)
+        d_x = _multiply(d, d_scale, weight, weight_scale, dtype)
+        d_weight = _multiply(d_transposed, d_transposed_scale, x, x_scale, dtype)
+        return d_x, d_weight.to(ctx.weight_dtype), None, None
 
 
-def _multiply(
-    left_MK: Tensor, left_type: torch.dtype, right_KN: Tensor, right_type: torch.dtype, scaling: Scaling
-) -> Tensor:
-    """Return left @ right with both rounded to 8 bits; sums in fp32, result in the dtype of `left`."""
-    left, left_scale = _rounded(left_MK, left_type, scaling)
-    right, right_scale = _rounded(right_KN.T, right_type, scaling)  # rows of the transpose: contiguous columns
-    if scaling == "row":
-        right_scale = right_scale.T
+def _multiply(left_MK: Tensor, left_scale: Tensor, right_NK: Tensor, right_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return left @ right^T of float8 operands in `dtype`; sums in fp32."""
+    by_row = right_scale.ndim > 0
     product: Tensor = torch._scaled_mm(
-        left,
-        right.T,
+        left_MK,
+        right_NK.T,
         scale_a=left_scale,
-        scale_b=right_scale,
-        out_dtype=left_MK.dtype,
-        use_fast_accum=left_type == FORWARD,  # gradients need full-precision sums
+        scale_b=right_scale.T if by_row else right_scale,
+        out_dtype=dtype,
+        use_fast_accum=left_MK.dtype == FORWARD,  # gradients need full-precision sums
     )
     return product
 
 
-def _rounded(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[Tensor, Tensor]:
+def _operand(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[Tensor, Tensor]:
     """Return x / scale in `dtype`, contiguous, and the scale (fp32): a scalar, or [rows, 1]."""
     wide = x.float()
     largest = wide.abs().amax(dim=-1, keepdim=True) if scaling == "row" else wide.abs().amax()
     scale = largest.clamp(min=TINY) / torch.finfo(dtype).max
     return (wide / scale).to(dtype).contiguous(), scale
+
+
+def _transposed(x: Tensor, dtype: torch.dtype, scaling: Scaling, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the operand of the transpose of `x`, whose own operand has `scale`: no second search for the largest.
+
+    Rows of the transpose have other scales than rows of `x`.
+    """
+    if scaling == "row":
+        return _operand(x.T, dtype, scaling)
+    return (x.float() / scale).to(dtype).T.contiguous(), scale
+
+
+def _both_layouts(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Casts:
+    """Return the operands of `x` and of its transpose, which torch.compile writes in one pass over `x`."""
+    rounded, scale = _operand(x, dtype, scaling)
+    if scaling == "row":
+        return rounded, scale, *_operand(x.T, dtype, scaling)
+    return rounded, scale, rounded.T.contiguous(), scale

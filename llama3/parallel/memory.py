@@ -89,8 +89,8 @@ def shards(layout: Layout, world: int) -> int:
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp8": 2}
 """Bytes of a value in the residual stream; fp8 is a format of products only."""
 CHUNK = {"cpu": 2**21, "cuda": 2**29}
-CHUNK_TOKENS = {"cpu": 256, "cuda": 1}
-"""As in `herd.llama3.model.loss`: logits of a chunk, and least tokens."""
+CHUNK_TOKENS = 256
+"""As in `herd.llama3.model.loss`: fp32 logits of a chunk, and least tokens on a CPU."""
 FP32_SUM_TERMS = 1024
 """As in `herd.llama3.train.state`: from this number of weights on, their sum is in fp64."""
 
@@ -156,13 +156,16 @@ class RankMemory:
     sharded_gradients: int
     """After the reduction, which frees the accumulated gradients layer by layer."""
     gathered: int
-    """Gathered weights of the layers in the compute type; embedding, last norm and output in the master's."""
+    """Gathered weights of the layers in the compute type and in float8; embedding, last norm and output in the
+    master's."""
     gradients: int
     """Whole, accumulated over micro-batches, before they are reduced; 0 if each micro-batch reduces its own."""
     accumulated: int
     """Gradients of earlier micro-batches, whole or sharded, when the last one begins."""
     reduction: int
     """Input of the reduction of the largest group (a layer, or the ends)."""
+    layer_reduction: int
+    """Input of the reduction of a layer, while activations are held: the ends of a model are reduced last."""
     activations: int
     """Kept for the backward pass, for every micro-batch in flight."""
     recomputed: int
@@ -170,7 +173,7 @@ class RankMemory:
     temporaries: int
     """Peak in the backward pass of a layer: gradients, and inputs or keys that are recomputed."""
     loss: int
-    """Of a chunk of tokens: logits, their gradient, and the gradient of the output matrix before it is added."""
+    """Of a chunk of tokens: logits or their gradient; the output matrix in the compute type."""
     in_flight: int
     """Most micro-batches times stages at once."""
 
@@ -192,7 +195,7 @@ class RankMemory:
     @property
     def passing(self) -> int:
         """Peak of temporary bytes: in the loss, or in the backward pass of the last layer."""
-        return max(self.loss, self.recomputed + self.temporaries + self.reduction)
+        return max(self.loss, self.recomputed + self.temporaries + self.layer_reduction)
 
     def as_dict(self) -> dict[str, int]:
         return {**asdict(self), "total": self.total}
@@ -224,7 +227,7 @@ def memory_line(need: RankMemory) -> str:
     components = [
         f"{name.replace('_', ' ')} {size / unit:.1f}"
         for name, size in need.as_dict().items()
-        if name not in ("pipeline_rank", "in_flight", "accumulated", "total") and size
+        if name not in ("pipeline_rank", "in_flight", "accumulated", "layer_reduction", "total") and size
     ]
     return f"{need.total / unit:.0f} {name_of_unit} on pipeline rank {need.pipeline_rank}: {', '.join(components)}"
 
@@ -240,8 +243,10 @@ def _rank(
     if sharded:
         at_once = layers if layout.zero == 2 else layers[:2]  # ZeRO-3: this layer's and the next one's
         gathered = pieces * (sum(ends) * load.master + sum(at_once) * load.narrow)
-    else:  # without FSDP, copies of the layers in the compute type
-        gathered = sum(layers) * load.narrow if load.narrow != load.master else 0
+    else:  # without FSDP, copies of the layers in the compute type; float8 products keep none
+        gathered = sum(layers) * load.narrow if load.narrow != load.master and load.precision != "fp8" else 0
+    if load.precision == "fp8" and load.micro_batches > 1 and layout.zero == 2:
+        gathered += pieces * sum(layers) * 2  # both layouts, a byte each (`herd.llama3.model.linear.casts_kept`)
     activations, in_flight = _peak(config, vocab_size, layout, load, held, rank)
     whole = pieces * local * load.reduced
     gradients = whole if sharded and load.micro_batches > 1 and not layout.reduces_each(load.exact) else 0
@@ -255,6 +260,7 @@ def _rank(
         gradients=gradients,
         accumulated=(gradients or local * load.master) if load.micro_batches > 1 else 0,
         reduction=pieces * max(ends + layers) * load.reduced if sharded else 0,
+        layer_reduction=pieces * max(layers, default=0) * load.reduced if sharded else 0,
         activations=activations,
         recomputed=_recomputed(config, layout, load),
         temporaries=_temporaries(config, layout, load),
@@ -371,11 +377,14 @@ def _mask(layout: Layout, load: Load) -> int:
 
 
 def _loss(config: Model, vocab_size: int, layout: Layout, load: Load) -> int:
-    """Return the bytes of a chunk's logits in both types, their gradient, and the output matrix' gradient."""
+    """Return the bytes of a chunk's logits, on a CPU in both types, and of the output matrix in the compute type."""
     local_vocab, c, w = vocab_size // layout.tp, load.narrow, load.wide
-    chunk = min(max(CHUNK[load.device] // local_vocab, CHUNK_TOKENS[load.device]), _tokens(layout, load))
-    cast = 2 * local_vocab * config.dim * c if c != w else 0
-    return chunk * local_vocab * (2 * c + w) + cast
+    cast = local_vocab * config.dim * c if c != w else 0
+    if load.device == "cuda":  # one kernel replaces the logits by their gradient, cuBLAS adds to that of the weights
+        chunk = max(1, 4 * CHUNK["cuda"] // (local_vocab * c))
+        return min(chunk, _tokens(layout, load)) * local_vocab * c + cast
+    chunk = min(max(CHUNK["cpu"] // local_vocab, CHUNK_TOKENS), _tokens(layout, load))
+    return chunk * local_vocab * (2 * c + w) + 2 * cast
 
 
 # Inference: weights, and what one forward pass or the texts of a batch need

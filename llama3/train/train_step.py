@@ -8,12 +8,14 @@ Shapes: B sequences, S sequence length (this process's part of it), D domains.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from herd.llama3.model.linear import casts_kept
 from herd.llama3.model.loss import NO_TARGET
 from herd.llama3.parallel.mesh import ParallelContext, to_local
 from herd.llama3.recipe.base import CONVERSATIONS, DOMAINS
@@ -96,7 +98,10 @@ class Engine:
         sequences = len(batch.tokens_BS)
 
         # Forward and backward: gradients of the summed nats, accumulated over micro-batches.
-        with record_function("gradients"):
+        # ZeRO-3 gathers a layer at a time, so it may not keep the casts of all.
+        several = sequences > self.micro_batch and world.layout.zero == 2
+        casts = casts_kept(state.model_parts.values()) if several else nullcontext()
+        with record_function("gradients"), casts:
             nll_BS: Tensor | None
             if self.pipeline is not None:
                 micro_batch = largest_divisor(sequences, self.micro_batch)

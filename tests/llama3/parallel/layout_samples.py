@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from herd.llama3.model.linear import casts_kept
 from herd.llama3.model.transformer import Transformer, build_model, initial_value
 from herd.llama3.parallel.comms import cp_positions
 from herd.llama3.parallel.layout import Layout
@@ -35,11 +37,12 @@ def build_parts(
     master: torch.dtype,
     compute: torch.dtype | None,
     exact: bool = False,
+    float8: bool = False,
 ) -> dict[int, Transformer]:
     """Return this process's pipeline stages with the initial weights of `seed`."""
     from herd.llama3.parallel.parallelize import empty_model_parts, fill
 
-    parts = empty_model_parts(config, vocab_size, world, master, compute, exact)
+    parts = empty_model_parts(config, vocab_size, world, master, compute, exact, float8)
     for model in parts.values():
         model.to_empty(device=world.device)
     fill(parts.values(), lambda name, shape: initial_value(config, seed, name, shape), world)
@@ -100,6 +103,28 @@ def exact_gradients(changes: dict[str, Any]) -> dict[str, np.ndarray]:
         (part,) = build_parts(shape(**changes), VOCAB_SIZE, SEED, world, torch.float32, None, exact=True).values()
         (part(*batch(documents=True)).sum() * 2.0**-20).backward()  # fp32 below 2^-7 is finer than the grid
         return {name: full_tensor(p.grad).numpy() for name, p in part.named_parameters() if p.grad is not None}
+
+
+def float8_steps(layout: dict[str, Any], micro_batch: int, kept: bool) -> list[float]:
+    """Return a sum over the weights after each of two steps in float8 (fp64), with weights cast once a step or not."""
+    with init_distributed("cpu", 240, Layout(**layout), meshed=True) as world:
+        config = shape(dim=64, ffn=64, heads=4, kv_heads=2, layers=2)
+        parts = build_parts(config, VOCAB_SIZE, SEED, world, torch.float32, torch.bfloat16, float8=True)
+        parameters = [parameter for part in parts.values() for parameter in part.parameters()]
+        optimizer, sums = torch.optim.SGD(parameters, lr=1e-2), []
+        for _ in range(2):
+            with casts_kept(parts.values()) if kept else nullcontext():
+                share = my_share(world, batch(documents=False))
+                if world.layout.pp > 1:
+                    from herd.llama3.parallel.pipeline import Pipeline
+
+                    Pipeline(parts, world).run(*share, micro_batch)
+                else:
+                    _train(list(parts.values()), share, micro_batch, world.layout)
+            optimizer.step()
+            optimizer.zero_grad()
+            sums += [float(full_tensor(parameter).double().square().sum()) for parameter in parameters]
+        return sums
 
 
 def my_share(world: ParallelContext, data: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]) -> Any:

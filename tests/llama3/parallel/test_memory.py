@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from herd.llama3.model.flops import parameter_count
+from herd.llama3.model.param_table import layer_params
 from herd.llama3.parallel.layout import TABLE_4, Layout, Published
 from herd.llama3.parallel.memory import (
     Load,
@@ -250,6 +251,19 @@ def test_a_process_alone_needs_weights_moments_and_gradients_in_fp32() -> None:
     (few,) = memory(shape(), VOCAB_SIZE, Layout(), 1, Load(8, precision="fp32"))
     assert few.activations + few.passing < count
     assert few.total == 4 * count + few.temporaries + few.reduction
+
+
+def test_float8_weights_are_kept_in_both_layouts_over_several_micro_batches() -> None:
+    def gathered(precision: str, micro_batches: int, zero: int = 2, meshed: bool = True) -> int:
+        work = load(precision=precision, micro_batches=micro_batches)
+        return memory(shape(), VOCAB_SIZE, Layout(zero=zero), 1, work, meshed=meshed)[0].gathered
+
+    layers = sum(prod(param.shape) for param in layer_params(shape())) * shape().layers
+    assert gathered("fp8", 1) == gathered("bf16", 1)
+    assert gathered("fp8", 2) == gathered("bf16", 2) + 2 * layers
+    assert gathered("fp8", 2, zero=3) == gathered("bf16", 2, zero=3)
+    assert gathered("fp8", 1, meshed=False) == 0
+    assert gathered("fp8", 2, meshed=False) == 2 * layers
 
 
 @pytest.mark.parametrize(

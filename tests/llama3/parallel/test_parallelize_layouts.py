@@ -10,7 +10,7 @@ import pytest
 
 from herd.llama3.model.linear import GRID
 from tests.dist import run
-from tests.llama3.parallel.layout_samples import alone, cut, exact_gradients, shape
+from tests.llama3.parallel.layout_samples import alone, cut, exact_gradients, float8_steps, shape
 from tests.llama3.parallel.scale_samples import OPTIONAL, VALUES
 
 AXES = {"dp": {}, "tp": {"tp": 2}, "cp": {"cp": 2}, "pp": {"pp": 2}}
@@ -117,3 +117,13 @@ def test_exact_rounds_the_gradient_of_every_weight(field: str) -> None:
 def test_sizes_that_do_not_divide_evenly() -> None:
     """Three processes share 8 sequences, 96 token ids and vectors of 32: shares and shards are uneven."""
     check(3, {})
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(2, {}), (2, {"tp": 2}), (2, {"recompute": "full"}), (2, {"pp": 2})],
+    ids=["dp", "tp", "recompute", "pp"],
+)
+def test_float8_weights_that_are_cast_once_a_step_give_the_same_bits(world: int, layout: dict[str, Any]) -> None:
+    """FSDP2 writes gathered weights into the same tensors, and does not count it as a new version of them."""
+    assert run(world, float8_steps, layout, 2, True) == run(world, float8_steps, layout, 2, False)

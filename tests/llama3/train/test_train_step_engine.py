@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from herd.llama3.model.linear import weight_casts
 from herd.llama3.parallel.mesh import ParallelContext
 from herd.llama3.recipe.base import DOMAINS
 from herd.llama3.train.callbacks import StepResult
@@ -55,6 +57,29 @@ def train(of: Engine, data: LocalBatch, stop: bool = False) -> StepResult:
 def clipped_mean(of: Engine) -> dict[str, Tensor]:
     """Return the gradient of the first update: the first moment is a tenth of it."""
     return {name: of.state.optimizer.state[weight]["exp_avg"] / 0.1 for name, weight in of.state.parameters.items()}
+
+
+def test_a_float8_step_casts_weights_once_and_has_the_bits_of_every_micro_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("herd.llama3.train.state.check_device", lambda device: None)
+    casts: list[int] = []
+
+    def counted(weights: list[Tensor], *more: Any) -> Any:
+        casts.append(len(weights))
+        return weight_casts(weights, *more)
+
+    monkeypatch.setattr("herd.llama3.model.linear.weight_casts", counted)
+    kept, single = engine("fp8", micro_batch=1), engine("fp8", micro_batch=1)
+    results = [train(kept, batch(seed=seed)) for seed in range(3)]
+    layers = len(kept.state.model_parts[0].layers)
+    assert casts == [7] * layers * 3
+    monkeypatch.setattr("herd.llama3.train.train_step.casts_kept", lambda models: nullcontext())
+    assert results == [train(single, batch(seed=seed)) for seed in range(3)]
+    weights = zip(kept.state.parameters.values(), single.state.parameters.values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in weights)
+    train(engine("fp8"), batch())  # one micro-batch: nothing to keep them for
+    assert len(casts) == layers * 3
 
 
 def linked(exchange: Callable[[Tensor], Tensor]) -> ParallelContext:
