@@ -44,6 +44,8 @@ FABRIC = "roce-24k"
 """Preset whose H100 the GPU time of a layer is predicted for."""
 DOCUMENT = 512
 """Tokens of a document."""
+LAUNCHES = ("kernel:", "triton:", "gemm:")
+"""How counted calls begin that are kernels."""
 
 
 def is_null() -> bool:
@@ -169,7 +171,7 @@ def step_cost(
         need = memory(recipe.model, LLAMA3_VOCAB_SIZE, layout, size, Load(SEQ, 1, micro_batches), meshed=True)[0]
         return StepCost(
             {name: count for name, count in counted.items() if _waits(name)},
-            sum(count for name, count in counted.items() if name.startswith(("kernel:", "triton:", "gemm:"))),
+            sum(count for name, count in counted.items() if name.startswith(LAUNCHES)),
             stats["num_alloc_retries"],
             torch.cuda.max_memory_allocated(),
             torch.cuda.max_memory_reserved(),

@@ -23,12 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.measure import NotMeasured
-from benchmarks.null_cuda import FABRIC, is_null
+from benchmarks.null_cuda import FABRIC, LAUNCHES, counts, is_null, reset
 from benchmarks.rows import Row, measured
 from benchmarks.train_gpu import LLAMA3_VOCAB_SIZE, SEQ, SEQUENCES, SHAPES, build_model
 from benchmarks.train_session import TrainSession
 from herd.llama3.hardware.topology import load_fabric
 from herd.llama3.model.flops import flops_per_token
+from herd.llama3.model.linear import casts_kept, keep_casts
 from herd.llama3.planner.device_curves import Curves, prior_curves
 from herd.llama3.recipe.sections import Model
 from herd.llama3.train.device import peak_flops
@@ -180,6 +181,68 @@ def fused_bytes() -> Iterator[Callable[[], float]]:
         inductor_metrics_log.propagate = spread
 
 
+@dataclass(frozen=True)
+class LayerCost:
+    """Of a compiled layer of the 8B with 8,192 tokens, forward and backward, in a micro-batch after the first."""
+
+    moved: float
+    """Bytes that its own kernels read and write."""
+    launches: int
+    """Kernels, products included."""
+    held: int
+    """Bytes kept from forward to backward."""
+    casts: float
+    """Bytes read and written once a step, to cast weights for all micro-batches."""
+
+
+@cache
+def layer_cost(float8: bool) -> LayerCost:
+    device = torch.device("cuda")
+    model = build_model("8b", float8, device, layers=1)
+    (block,) = model.layers.values()
+    caught: list[tuple[Any, Any]] = []
+    catch = block.register_forward_pre_hook(lambda _, args, more: caught.append((args, more)), with_kwargs=True)
+    with torch.no_grad():
+        model(torch.zeros(1, SEQ, device=device, dtype=torch.int64), head=lambda hidden_BSD, weight_VD: hidden_BSD)
+    catch.remove()
+    (x_BSD, *others), more = caught[0]
+    x_BSD, gradient_BSD = x_BSD.detach().requires_grad_(), torch.zeros_like(x_BSD)
+    cost = LayerCost(0, 0, 0, 0)
+    with fused_bytes() as fused, casts_kept([model]):
+        with torch.no_grad():
+            keep_casts(block, (x_BSD,))
+        casts = fused()
+        for _ in range(2):  # the first compiles
+            block.zero_grad(set_to_none=True)
+            before = torch.cuda.memory_allocated()
+            reset()
+            out_BSD = block(x_BSD, *others, **more)
+            held = torch.cuda.memory_allocated() - before
+            out_BSD.backward(gradient_BSD)
+            del out_BSD
+            launches = sum(count for kind, count in counts().items() if kind.startswith(LAUNCHES))
+            cost = LayerCost(fused() - casts, launches, held, casts)
+    del model, block
+    gc.collect()
+    torch.cuda.empty_cache()
+    return cost
+
+
+def float8_row(name: str) -> Row:
+    """Return what a layer in float8 costs; bytes as a multiple of the layer's in bf16."""
+    bf16, fp8 = layer_cost(False), layer_cost(True)
+    match name.removeprefix("roofline/layer-fp8-"):
+        case "bytes":
+            note = f"{fp8.moved / 1e9:.2f} GB against {bf16.moved / 1e9:.2f}; {fp8.casts / 1e9:.2f} once a step"
+            return measured(name, fp8.moved / bf16.moved, note)
+        case "launches":
+            return measured(name, fp8.launches, f"bf16: {bf16.launches}")
+        case "held":
+            return measured(name, fp8.held / bf16.held, f"{fp8.held / 1e6:,.0f} MB against {bf16.held / 1e6:,.0f}")
+        case other:
+            raise ValueError(other)
+
+
 @cache
 def predicted_step(shape: str, compiled: bool, float8: bool) -> dict[str, float]:
     """Return the seconds of a step of the whole model by kind of work."""
@@ -196,6 +259,8 @@ def roofline_row(run: TrainSession, name: str) -> Row:
     """
     if not is_null():
         raise NotMeasured("no null CUDA device; make test-cuda")
+    if name.startswith("roofline/layer-fp8-"):
+        return float8_row(name)
     shape, mode = name.split("/")[1].split("-")
     seconds, tokens = predicted_step(shape, mode != "eager", mode == "fp8"), SEQUENCES[shape] * SEQ
     total = sum(seconds.values())

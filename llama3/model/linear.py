@@ -167,7 +167,7 @@ def use_float8(blocks: nn.Module, scaling: Scaling = "tensor") -> None:
                 raise ValueError(f"precision: fp8 needs axes of multiples of 16, {name} is {shape}; take bf16")
             module.float8 = scaling
     for block in blocks.children():
-        block.register_forward_pre_hook(_keep_casts)  # FSDP2 puts its own, which gathers, before it
+        block.register_forward_pre_hook(keep_casts)  # FSDP2 puts its own, which gathers, before it
 
 
 @contextmanager
@@ -188,7 +188,7 @@ def casts_kept(models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _keep_casts(block: nn.Module, args: tuple[Any, ...]) -> None:
+def keep_casts(block: nn.Module, args: tuple[Any, ...]) -> None:
     """Cast the weights of `block` that keep their casts, unless they have them.
 
     Not in `Linear.forward`: a compiled or recomputed block would find them missing once and present later.

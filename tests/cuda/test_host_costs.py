@@ -39,3 +39,9 @@ def test_the_arithmetic_of_a_step_gives_the_8b_what_is_wanted_of_it() -> None:
     assert eager is not None
     assert compiled is not None
     assert 40 < eager < compiled < 60
+
+
+def test_a_float8_layer_casts_its_operands_in_few_passes_and_keeps_none_of_them() -> None:
+    (found,) = run(1, rows, "roofline/layer-fp8-")
+    assert {"bytes", "launches", "held"} == {name.removeprefix("roofline/layer-fp8-") for name in found}
+    assert all(ok for _, ok, _ in found.values()), found
