@@ -3,13 +3,16 @@
 Output product, softmax and gradients run over chunks of tokens; the fp32 logits of 16K tokens would take 8 GiB, more
 than the other activations of an 8B model. Gradients are computed in the forward pass, right after the logits, and
 backward only scales them, because the gradient of a sum is one number. The gradient of the output weights is in memory
-from the forward pass on; compute a loss without gradients under no_grad.
+from the forward pass on; compute a loss without gradients under no_grad. On a GPU two compiled kernels pass over the
+logits in the type of the product: one reads them, one replaces them by their gradient.
 
 Shapes: T tokens, D model, V vocabulary, C tokens of a chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +23,8 @@ from herd.llama3.model.comms import Comms, NoComms
 NO_TARGET = -100
 CPU_CHUNK = 2**21  # logits per chunk: 8 MiB of fp32 fit in a cache
 CPU_TOKENS = 256  # minimum per chunk: each chunk adds to the whole gradient of the weights
-DEVICE_CHUNK = 2**29  # 2 GiB of fp32: adding to that gradient takes a small part of a chunk's time
+DEVICE_CHUNK = 2**31  # bytes: adding to that gradient takes a small part of a chunk's time
+FUSED = ("cuda",)  # devices whose passes are compiled if there are gradients: without them a compilation takes longer
 
 
 class LossResult(NamedTuple):
@@ -106,39 +110,79 @@ def _sweep(problem: LossInputs, scale_T: Tensor | None, gradients: bool) -> Loss
     variant returned 9.1 for a loss of 10.5 in bf16 on CPU (torch 2.13).
     """
     hidden, weight, targets = problem.hidden_TD, problem.weight_VD.to(problem.hidden_TD.dtype), problem.targets_T
-    wide = torch.promote_types(hidden.dtype, torch.float32)
+    comms, wide = problem.comms, _wide(hidden.dtype)
     nll_T = torch.empty(len(hidden), dtype=wide, device=hidden.device)
     # The row of each target in this process's shard of the weight; -1 if absent or on another process.
-    rows_T = targets - problem.comms.vocab_start(len(weight))
+    rows_T = targets - comms.vocab_start(len(weight))
     rows_T = rows_T.masked_fill((rows_T < 0) | (rows_T >= len(weight)), -1)
     counted_T = (targets != NO_TARGET).to(wide)
     d_hidden = torch.empty_like(hidden) if gradients else None
     d_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if gradients else None
+    fused = gradients and hidden.device.type in FUSED
     vocabulary = max(1, len(weight))
     if hidden.device.type == "cpu":
         size = max(CPU_CHUNK // vocabulary, CPU_TOKENS)
     else:
-        size = max(1, DEVICE_CHUNK // vocabulary)
+        size = max(1, DEVICE_CHUNK // (vocabulary * (hidden if fused else nll_T).element_size()))
     for start in range(0, len(hidden), size):
         chunk = slice(start, min(start + size, len(hidden)))
-        e_CV = (hidden[chunk] @ weight.T).to(wide)
-        largest_C1 = problem.comms.all_reduce_max(e_CV.amax(-1, keepdim=True))
-        e_CV.sub_(largest_C1)
-        index_C1, absent_C = rows_T[chunk].clamp(min=0).unsqueeze(1), rows_T[chunk] < 0
-        target_logit_C = problem.comms.all_reduce_sum(e_CV.gather(1, index_C1).squeeze(1).masked_fill(absent_C, 0))
-        sums_C = problem.comms.all_reduce_sum(e_CV.exp_().sum(-1))
-        nll_T[chunk] = (sums_C.log() - target_logit_C) * counted_T[chunk]
+        e_CV, rows_C1 = hidden[chunk] @ weight.T, rows_T[chunk].unsqueeze(1)
+        index_C1, absent_C1 = rows_C1.clamp(min=0), rows_C1 < 0
+        if fused:
+            local_C1, sums_C1, target_logit_C1 = _compiled(_read_logits)(e_CV, index_C1)
+            largest_C1 = comms.all_reduce_max(local_C1)
+            sums_C1, target_logit_C1 = sums_C1 * (local_C1 - largest_C1).exp(), target_logit_C1 - largest_C1
+        else:
+            e_CV = e_CV.to(wide)
+            largest_C1 = comms.all_reduce_max(e_CV.amax(-1, keepdim=True))
+            target_logit_C1 = e_CV.sub_(largest_C1).gather(1, index_C1)
+            sums_C1 = e_CV.exp_().sum(-1, keepdim=True)
+        target_logit_C1 = comms.all_reduce_sum(target_logit_C1.masked_fill(absent_C1, 0))
+        sums_C1 = comms.all_reduce_sum(sums_C1)
+        counted_C1 = counted_T[chunk].unsqueeze(1)
+        nll_T[chunk] = ((sums_C1.log() - target_logit_C1) * counted_C1).squeeze(1)
         if d_hidden is None or d_weight is None:
             continue
-        z_C = 1 + 2 * problem.z_loss * (sums_C.log() + largest_C1.squeeze(1))
-        target_C1 = (sums_C / z_C).masked_fill(absent_C, 0).unsqueeze(1)
-        e_CV.scatter_add_(1, index_C1, -target_C1)  # e x z / sum is now the gradient of the logits
-        factor_C1 = (z_C / sums_C * counted_T[chunk] * (1 if scale_T is None else scale_T[chunk])).unsqueeze(1)
-        d_CV = e_CV.to(weight.dtype)
+        z_C1 = 1 + 2 * problem.z_loss * (sums_C1.log() + largest_C1)
+        target_C1 = (sums_C1 / z_C1).masked_fill(absent_C1, 0)
+        if fused:
+            d_CV = _compiled(_replace_logits)(e_CV, largest_C1, index_C1, target_C1)
+        else:
+            d_CV = e_CV.scatter_add_(1, index_C1, -target_C1).to(weight.dtype)
+        # times z / sum, d is the gradient of the logits
+        factor_C1 = z_C1 / sums_C1 * counted_C1 * (1 if scale_T is None else scale_T[chunk].unsqueeze(1))
         d_hidden[chunk] = (d_CV @ weight).mul_(factor_C1)
         scaled_CD = (hidden[chunk] * factor_C1).to(hidden.dtype)
         if d_weight.dtype == d_CV.dtype:
             torch.addmm(d_weight, d_CV.T, scaled_CD, out=d_weight)
+        elif d_weight.is_cuda:  # cuBLAS adds bf16 products to an fp32 sum without a pass of its own
+            torch.addmm(d_weight, d_CV.T, scaled_CD, out_dtype=d_weight.dtype, out=d_weight)
         else:
             d_weight.add_(d_CV.T @ scaled_CD)
+        del e_CV, d_CV  # before the next product
     return LossResult(nll_T, d_hidden, d_weight)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _read_logits(logits_CV: Tensor, index_C1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the largest logit, the sum of exp(logit - largest) and the logit at `index_C1`, each [C, 1]."""
+    # Written with both keepdim, Inductor computes maximum and sum in one read (its online softmax).
+    wide_CV = logits_CV.to(_wide(logits_CV.dtype))
+    largest_C1 = wide_CV.amax(-1, keepdim=True)
+    sums_C1 = (wide_CV - largest_C1).exp().sum(-1, keepdim=True)
+    return largest_C1, sums_C1, wide_CV.gather(1, index_C1)
+
+
+def _replace_logits(logits_CV: Tensor, largest_C1: Tensor, index_C1: Tensor, target_C1: Tensor) -> Tensor:
+    """Replace the logits by exp(logit - largest), less `target_C1` at `index_C1`; return them."""
+    e_CV = (logits_CV.to(_wide(logits_CV.dtype)) - largest_C1).exp()
+    columns_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
+    return logits_CV.copy_(torch.where(columns_V == index_C1, e_CV - target_C1, e_CV))
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)

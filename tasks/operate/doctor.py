@@ -166,7 +166,7 @@ def check_compiler() -> CheckResult:
     """Look for the C compiler with which Triton builds its launcher on a GPU machine."""
     if compiler := shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang"):
         return CheckResult("C compiler", "ok", compiler)
-    what = "none, and Triton needs one for `compile: true` and for FlexAttention"
+    what = "none, and Triton needs one for the loss and for `compile: true`"
     return CheckResult("C compiler", "fail", what, "install gcc and libc6-dev, or set CC")
 
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import herd.llama3.model.loss
+from herd.llama3.model.comms import NoComms
 from herd.llama3.model.loss import token_nll
 
 
@@ -122,3 +123,85 @@ class Largest(TorchDispatchMode):
         if isinstance(out, torch.Tensor):
             self.elements = max(self.elements, out.numel())
         return out
+
+
+def both_ways(patch: pytest.MonkeyPatch, dtype: torch.dtype, size: int = 50) -> list[list[torch.Tensor]]:
+    """Return nats and gradients of chunks of 7 tokens, with targets absent and z_loss: eager, then as on a GPU."""
+    small_chunks(patch, 7)
+    hidden, weight, targets, scale = problem(dtype)
+    weight = torch.randn(size, 16, generator=torch.Generator().manual_seed(2)).requires_grad_()  # master weights
+    found = []
+    for devices in ((), ("cpu",)):
+        patch.setattr(herd.llama3.model.loss, "FUSED", devices)
+        nll = token_nll(hidden, weight, targets, 0.01)
+        sums = (nll.sum() / 3, (nll * scale).sum())
+        gradients = (torch.autograd.grad(each, (hidden, weight), retain_graph=True) for each in sums)
+        found.append([nll.detach(), *(one for pair in gradients for one in pair)])
+    return found
+
+
+def assert_near(found: list[list[torch.Tensor]], dtype: torch.dtype) -> None:
+    """Nats to the last bits of their type; in bf16 a gradient may round to the neighbor."""
+    nats, rest = {torch.float64: (1e-14, 1e-13), torch.float32: (1e-6, 1e-5), torch.bfloat16: (1e-6, 1e-2)}[dtype]
+    for number, (one, other) in enumerate(zip(*found, strict=True)):
+        error = float((one.double() - other.double()).norm() / one.double().norm())
+        assert error < (rest if number else nats), number
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_passes_of_a_gpu_give_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(herd.llama3.model.loss, "_compiled", lambda function: function)
+    assert_near(both_ways(monkeypatch, dtype), dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_compiled_passes_give_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled for the processor; what is compiled for a GPU is in `tests/cuda/test_loss_kernels.py`."""
+    assert_near(both_ways(monkeypatch, dtype, 1000), dtype)
+
+
+class Half(NoComms):
+    """One of two processes with half of the vocabulary each: it reads what the other reduces, made beforehand."""
+
+    def __init__(self, rank: int, logits_TV: torch.Tensor, targets_T: torch.Tensor, tokens: int) -> None:
+        self.rank, self.tokens, self.calls = rank, tokens, 0
+        self.largest_T1 = logits_TV.amax(-1, keepdim=True)
+        e_TV = (logits_TV - self.largest_T1).exp()
+        self.sums_T1 = e_TV.sum(-1, keepdim=True)
+        self.local_sums_T1 = e_TV.chunk(2, 1)[rank].sum(-1, keepdim=True)
+        self.target_T1 = (logits_TV - self.largest_T1).gather(1, targets_T.clamp(min=0).unsqueeze(1))
+        self.present_T1 = targets_T.unsqueeze(1) >= 0
+
+    def vocab_start(self, local_vocab_size: int) -> int:
+        return local_vocab_size * self.rank
+
+    def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
+        self.chunk = slice(self.calls * self.tokens, (self.calls + 1) * self.tokens)
+        self.calls, self.reduced = self.calls + 1, 0
+        assert (x <= self.largest_T1[self.chunk] + 1e-12).all()
+        return self.largest_T1[self.chunk]
+
+    def all_reduce_sum(self, x: torch.Tensor) -> torch.Tensor:
+        self.reduced += 1
+        if self.reduced == 1:
+            return (self.target_T1 * self.present_T1)[self.chunk]
+        torch.testing.assert_close(x, self.local_sums_T1[self.chunk])
+        return self.sums_T1[self.chunk]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_half_of_a_vocabulary_gives_half_of_the_gradient(
+    rank: int, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_chunks(monkeypatch, 7)
+    monkeypatch.setattr(herd.llama3.model.loss, "FUSED", ("cpu",) if fused else ())
+    monkeypatch.setattr(herd.llama3.model.loss, "_compiled", lambda function: function)
+    hidden, weight, targets, _ = problem(torch.float64)
+    half = Half(rank, (hidden @ weight.T).detach().flatten(0, 1), targets.flatten(), 7)
+    shard = weight.detach().chunk(2)[rank].requires_grad_()
+    nll = token_nll(hidden, shard, targets, comms=half)
+    torch.testing.assert_close(nll, token_nll(hidden, weight, targets))
+    whole = torch.autograd.grad(plain(hidden, weight, targets).sum(), weight)[0]
+    torch.testing.assert_close(torch.autograd.grad(nll.sum(), shard)[0], whole.chunk(2)[rank])
