@@ -2,7 +2,7 @@
 
 Equal texts must be equal bytes before they are hashed. Indentation, tabs, case and punctuation do not change. NFC, not
 NFKC, which would turn x² into x2. `normalize` is the definition, at about 20 MB/s; `normalize_texts` does the same to a
-column with `kernels/text.py` and calls Python only for texts where composition or wrong decoding may matter.
+column with `kernels/text.py` and calls Python only where letters may be decoded wrongly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from herd.llama3.data.kernels.arrow import Bytes, Offsets, text_buffers
-from herd.llama3.data.kernels.text import GARBLED, IS_MARK, LONG_RUN, MOST_MARKS, UNCLEAN, UNCOMPOSED, clean, scan
+from herd.llama3.data.kernels.text import (
+    GARBLED,
+    IS_MARK,
+    LONG_RUN,
+    MOST_MARKS,
+    UNCLEAN,
+    UNCOMPOSED,
+    clean,
+    compose,
+    composition,
+    scan,
+)
 
 _NEXT = "\x80-\xbfŒœŠšŸŽžƒˆ˜–—\u2018-\u2022…‰‹›€™"
 """The bytes 80 to BF decoded as Latin-1 and as Windows-1252."""
@@ -64,17 +75,22 @@ def normalize_texts(texts: Any, repairing: bool = False) -> Any:
         clean(data, starts, stops, flags, out, ends)
         texts = pa.LargeStringArray.from_buffers(len(starts), pa.py_buffer(ends), pa.py_buffer(out))
 
-    # _RUN alone takes 20 times as long as composing, so it sees only the texts where the scan counted marks.
+    # _RUN takes 20 times as long as all else, so it sees only the texts where the scan counted marks.
     texts, _ = replace_texts(texts, np.flatnonzero(flags & LONG_RUN).tolist(), _split_runs)
-    return replace_texts(texts, np.flatnonzero(flags & UNCOMPOSED).tolist(), _compose)[0]
+    return _composed(texts, flags) if (flags & UNCOMPOSED).any() else texts
 
 
 def _split_runs(text: str) -> str:
     return _RUN.sub("\\g<0>\u034f", text)
 
 
-def _compose(text: str) -> str:
-    return text if unicodedata.is_normalized("NFC", text) else unicodedata.normalize("NFC", text)
+def _composed(texts: Any, flags: Bytes) -> Any:
+    data, offsets = text_buffers(texts)
+    unsure = np.diff(offsets)[(flags & UNCOMPOSED) != 0].sum()
+    out, ends = np.empty(int(offsets[-1] - offsets[0] + 2 * unsure), np.uint8), np.zeros(len(offsets), np.int64)
+    if not compose(data, offsets, flags, composition(), out, ends):
+        return texts
+    return pa.LargeStringArray.from_buffers(len(texts), pa.py_buffer(ends), pa.py_buffer(out[: ends[-1]]))
 
 
 def replace_texts(texts: Any, indices: Iterable[int], change: Callable[[str], str]) -> tuple[Any, bool]:
