@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 
-_TOKEN = re.compile(
-    r"\\(?P<edge>begin|end)\{(?P<name>[A-Za-z]+\*?)\}"
-    r"|\\verb\*?(?P<mark>[^A-Za-z\s*])[^\n]{0,500}?(?P=mark)"
-    r"|\\(?:url|nolinkurl|path|href)\{[^{}\n]{0,2000}\}"
-    r"|\\[\s\S]"
-    r"|(?P<comment>(?:^[ \t]*%[^\n]*(?:\n|\Z))|%[^\n]*)",
-    re.M,
-)
-"""What may hold a `%`: verbatim text, an address, an escape; or a comment, of a whole line with its line end."""
 _VERBATIM = ("verbatim", "verbatim*", "Verbatim", "lstlisting", "minted", "alltt", "filecontents", "filecontents*")
 _COMMENT = "comment"
+_MARKED = (
+    rf"(?:begin|end)\{{(?:document|{'|'.join(map(re.escape, (*_VERBATIM, _COMMENT)))})\}}|verb|url|nolinkurl|path|href"
+)
+_TOKEN = re.compile(
+    rf"\\(?={_MARKED})(?P<edge>begin|end)\{{(?P<name>[A-Za-z]+\*?)\}}"
+    r"|\\verb\*?(?P<mark>[^A-Za-z\s*])[^\n]{0,500}?(?P=mark)"
+    r"|\\(?:url|nolinkurl|path|href)\{[^{}\n]{0,2000}\}"
+    rf"|\\[\s\S][^\\%]*+(?:\\(?!{_MARKED})[\s\S][^\\%]*+)*+"
+    r"|%(?P<comment>[^\n]*)"
+)
+"""What may hold a `%`: verbatim text, an address, escapes and the text after them; or a comment. Each begins with one
+of two characters, for which `re` searches quickly."""
 
 
 def plain_tex(text: str) -> str:
@@ -26,7 +29,12 @@ def plain_tex(text: str) -> str:
         at = token.end()
         name = token["name"]
         if token["comment"] is not None:
-            parts.append(text[done : token.start()])
+            begin = text.rfind("\n", done, token.start()) + 1 or done
+            if (begin == 0 or text[begin - 1] == "\n") and not text[begin : token.start()].strip(" \t"):
+                at += 1  # a whole line, with its line end
+            else:
+                begin = token.start()
+            parts.append(text[done:begin])
             done = at
         elif name == "document":
             if token["edge"] == "end":
