@@ -9,10 +9,11 @@ for a model of code and logs. Any marks, blanks or quotes may enclose an address
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from ipaddress import IPv4Network, IPv6Address, IPv6Network
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -241,6 +242,8 @@ def _in_url(text: str, at: int) -> bool:
 _OCTET = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _DOTS = re.compile(r"\.(?<=[0-9]\.)[0-9]{1,3}\.[0-9]{1,3}\.[0-9]")
 _ADDRESS = re.compile(rf"(?:{_OCTET}\.){{3}}{_OCTET}(?![0-9A-Za-z]|\.[0-9])")
+_ONE_DIGIT_EACH = len("1.2.3.4")
+"""Such an address is a version or a section."""
 _LONGER = re.compile(r"[0-9A-Za-z]\.?\Z")
 """Before a number: it is a part of something longer."""
 _ADDRESS_6 = re.compile(r"[23][0-9A-Fa-f]{3}:(?:[0-9A-Fa-f]{0,4}:){1,6}[0-9A-Fa-f]{0,4}")
@@ -269,14 +272,15 @@ _JOINED = re.compile(
     r"|_(?:all|amd64|arm|aarch64|i[3-6]86|x64|x86|linux|darwin|mac|win)"
 )
 """What follows the version in the name of a package: 93.184.21.3-rc1, tool_93.184.21.3_amd64.deb."""
-_SPECIAL = tuple(
-    IPv4Network(text)
-    for text in (
+_SPECIAL = sorted(
+    (int(network[0]), int(network[-1]))
+    for network in map(IPv4Network, (
         "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
         "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24",
         "224.0.0.0/4", "240.0.0.0/4",
-    )
+    ))
 )  # fmt: skip
+"""First and last address of each network."""
 _SPECIAL_6 = tuple(map(IPv6Network, ("2001::/23", "2001:db8::/32", "3fff::/20")))
 """RFC 6890, written out because the result of Python's `is_global` differs between versions."""
 
@@ -284,18 +288,20 @@ _SPECIAL_6 = tuple(map(IPv6Network, ("2001::/23", "2001:db8::/32", "3fff::/20"))
 def _ip_addresses(text: str) -> Iterator[Address]:
     """Yield the public IP addresses."""
     for dots in _DOTS.finditer(text):
-        first = text[max(0, dots.start() - 3) : dots.start()]
-        start = dots.start() - len(first) + len(first.rstrip("0123456789"))
+        stop = dots.start()
+        start = stop - 1
+        while start and stop - start < 3 and text[start - 1] in "0123456789":
+            start -= 1
         match = _ADDRESS.match(text, start)
-        before = text[max(0, start - 2) : start]
-        if not match or _LONGER.search(before):
+        if not match or match.end() - start == _ONE_DIGIT_EACH or _LONGER.search(text, max(0, start - 2), start):
             continue
-        address = IPv4Address(match[0])
-        if all(byte < 10 for byte in address.packed) or any(address in network for network in _SPECIAL):
+        if _is_special(int.from_bytes(map(int, match[0].split(".")))):
             continue
         yield Address(start, match.end(), ADDRESS, not _is_version(text, start, match.end()))
     for match in _ADDRESS_6.finditer(text):
         written, start = match[0], match.start()
+        if "::" not in written and written.count(":") < 7:  # a time, groups of hexadecimal digits
+            continue
         if written[-1] == ":" != written[-2]:
             written = written[:-1]
         stop = start + len(written)
@@ -303,10 +309,15 @@ def _ip_addresses(text: str) -> Iterator[Address]:
             continue
         if _AFTER_6.match(text, stop) or _BEFORE_6.search(text[max(0, start - 6) : start]):
             continue
-        with suppress(ValueError):  # a time, groups of hexadecimal digits
+        with suppress(ValueError):
             address_6 = IPv6Address(written)
             if not any(address_6 in network for network in _SPECIAL_6):
                 yield Address(start, stop, ADDRESS_6, True)
+
+
+def _is_special(address: int) -> bool:
+    place = bisect_right(_SPECIAL, (address, 1 << 32)) - 1
+    return place >= 0 and address <= _SPECIAL[place][1]
 
 
 def _is_version(text: str, start: int, stop: int) -> bool:
