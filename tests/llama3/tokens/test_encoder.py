@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from herd.llama3.tokens.adversarial_strings import EVERYTHING, adversarial_strings
 from herd.llama3.tokens.encoder import (
     LONGEST_SPACE,
+    PICTURES,
     Encoder,
     GigatokenEncoder,
     TiktokenEncoder,
@@ -99,7 +100,18 @@ def test_text_with_points_of_a_later_unicode_keeps_its_place(encoder: Encoder) -
 def test_unassigned_points_are_those_of_the_unicode_table() -> None:
     points = [chr(point) for point in range(0, sys.maxunicode, 7) if not 0xD800 <= point <= 0xDFFF]
     found = pc.match_substring_regex(pa.array(points), unassigned_pattern()).to_pylist()
-    assert found == [unicodedata.category(point) == "Cn" for point in points]
+    new = [unicodedata.category(point) == "Cn" and not PICTURES[0] <= ord(point) <= PICTURES[1] for point in points]
+    assert found == new
+
+
+def test_pictures_of_a_later_unicode_are_encoded_as_by_the_reference(encoder: Encoder) -> None:
+    around = ("{}", "a{}b", " {}1", "{}{}\n", "'{}s")
+    texts = [form.replace("{}", chr(point)) for point in range(PICTURES[0], PICTURES[1] + 1) for form in around]
+    assert not any(unicodedata.category(chr(point))[0] in "LNZ" for point in range(PICTURES[0], PICTURES[1] + 1))
+    ids, offsets = encoder.encode_flat(texts)
+    expected, bounds = TiktokenEncoder(BASE).encode_flat(texts)
+    assert np.array_equal(offsets, bounds)
+    assert np.array_equal(ids, expected)
 
 
 def test_surrogates_are_replaced_and_nulls_refused(encoder: Encoder) -> None:
