@@ -141,6 +141,7 @@ _DAY = re.compile(r"\d{4}-\d\d-\d\d")
 _DIGITS = re.compile(r"(\d{4})[-/]?(\d\d)[-/]?(\d\d)(?:(\d\d)(\d\d)(\d\d))?")
 _NUMBER = re.compile(r"\d{9,13}(\.\d+)?")
 _SLASHES = re.compile(r"(\d{1,2})/(\d{1,2})/(\d{4})")
+_LETTER = re.compile(r"[^\W\d_]")
 _WORDS = ("%b %d, %Y", "%B %d, %Y", "%d %b %Y", "%d %B %Y")
 UNREAD = "?"
 """Date of a record whose date cannot be read; `prepare` counts it and writes none."""
@@ -185,12 +186,13 @@ def _from_text(text: str) -> str:
         first, second, year = map(int, slashes.groups())
         day, month = (first, second) if first > 12 else (second, first)
         return date(year, month, day).isoformat() if first > 12 or second > 12 or first == second else ""
-    if any(letter.isalpha() for letter in text[:6]):  # `Jan 5, 2024` or `5 January 2024`, with a time or without
-        for form in _WORDS:
-            for clock in ("", " %H:%M", " %H:%M:%S"):
-                with suppress(ValueError):
-                    moment = datetime.strptime(text, form + clock)
-                    return _format(moment) if clock else moment.date().isoformat()
+    if _LETTER.search(text[:6]):  # `Jan 5, 2024` or `5 January 2024`, with a time or without
+        clock = ("", " %H:%M", " %H:%M:%S")[min(text.count(":"), 2)]
+        forms = _WORDS[2:] if text[0].isdigit() else () if text.split(None, 1)[0].endswith(",") else _WORDS[:2]
+        for form in forms:
+            with suppress(ValueError):
+                moment = datetime.strptime(text, form + clock)
+                return _format(moment) if clock else moment.date().isoformat()
     if _DAY.fullmatch(text):
         return date.fromisoformat(text).isoformat()
     if not text[:4].isdigit():
