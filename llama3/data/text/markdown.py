@@ -142,10 +142,13 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
     pieces, begin, end, written = list[str](), -1, 0, 0  # of the block that is read: its text and its bytes
     rows, numbers, prefix = list[list[str]](), list[bool](), ""
     attributed = True  # where attributes may stand: at the beginning of a line, after a link or an image
+    event: Any
+    value: Any
     for event, span in pyromark.events_with_range(text, options=_OPTIONS, merge_text=True):
-        kind, value = _only(event)
+        # The parser writes an event without a value as its name.
+        kind, value = (event, None) if isinstance(event, str) else event.popitem()
         if kind in ("Start", "End"):
-            name, inner = _only(value)
+            name, inner = (value, None) if isinstance(value, str) else value.popitem()
             if name in _INLINE:
                 attributed = kind == "End" and name in ("Link", "Image")
                 continue
@@ -197,11 +200,6 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
         elif kind == "HardBreak":
             pieces.append("\n")
         attributed = kind in ("SoftBreak", "HardBreak")
-
-
-def _only(event: Any) -> tuple[str, Any]:
-    """Return the name of an event and its value; the parser writes events without a value as their name."""
-    return (event, None) if isinstance(event, str) else next(iter(event.items()))
 
 
 def _character(data: bytes, at: int) -> str:
