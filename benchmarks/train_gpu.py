@@ -27,7 +27,7 @@ from benchmarks.measure import NotMeasured
 from benchmarks.null_cuda import memory_errors, predicted_layer_s, step_cost
 from benchmarks.rows import Row, measured
 from benchmarks.train_session import TrainSession
-from herd.llama3.model.attention import AttentionMask, attend, attention_mask, can_attend
+from herd.llama3.model.attention import AttentionMask, attend, attention_mask, can_attend, use_flash
 from herd.llama3.model.flops import flops_per_token
 from herd.llama3.model.linear import check_device, use_float8
 from herd.llama3.model.transformer import Transformer, empty_model
@@ -98,6 +98,7 @@ def gpu_row(run: TrainSession, name: str) -> Row:
 
 def attention_errors() -> dict[str, float]:
     """Return the relative error of each way of attention, gradients included, against all scores in fp64 on the CPU."""
+    use_flash("auto", torch.device("cuda"))
     heads, groups, size, random = 8, 2, 64, torch.Generator().manual_seed(1)
     positions_S = torch.arange(VALUE_SEQ)
     documents_BS = torch.stack([positions_S // 100, positions_S // 37])
@@ -274,6 +275,7 @@ def build_model(
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else torch.nn.init.ones_(parameter)
     model.compute, model.recompute = torch.bfloat16, RECOMPUTE[shape]
+    use_flash("auto", device)
     if float8:
         use_float8(model.layers)
     for block in model.layers.values() if compiled else ():

@@ -1,8 +1,9 @@
 """Grouped-query attention within documents, by the fastest kernel of each device, with rotary positions.
 
 All ways equal the masked one. CPU: one causal call per document. CUDA: cuDNN or flash attention for whole sequences,
-the packed flash kernel for documents, FlexAttention for keys in another order (context parallelism). On a GPU each is
-within 0.5 % of fp64 in bf16, gradients included (`python -m benchmarks train --only gpu/attention`).
+the packed flash kernel for documents (version 3 on Hopper where it is installed, else 2), FlexAttention for keys in
+another order (context parallelism). On a GPU each is within 0.5 % of fp64 in bf16, gradients included (`python -m
+benchmarks train --only gpu/attention`).
 
 Shapes: B batch, S sequence, Q queries and T keys of this process, D model, H query heads, K key/value heads,
 E features of a head, L tokens of a document.
@@ -11,8 +12,9 @@ E features of a head, L tokens of a document.
 from __future__ import annotations
 
 import math
+import warnings
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,10 @@ SHORTEST = 4
 """Mean tokens of a document below which one mask is cheaper than a call per document."""
 PACKED = (torch.bfloat16, torch.float16)
 """Types that the packed kernel accepts."""
+HOPPER = (9, 0)
+"""Compute capability of the H100 and H200, for which FlashAttention 3 is written."""
+FLASH_3 = "flash_attn_interface"
+"""Module of FlashAttention 3 (package flash-attn-3)."""
 PRIORITY = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -118,6 +124,48 @@ def _blocks(documents_BS: Tensor | None, queries_Q: Tensor, keys_T: Tensor) -> A
     return _create_block_mask()(may_read, batch, None, len(queries_Q), len(keys_T), device=queries_Q.device)
 
 
+def use_flash(version: Literal["auto", 2, 3], device: torch.device) -> int:
+    """Choose the flash attention of this process, for packed documents above all; return its version.
+
+    auto: FlashAttention 3 on Hopper if it is installed, for deterministic operations torch's own 2. Raises ValueError
+    if 3 is asked for and cannot run. Call it before a block is compiled.
+    """
+    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+
+    restore_flash_attention_impl(_raise_warn=False)
+    if version == 2 or (version == "auto" and torch.are_deterministic_algorithms_enabled()):
+        return 2
+    if device.type != "cuda":
+        if version == "auto":
+            return 2
+        raise ValueError("cluster.layout.flash: 3 needs GPUs; leave it out on processors")
+    if (capability := torch.cuda.get_device_capability(device)) != HOPPER:
+        if version == "auto":
+            return 2
+        name, number = torch.cuda.get_device_name(device), ".".join(map(str, capability))
+        raise ValueError(
+            f"cluster.layout.flash: 3 needs an H100 or H200 (compute capability 9.0), {name} has {number}; write auto"
+        )
+    try:
+        activate_flash_attention_impl("FA3")
+    except (ImportError, OSError, RuntimeError) as error:
+        if version == 3:
+            raise ValueError(
+                f"cluster.layout.flash: 3 needs the package flash-attn-3 ({error}); install it or write auto"
+            ) from error
+        if not (isinstance(error, ModuleNotFoundError) and error.name == FLASH_3):  # installed, and cannot be loaded
+            warnings.warn(f"{FLASH_3}: {error}; documents take FlashAttention 2, which is slower", stacklevel=2)
+        return 2
+    return 3
+
+
+def flash_version() -> int:
+    """Return the version of the flash attention that this process takes."""
+    from torch.nn.attention import current_flash_attention_impl
+
+    return 3 if current_flash_attention_impl() == "FA3" else 2
+
+
 def attend(q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, visible: AttentionMask) -> Tensor:
     """Return softmax(q k^T / sqrt(E)) v over the visible keys, [B, S, H, E]."""
     if visible.starts is not None:
@@ -151,7 +199,7 @@ def _sdpa(q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor | None) -
 
 
 def _packed(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, starts: Tensor) -> Tensor:
-    """Return attention over packed documents by flash attention 2 in plain torch; CUDA only."""
+    """Return attention over packed documents by flash attention (see `use_flash`); CUDA only."""
     from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler, 1 s or more
 
     longest = q_BSHE.shape[1]  # an upper bound: the true maximum would be a new shape in each batch

@@ -53,6 +53,10 @@ class Layout(BaseModel):
     async_tp: bool = False
     """Overlap tensor-parallel communication with matrix products (GPUs with NVLink, needs compile)."""
 
+    flash: Literal["auto", 2, 3] = "auto"
+    """FlashAttention of packed documents; auto: 3 on Hopper if flash-attn-3 is installed and the run is not
+    deterministic, else 2."""
+
     @property
     def model_parallel(self) -> int:
         """Processes that compute one copy of the model: tp x cp x pp."""

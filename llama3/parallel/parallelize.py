@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from herd.llama3.model.attention import use_flash
 from herd.llama3.model.linear import Weighted, use_float8
 from herd.llama3.model.param_table import param_row
 from herd.llama3.model.transformer import Transformer
@@ -106,6 +107,7 @@ def empty_model_parts(
     `master` is the type of weights, `compute` that of products (None: the same); `float8` is for products in blocks.
     """
     layout = world.layout
+    use_flash(layout.flash, world.device)
     ranges = split_layers(config.layers, layout.stages)
     models = {}
     for stage in range(world.axis("pp").rank, layout.stages, layout.pp):

@@ -99,12 +99,15 @@ def describe_environment(device: torch.device, hosts_and_devices: Sequence[tuple
     }
     if device.type != "cuda":
         return environment
+    from herd.llama3.model.attention import flash_version
+
     nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     version = re.search(r"Kernel Module(?: for \S+)?\s+(\S+)", DRIVER.read_text()) if DRIVER.exists() else None
     return environment | {
         "cuda": str(torch.version.cuda),
         "nccl": ".".join(map(str, nccl)),
         "driver": version[1] if version else "",
+        "flash_attention": str(flash_version()),
     }
 
 

@@ -95,6 +95,7 @@ def scaled_layout(layout: Layout, world: int, processes: int) -> tuple[Layout, i
         "microbatch_group_size": 0,
         "compile": False,
         "async_tp": False,
+        "flash": "auto",
     }
     return layout.model_copy(update=changes), model_parallel * dp
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,7 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from herd.llama3.model.attention import AttentionMask, _blocks, _flex, _starts, attend, can_attend, document_lengths
+from herd.llama3.model.attention import (
+    FLASH_3,
+    AttentionMask,
+    _blocks,
+    _flex,
+    _starts,
+    attend,
+    can_attend,
+    document_lengths,
+    flash_version,
+    use_flash,
+)
 from herd.llama3.model.comms import NoComms
 from herd.llama3.model.linear import RMSNorm
 
@@ -151,3 +165,54 @@ def test_the_norms_own_backward_pass_is_that_of_the_formula() -> None:
     wrt = (x, norm.weight)
     for a, b in zip(torch.autograd.grad(norm(x), wrt, outer), torch.autograd.grad(plain, wrt, outer), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A device that says that it is an H100; no FlashAttention 3 is installed."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setitem(sys.modules, FLASH_3, None)  # type: ignore[arg-type]
+    return torch.device("cuda")
+
+
+def test_hopper_takes_flash_attention_3_where_it_is_installed(
+    hopper: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.nn.attention._registry._FLASH_ATTENTION_IMPLS", {"FA3": Installed})
+    for asked, taken in (("auto", 3), (3, 3), (2, 2)):
+        assert use_flash(asked, hopper) == taken  # type: ignore[arg-type]
+        assert flash_version() == taken
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert use_flash("auto", hopper) == 2
+    finally:
+        torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert use_flash("auto", hopper) == flash_version() == 2
+    with pytest.raises(ValueError, match=r"flash: 3 needs an H100 .*, NVIDIA A100 has 8\.0; write auto"):
+        use_flash(3, hopper)
+
+
+class Installed:
+    """Stands for the handle of FlashAttention 3."""
+
+    def remove(self) -> None:
+        pass
+
+
+def test_without_the_package_hopper_takes_flash_attention_2(
+    hopper: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monkeypatch.delitem(sys.modules, FLASH_3)
+        assert use_flash("auto", hopper) == 2
+    with pytest.raises(ValueError, match=r"flash: 3 needs the package flash-attn-3 \(No module .*\); install it or"):
+        use_flash(3, hopper)
+    monkeypatch.setitem(sys.modules, FLASH_3, ModuleType(FLASH_3))  # another build, without its kernels
+    with pytest.warns(UserWarning, match="does not expose FA3 .*kernels; documents take FlashAttention 2"):
+        assert use_flash("auto", hopper) == 2
+    assert use_flash("auto", torch.device("cpu")) == 2
+    with pytest.raises(ValueError, match="flash: 3 needs GPUs; leave it out on processors"):
+        use_flash(3, torch.device("cpu"))
