@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from benchmarks import copies, curation, curation_15t, curation_near, curation_scale, languages, streams, texts
+from benchmarks import copies, curation, curation_15t, curation_near, curation_scale, languages, scripts, streams, texts
 from benchmarks.curation_near import NearJob
 from benchmarks.curation_scale import Place
 from benchmarks.rows import TARGETS, Row, rows_of
@@ -32,6 +32,8 @@ MEASURES: dict[str, Callable[[Session, str], Row]] = {
     "drops/cpu": curation.drops_cost,
     "decontaminate/questions": curation.questions_found,
     "language/accuracy": languages.accuracy,
+    **{f"scripts/{path}": scripts.slowest for path in scripts.PATHS},
+    "scripts/addresses": scripts.address,
     "tokens/huggingface": texts.tokens_huggingface,
     "tokens/tiktoken": texts.tokens_tiktoken,
     "tokens/pattern": texts.tokens_pattern,

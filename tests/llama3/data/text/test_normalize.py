@@ -10,6 +10,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.scripts import texts_of_kinds
 from herd.llama3.data.kernels.arrow import text_buffers
 from herd.llama3.data.kernels.text import GARBLED, LONG_RUN, UNCOMPOSED, scan
 from herd.llama3.data.text.normalize import SIGNS, fix_mojibake, normalize, normalize_texts
@@ -141,6 +142,39 @@ def test_usual_text_of_any_script_is_not_searched_for_runs() -> None:
     assert not any(flags & LONG_RUN for flags in flags_of(texts))
     marks = [chr(point) for point in range(0x300, 0x110000) if unicodedata.combining(chr(point))]
     assert all(flags & LONG_RUN for flags in flags_of([mark * 1000 for mark in marks]))
+
+
+JOINING = [
+    chr(point)
+    for point in (*range(0x3400), *range(0xA000, 0xAC40), *range(0xF900, 0x10000), 0x110B9, 0x110BA, 0x1D157, 0x1D165)
+    if unicodedata.combining(chr(point)) or unicodedata.decomposition(chr(point))[:1] not in ("", "<")
+]
+KOREAN = [
+    chr(point) for low, high in ((0x1100, 0x1113), (0x1161, 0x1176), (0x11A7, 0x11C3)) for point in range(low, high)
+]
+
+
+@given(
+    st.lists(st.text(st.sampled_from([*JOINING, *KOREAN * 9, *"가각가a \u1112\u09c7\u09be"]), max_size=30), max_size=5)
+)
+def test_characters_are_composed_as_by_the_definition(texts: list[str]) -> None:
+    apart = [unicodedata.normalize("NFD", text) for text in texts]
+    assert normalize_texts(column(texts + apart)).to_pylist() == list(map(normalize, texts + apart))
+
+
+def test_every_code_point_is_composed_as_by_the_definition() -> None:
+    points = [chr(point) for point in range(0x80, 0x110000) if not 0xD800 <= point < 0xE000]
+    texts = [
+        "".join(f"{point}\u0323\u0301{point}\n" for point in points[at : at + 256]) for at in range(0, len(points), 256)
+    ]
+    assert normalize_texts(column(texts)).to_pylist() == list(map(normalize, texts))
+
+
+def test_text_of_each_script_is_normalized_as_by_the_definition() -> None:
+    texts = [text for kind in texts_of_kinds(2).values() for text in kind]
+    texts += [unicodedata.normalize("NFD", text) for text in texts]
+    texts += [text.replace(" ", "").replace("\n", "") for text in texts]
+    assert normalize_texts(column(texts)).to_pylist() == list(map(normalize, texts))
 
 
 def test_endless_marks_on_one_letter_take_time_by_their_number() -> None:
