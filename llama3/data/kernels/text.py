@@ -314,7 +314,7 @@ def composition() -> Composition:
 
 @njit(cache=True, nogil=True)
 def compose(data: Bytes, offsets: Offsets, flags: Bytes, tables: Composition, out: Bytes, ends: Offsets) -> int:
-    """Write all texts to `out` consecutively, in NFC if flagged UNCOMPOSED; return how many bytes that changed.
+    """Write all texts to `out` consecutively, in NFC if flagged UNCOMPOSED; return 1 if that changed any, else 0.
 
     Text i is data[offsets[i] : offsets[i + 1]] and ends at ends[i + 1]. `out` needs room for three times the bytes of
     flagged texts. Takes linear time if no text has more than MOST_MARKS marks in a row.
@@ -340,7 +340,7 @@ def compose(data: Bytes, offsets: Offsets, flags: Bytes, tables: Composition, ou
                             points = np.empty(2 * _LONGEST * (position - start), np.int64)
                             classes = np.empty(len(points), np.uint8)
                         begin, at = at, _write_composed(text, start, position, tables, points, classes, out, at)
-                        changed += _differ(text, start, position, out, begin, at)
+                        changed = changed or _differ(text, start, position, out, begin, at)
                         copied = position
                     start, before, dirty = position, 0, False
                 else:
