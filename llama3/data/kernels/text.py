@@ -263,7 +263,7 @@ _LONGEST = 4
 """Code points of the longest decomposition."""
 
 
-class Composition(NamedTuple):
+class NFCTables(NamedTuple):
     """Tables of NFC, by code point below _LIMIT."""
 
     kinds: Bytes
@@ -279,7 +279,7 @@ class Composition(NamedTuple):
 
 
 @cache
-def composition() -> Composition:
+def composition() -> NFCTables:
     """Return the tables of this Python's Unicode version; 0.05 s, once."""
     kinds, classes = np.zeros(_LIMIT, np.uint8), np.zeros(_LIMIT, np.uint8)
     parts, points = np.zeros((_LIMIT, 2), np.int32), list[int]()
@@ -309,11 +309,11 @@ def composition() -> Composition:
     columns[list(firsts), 0] = list(firsts.values())
     columns[list(seconds), 1] = list(seconds.values())
     kinds[[*seconds, *range(_V, _V + _VOWELS), *range(_T + 1, _T + _FINALS)]] = _CHANGES
-    return Composition(kinds, classes, parts, np.array(points, np.int32), columns, table)
+    return NFCTables(kinds, classes, parts, np.array(points, np.int32), columns, table)
 
 
 @njit(cache=True, nogil=True)
-def compose(data: Bytes, offsets: Offsets, flags: Bytes, tables: Composition, out: Bytes, ends: Offsets) -> int:
+def compose(data: Bytes, offsets: Offsets, flags: Bytes, tables: NFCTables, out: Bytes, ends: Offsets) -> int:
     """Write all texts to `out` consecutively, in NFC if flagged UNCOMPOSED; return 1 if that changed any, else 0.
 
     Text i is data[offsets[i] : offsets[i + 1]] and ends at ends[i + 1]. `out` needs room for three times the bytes of
@@ -374,7 +374,7 @@ def _differ(text: Bytes, start: int, stop: int, out: Bytes, begin: int, end: int
 
 @njit(cache=True, nogil=True)
 def _write_composed(
-    text: Bytes, start: int, stop: int, tables: Composition, points: Offsets, classes: Bytes, out: Bytes, end: int
+    text: Bytes, start: int, stop: int, tables: NFCTables, points: Offsets, classes: Bytes, out: Bytes, end: int
 ) -> int:
     """Write the characters text[start:stop] in NFC to `out[end:]` and return where they end."""
     count = 0
@@ -407,7 +407,7 @@ def _write_composed(
 
 
 @njit(cache=True, nogil=True)
-def _pair(first: int, second: int, tables: Composition) -> int:
+def _pair(first: int, second: int, tables: NFCTables) -> int:
     """Return the code point that two compose to, or 0."""
     if first >= _LIMIT or second >= _LIMIT:
         return 0
