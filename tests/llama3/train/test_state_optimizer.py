@@ -17,7 +17,7 @@ from herd.llama3.train.checkpoint.dcp import save_state
 from herd.llama3.train.checkpoint.manager import load_state
 from herd.llama3.train.checkpoint.manifest import CheckpointManifest
 from herd.llama3.train.state import Precision, TrainState, adamw
-from herd.llama3.train.train_step import scale, squared_norm
+from herd.llama3.train.train_step import PIECE, scale, squared_norm
 from tests.dist import run
 from tests.llama3.parallel.layout_samples import norm_of_replicated_and_sharded
 from tests.llama3.train.checkpoint_samples import ALONE
@@ -127,9 +127,47 @@ def test_norm_and_scale_lose_no_small_gradient_beside_a_large_one() -> None:
         parameter.grad = torch.ones_like(parameter)
         parameter.grad.view(-1)[0] = 2**13
     squares = sum(2**26 + parameter.numel() - 1 for parameter in parameters)
-    assert float(squared_norm(parameters)) == pytest.approx(squares, rel=1e-14)
+    assert float(squared_norm(parameters, exact=True)) == pytest.approx(squares, rel=1e-14)
+    assert float(squared_norm(parameters)) == pytest.approx(squares, rel=1e-6)  # some within a piece
     scale(parameters, torch.tensor(0.25, dtype=torch.float64))
-    assert float(squared_norm(parameters)) == pytest.approx(squares / 16, rel=1e-14)
+    assert float(squared_norm(parameters, exact=True)) == pytest.approx(squares / 16, rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("size", [1, PIECE - 1, PIECE, 5 * PIECE + 3, 2**20])
+def test_the_norm_of_pieces_is_that_of_fp64(size: int, dtype: torch.dtype) -> None:
+    """Also in shards, out of order in memory, and of very different sizes."""
+    dice = torch.Generator().manual_seed(size)
+    values = torch.randn(size, generator=dice) * torch.logspace(-6, 3, size)
+    parameter = torch.nn.Parameter(torch.zeros(size, 2, dtype=dtype))
+    parameter.grad = torch.stack([values, values.flip(0)]).to(dtype).T  # not contiguous
+    due = float(parameter.grad.double().square().sum())
+    assert float(squared_norm([parameter])) == pytest.approx(due, rel=1e-7)
+    halves = [torch.nn.Parameter(part.clone()) for part in parameter.grad.split(max(1, size // 3))]
+    for half in halves:
+        half.grad = half.detach()
+    assert float(squared_norm(halves)) == pytest.approx(due, rel=1e-7)
+    assert float(squared_norm([parameter])) == float(squared_norm([parameter]))
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        parameter.grad[-1, 0] = bad
+        assert not float(squared_norm([parameter])) < torch.inf
+        assert not float(squared_norm([parameter], exact=True)) < torch.inf
+
+
+@pytest.mark.parametrize("value", [1.1, 1 / 3, 0.1, 1e-20, 1e18])
+def test_the_norm_of_equal_values_is_as_exact_as_fp32(value: float) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2**16))
+    parameter.grad = torch.full((2**16,), value)
+    due = float(parameter.grad.double().square().sum())
+    assert float(squared_norm([parameter])) == pytest.approx(due, rel=2.5e-7)
+
+
+def test_the_norm_copies_no_gradient() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2**20))
+    parameter.grad = torch.ones(2**20)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        squared_norm([parameter])
+    assert 0 < sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages()) < 2**20
 
 
 @given(st.lists(st.floats(-1000, 1000, width=32), min_size=2, max_size=64), st.randoms())

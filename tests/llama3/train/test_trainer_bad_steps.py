@@ -272,10 +272,10 @@ def sick_rank(path: Path, steps: list[int]) -> int:
     engine: Any = importlib.import_module("herd.llama3.train.train_step")
     number, real = -1, engine.squared_norm
 
-    def sick(parameters: Any) -> Any:
+    def sick(parameters: Any, exact: bool) -> Any:
         nonlocal number
         number += 1
-        squares = real(parameters)
+        squares = real(parameters, exact)
         return squares * math.inf if number in steps and os.environ["RANK"] == "1" else squares
 
     engine.squared_norm = sick
