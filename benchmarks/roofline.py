@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +29,7 @@ from benchmarks.rows import Row, measured
 from benchmarks.train_gpu import LLAMA3_VOCAB_SIZE, SEQ, SEQUENCES, SHAPES, build_model
 from benchmarks.train_session import TrainSession
 from herd.llama3.hardware.topology import load_fabric
+from herd.llama3.model import loss
 from herd.llama3.model.flops import flops_per_token
 from herd.llama3.model.linear import casts_kept, keep_casts
 from herd.llama3.planner.device_curves import Curves, prior_curves
@@ -125,7 +127,7 @@ def step_work(shape: str, compiled: bool, float8: bool, layers: int) -> Work:
     tokens_BS, targets_BS = text_BS[:, :-1].contiguous(), text_BS[:, 1:].contiguous()
     work = Work()
     for number in range(2):  # the first makes gradients and moments
-        with Counting() as counting:
+        with Counting() as counting, patch.object(loss, "FUSED", ()):
             model(tokens_BS, None, targets_BS).sum().backward()
             torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], 1.0)
             optimizer.step()
@@ -134,9 +136,12 @@ def step_work(shape: str, compiled: bool, float8: bool, layers: int) -> Work:
     del model, optimizer
     gc.collect()
     torch.cuda.empty_cache()
+    dim = Model.model_validate(SHAPES[shape]).dim
+    eager, fused = (loss_moved(tokens_BS.numel(), dim, each) for each in (False, True))
+    work.moved += sum(fused) - sum(eager)  # compiled in every run
     if compiled:
-        eager, fused = (layer_moved(shape, each, float8) for each in (False, True))
-        work = work.plus(eager, -layers).plus(fused, layers)
+        plain, compact = (layer_moved(shape, each, float8) for each in (False, True))
+        work = work.plus(plain, -layers).plus(compact, layers)
     return work
 
 
@@ -150,7 +155,7 @@ def layer_moved(shape: str, compiled: bool, float8: bool) -> Work:
     block.register_forward_pre_hook(lambda _, args, more: caught.append((args, more)), with_kwargs=True)
     text_BS = torch.zeros(SEQUENCES[shape], SEQ, device=device, dtype=torch.int64)
     with fused_bytes() as fused:
-        model(text_BS, None, text_BS).sum().backward()
+        model(text_BS, head=lambda hidden_BSD, weight_VD: hidden_BSD).sum().backward()
     if compiled:
         return Work(moved=fused())
     (x_BSD, *others), more = caught[0]
@@ -160,6 +165,39 @@ def layer_moved(shape: str, compiled: bool, float8: bool) -> Work:
     with Counting() as counting:
         block(x_BSD, *others, **more).backward(gradient_BSD)
     return Work(moved=counting.work.moved)
+
+
+@cache
+def loss_moved(tokens: int, dim: int, fused: bool) -> tuple[float, float]:
+    """Return the bytes of the loss's passes over the logits, and of what else it does beside its products."""
+    hidden_BSD = torch.zeros(1, tokens, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight_VD = torch.zeros(LLAMA3_VOCAB_SIZE, dim, device="cuda", requires_grad=True)
+    targets_BS = torch.zeros(1, tokens, device="cuda", dtype=torch.int64)
+
+    def step() -> None:
+        loss.token_nll(hidden_BSD, weight_VD, targets_BS).sum().backward()
+
+    def uncounted(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda logits_CV, *others: (
+            (logits_CV.new_empty(len(logits_CV), 1, dtype=torch.float32),) * 3 if len(others) == 1 else logits_CV
+        )
+
+    devices = ("cuda",) if fused else ()
+    with Counting() as counting, patch.multiple(loss, FUSED=devices, _compiled=uncounted):
+        step()
+    if not fused:
+        narrow = tokens * LLAMA3_VOCAB_SIZE * 2
+        passes = EAGER_PASSES * narrow
+        return passes, counting.work.moved - passes
+    loss._compiled.cache_clear()
+    with fused_bytes() as kernels:
+        step()
+        return kernels(), counting.work.moved
+
+
+EAGER_PASSES = 18
+"""In passes over bf16 logits: two casts 6, maximum 2, subtraction 4, exp 4, sum 2; 10 reads and writes, and 3 of single
+values that a count of operations takes for whole."""
 
 
 @contextmanager
@@ -243,6 +281,36 @@ def float8_row(name: str) -> Row:
             raise ValueError(other)
 
 
+H200 = {"8b": 33_983, "32 layers": 10_200, "fp8": 1.235}
+"""Measured on one H200 on 2026-11-26: tokens/s of 8 layers, of 32 by layers of 2.86 us, and float8 over bf16."""
+LOGITS_S, RATE = 0.027, 4.1e12
+"""Seconds of the passes over the logits of 16,384 tokens there, and its bytes a second."""
+
+
+def h200_row(name: str) -> Row:
+    """Return what the H200's steps come to with the loss of today: its passes take the same time per byte."""
+    tokens = 2 * SEQ
+    eager, fused = (loss_moved(tokens, 4096, each) for each in (False, True))
+    passes = fused[0] / (tokens * LLAMA3_VOCAB_SIZE * 2)
+    if name.endswith("/loss"):
+        return measured(name, passes, f"eager 13, as many bytes as {EAGER_PASSES}")
+    saved_s = LOGITS_S * (1 - fused[0] / eager[0]) + (eager[1] - fused[1]) / RATE
+    kind = name.removeprefix("roofline/h200-")
+    layers = 32 if kind.startswith("32") else 8
+    bf16_s = tokens / H200["32 layers" if layers == 32 else "8b"]
+    if kind.endswith("fp8"):  # the bytes that a layer's weights took in each of 16 micro-batches, before and now
+        casts_s = layers * (11.72e9 - layer_cost(True).moved - layer_cost(True).casts / 16) / RATE
+        after_s = bf16_s / H200["fp8"] - saved_s - casts_s
+        return measured(name, (bf16_s - saved_s) / after_s, f"{H200['fp8']} before; 16 micro-batches")
+    config = Model.model_validate({"preset": "8b", "layers": layers})
+    flops, peak = flops_per_token(config, LLAMA3_VOCAB_SIZE, SEQ), peak_flops("NVIDIA H200", "bf16")
+    assert peak is not None
+    per_token = flops.full if kind.endswith("full") else flops.causal
+    before, after = (100 * per_token * tokens / each / peak.flops for each in (bf16_s, bf16_s - saved_s))
+    note = f"{before:.1f} before; {tokens / (bf16_s - saved_s):,.0f} tokens/s, {1e3 * saved_s:.0f} ms less"
+    return measured(name, after, note)
+
+
 @cache
 def predicted_step(shape: str, compiled: bool, float8: bool) -> dict[str, float]:
     """Return the seconds of a step of the whole model by kind of work."""
@@ -261,6 +329,8 @@ def roofline_row(run: TrainSession, name: str) -> Row:
         raise NotMeasured("no null CUDA device; make test-cuda")
     if name.startswith("roofline/layer-fp8-"):
         return float8_row(name)
+    if name.startswith("roofline/h200-") or name == "roofline/loss":
+        return h200_row(name)
     shape, mode = name.split("/")[1].split("-")
     seconds, tokens = predicted_step(shape, mode != "eager", mode == "fp8"), SEQUENCES[shape] * SEQ
     total = sum(seconds.values())
