@@ -347,8 +347,8 @@ class InstalledFile:
 def package_files() -> tuple[InstalledFile, ...]:
     """Return the files of Python's standard library and of the installed packages, by name."""
     paths = sysconfig.get_paths()
-    files = [*_below(Path(paths["stdlib"]), "stdlib")]
-    for folder in {Path(paths[key]).resolve() for key in ("purelib", "platlib")}:
+    files = [*_below(paths["stdlib"], "stdlib")]
+    for folder in {os.path.realpath(paths[key]) for key in ("purelib", "platlib")}:
         files += _below(folder, "packages")
     return tuple(sorted(files, key=lambda file: file.name))
 
@@ -356,21 +356,19 @@ def package_files() -> tuple[InstalledFile, ...]:
 @cache
 def system_files() -> tuple[InstalledFile, ...]:
     """Return the files of the manual, documentation and translation folders that exist, by name."""
-    files = [file for root, folder in SYSTEM_FOLDERS.items() for file in _below(folder, root)]
+    files = [file for root, folder in SYSTEM_FOLDERS.items() for file in _below(str(folder), root)]
     return tuple(sorted(files, key=lambda file: file.name))
 
 
 @cache
-def installed_state() -> str:
-    """Return a digest of the names and sizes of all these files."""
-    files = "\0".join(f"{file.name} {file.size}" for file in (*package_files(), *system_files()))
-    return blake2b(files.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+def installed_state(system: bool) -> str:
+    """Return a digest of the interpreter's version and of the names and sizes of all these files.
 
-
-def distributions() -> list[str]:
-    """Return `name-version` of every installed distribution, sorted."""
-    tops = {file.name.split("/")[1] for file in package_files() if file.name.startswith("packages/")}
-    return sorted(top.removesuffix(".dist-info") for top in tops if top.endswith(".dist-info"))
+    Which of them a domain reads is not asked: that takes seconds for the 100,000 files of a usual environment.
+    """
+    files = (*package_files(), *(system_files() if system else ()))
+    text = "\0".join([sys.version, *(f"{file.name} {file.size}" for file in files)])
+    return blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 def spread(files: Iterable[InstalledFile]) -> list[InstalledFile]:
@@ -401,18 +399,20 @@ def licenses() -> dict[str, str]:
     return declared
 
 
-def _below(folder: Path, root: str) -> Iterator[InstalledFile]:
+def _below(folder: str, root: str) -> Iterator[InstalledFile]:
     """Yield the regular files below `folder` that are small enough for text; links would count files twice."""
     try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        entries = os.scandir(folder)
     except OSError:
         return
-    for entry in entries:
-        name = f"{root}/{entry.name}"
-        if entry.is_dir(follow_symlinks=False) and entry.name not in _SKIPPED_FOLDERS:
-            yield from _below(Path(entry.path), name)
-        elif entry.is_file(follow_symlinks=False) and 0 < (size := entry.stat().st_size) <= _LARGEST_FILE:
-            yield InstalledFile(entry.path, name, size)
+    with entries:
+        for entry in entries:
+            name = f"{root}/{entry.name}"
+            if entry.is_dir(follow_symlinks=False):
+                if entry.name not in _SKIPPED_FOLDERS:
+                    yield from _below(entry.path, name)
+            elif entry.is_file(follow_symlinks=False) and 0 < (size := entry.stat().st_size) <= _LARGEST_FILE:
+                yield InstalledFile(entry.path, name, size)
 
 
 def installed_documents(domain: Domain, name: str, seed: int, system: bool) -> Iterator[Document]:
@@ -434,13 +434,7 @@ def installed_documents(domain: Domain, name: str, seed: int, system: bool) -> I
             yield Document(text, f"{GENERATED}{language}/{seed}/{index}", language, "CC0-1.0", name)
 
 
-def installed_fingerprint(domain: Domain, system: bool) -> list[object]:
-    """Return the inputs of the documents of `domain`: the interpreter, the distributions, file names and sizes."""
-    files = sorted((file.name, file.size) for file in _files(domain, system))
-    return [list(sys.version_info[:3]), distributions(), files]
-
-
-@cache  # a run reads it in its preflight, its key and twice in its first step
+@cache
 def _files(domain: Domain, system: bool) -> list[InstalledFile]:
     """Return the files that `domain` reads, in the order of `spread`."""
     chosen: Callable[[InstalledFile], bool] = {

@@ -11,7 +11,6 @@ import importlib.util
 import io
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +22,7 @@ import numpy as np
 import orjson
 import pyarrow.parquet as pq
 
-from herd.llama3.data.demo.installed import installed_documents, installed_fingerprint, installed_state
+from herd.llama3.data.demo.installed import installed_documents, installed_state
 from herd.llama3.data.readers.code import LEFT_OUT
 from herd.llama3.data.readers.document import BatchBuilder, Document, DocumentBatch
 from herd.llama3.data.readers.fields import text_of, value_of
@@ -312,7 +311,7 @@ def fingerprint(recipe: Recipe) -> str:
         domain: [
             content_states(source_files(source), source.limit)
             if source.uri not in BUILT_IN
-            else installed_fingerprint(domain, source.system)
+            else installed_state(source.system)
             if source.uri == "installed"
             else importlib.metadata.version("duckdb")
             for source in sources
@@ -464,7 +463,7 @@ def _count(source: Source, domain: Domain, seed: int, fail: bool) -> _Amount:
 def _count_installed(source: Source, domain: Domain, seed: int, fail: bool) -> _Amount:
     """Return `_count` from the user's cache if neither the installed files nor the code that reads them changed."""
     code = b"\0".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
-    subject = [installed_state(), sys.version, domain, seed, SURVEYED, source.model_dump(mode="json")]
+    subject = [installed_state(source.system), domain, seed, SURVEYED, source.model_dump(mode="json")]
     key = hashlib.sha256(json.dumps(subject, sort_keys=True).encode() + code).hexdigest()
     cached = cache_folder() / "surveys" / f"{key[:32]}.json"
     with suppress(OSError, ValueError, TypeError):

@@ -7,7 +7,7 @@ import json as json_module
 import statistics
 import struct
 import textwrap
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,9 @@ from herd.llama3.data.demo.installed import (
     catalog_documents,
     catalog_language,
     description,
-    distributions,
     docstrings,
     installed_documents,
+    installed_state,
     licenses,
     manual_text,
     package_files,
@@ -219,5 +219,33 @@ def test_a_document_has_the_license_of_its_package() -> None:
     assert {"PSF-2.0"} not in [found[top] for top in found if known.get(top, "") != "PSF-2.0"]
 
 
-def test_distributions_are_named_with_their_versions() -> None:
-    assert any(name.startswith("pyarrow-") for name in distributions())
+def test_the_state_changes_with_any_file_that_may_be_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = {"stdlib": str(tmp_path / "lib"), **dict.fromkeys(("purelib", "platlib"), str(tmp_path / "site"))}
+    monkeypatch.setattr("sysconfig.get_paths", lambda: paths)
+    for folder in set(paths.values()):
+        (Path(folder) / "package" / "__pycache__").mkdir(parents=True)
+    changes = {
+        "a new file": ("site/package/a.py", "a = 1"),
+        "another size": ("site/package/a.py", "a = 12"),
+        "another package": ("site/package-2.0.dist-info/METADATA", "Name: package"),
+        "the library": ("lib/package/b.py", "b = 1"),
+        "nothing: a cache": ("site/package/__pycache__/a.pyc", "compiled"),
+        "nothing: a large file": ("site/package/c.py", "c" * 300_000),
+    }
+    try:
+        states = [state_now()]
+        for file, text in changes.values():
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).write_text(text)
+            states.append(state_now())
+    finally:
+        monkeypatch.undo()
+        state_now()
+    changed = [before != after for before, after in pairwise(states)]
+    assert dict(zip(changes, changed, strict=True)) == {name: not name.startswith("nothing") for name in changes}
+
+
+def state_now() -> str:
+    package_files.cache_clear()
+    installed_state.cache_clear()
+    return installed_state(system=False)

@@ -242,7 +242,7 @@ def test_what_is_installed_is_counted_once_until_it_changes(
     assert survey(recipe)[0].documents == 7
     kept.write_text("{torn")
     assert survey(recipe) == counted
-    monkeypatch.setattr("herd.llama3.data.readers.sources.installed_state", lambda: "one more package")
+    monkeypatch.setattr("herd.llama3.data.readers.sources.installed_state", lambda system: "one more package")
     assert survey(recipe) == counted
     assert len([*kept.parent.iterdir()]) == 2
 
