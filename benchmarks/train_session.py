@@ -139,6 +139,7 @@ class TrainSession:
         generator = torch.Generator().manual_seed(0)
         text = torch.randint(0, self.size.vocab_size, (sequences, length + 1), generator=generator)
         weights = build_model(config, self.size.vocab_size, 0, torch.float32, torch.device("cpu")).state_dict()
-        batch = {TOKENS: text[:, :-1].contiguous(), TARGETS: text[:, 1:].contiguous()}
+        # Copies: of one sequence both are contiguous, and would share memory.
+        batch = {TOKENS: text[:, :-1].clone(), TARGETS: text[:, 1:].clone()}
         save_file({**weights, **batch}, folder / "weights.safetensors")
         return folder / "weights.safetensors"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from benchmarks import train
 from benchmarks.measure import NotMeasured
 from benchmarks.rows import Row
-from benchmarks.train_session import TrainSession, TrainSettings
+from benchmarks.train_session import SIZES, TrainSession, TrainSettings
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,12 @@ def row(run: TrainSession, name: str) -> Row:
     assert made.value is not None
     assert made.value > 0
     return made
+
+
+def test_a_batch_of_one_sequence_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIZES, "tiny", replace(SIZES["tiny"], batch=(1, 16)))
+    run = TrainSession(TrainSettings(tmp_path, "tiny"))
+    assert run._weights(run.model("d384"), tmp_path / "made").is_file()
 
 
 @pytest.mark.slow
