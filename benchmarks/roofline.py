@@ -175,7 +175,7 @@ def loss_moved(tokens: int, dim: int, fused: bool) -> tuple[float, float]:
     targets_BS = torch.zeros(1, tokens, device="cuda", dtype=torch.int64)
 
     def step() -> None:
-        loss.token_nll(hidden_BSD, weight_VD, targets_BS).sum().backward()
+        loss.token_nll(hidden_BSD, weight_VD, targets_BS).sum().backward()  # type: ignore[no-untyped-call]
 
     def uncounted(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda logits_CV, *others: (
