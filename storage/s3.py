@@ -9,6 +9,7 @@ StoreTimeout.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -35,6 +36,14 @@ wrong address is told within seconds, and a store that restarts is waited for.""
 STREAMS, PART = 4, 100 << 20
 """Concurrent parts of one file transfer, and bytes of each in memory; a part is a paid request. A file of less than two
 parts is sent by one request."""
+RIGHTS = {
+    **dict.fromkeys(("ListObjects", "ListObjectsV2", "HeadBucket"), "ListBucket"),
+    **dict.fromkeys(("HeadObject", "GetObject"), "GetObject"),
+    **dict.fromkeys(("PutObject", "UploadPart", "CreateMultipartUpload", "CompleteMultipartUpload"), "PutObject"),
+    **dict.fromkeys(("DeleteObject", "DeleteObjects"), "DeleteObject"),
+    **{"ListMultipartUploads": "ListBucketMultipartUploads", "ListParts": "ListMultipartUploadParts"},
+}
+"""Operation -> the permission that it needs, after `s3:`; others are named as their operation."""
 BUSY = (429, 500, 502, 503, 504)
 """HTTP statuses worth a retry."""
 
@@ -165,6 +174,12 @@ class BoundedS3(S3FileSystem):  # type: ignore[misc]
                     "sets the limit"
                 ) from error
             raise OSError(f"{uri}: {type(error).__name__}: {error}") from error
+        except PermissionError as error:
+            if error.filename or not (operation := getattr(error.__cause__, "operation_name", "")):
+                raise
+            right = RIGHTS.get(operation, operation)
+            message = f"the store refuses {operation}; its key needs s3:{right} here"
+            raise PermissionError(errno.EACCES, message, uri) from error
         except OSError as error:  # an HTTP status, to which s3fs has given a number and no name
             if type(error) is not OSError or error.errno is None or uri in str(error):
                 raise

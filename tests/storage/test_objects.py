@@ -111,6 +111,28 @@ def test_one_lost_size_or_flipped_bit_of_an_answer_is_no_failure(proxy: FaultPro
         assert not create_bytes(f"{uri}/created", b"you")
 
 
+DENIED: dict[str, tuple[str, str, Callable[[str, Path], object]]] = {
+    "ListBucket": ("GET", "list-type", lambda uri, path: list_children(uri)),
+    "GetObject": ("GET|HEAD", "", lambda uri, path: get_bytes(f"{uri}/a")),
+    "PutObject": ("PUT", "", lambda uri, path: put_bytes(f"{uri}/b", b"b")),
+    "DeleteObject": ("DELETE|POST", "", lambda uri, path: remove_all(f"{uri}/a")),
+}
+
+
+@pytest.mark.parametrize("right", DENIED)
+def test_a_right_that_is_missing_is_named_with_its_object(
+    proxy: FaultProxy, uri: str, tmp_path: Path, right: str
+) -> None:
+    put_bytes(f"{uri}/a", b"a")
+    method, query, call = DENIED[right]
+    proxy.use(Rule("denied", method=method, query=query, times=None))
+    with pytest.raises(PermissionError, match=f"its key needs s3:{right} here") as caught:
+        call(uri, tmp_path)
+    proxy.use()
+    assert str(caught.value.filename).startswith(proxy.uri)
+    assert get_bytes(f"{uri}/a") == b"a"
+
+
 def test_a_size_that_stays_wrong_is_an_error(proxy: FaultProxy, uri: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"12345")
     (lost,) = proxy.use(Rule("size-0", "HEAD", times=None))
