@@ -70,7 +70,7 @@ def test_what_fits_has_no_fault(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_told_by_stage_with_a_change_that_helps(tmp_path: Path) -> None:
-    place = on(tmp_path, H8, processes=16, micro_batch=16, layout={"tp": 8})
+    place = on(tmp_path, H8, processes=16, micro_batch=32, layout={"tp": 8})
     faults = memory_faults(recipe(), place)
     assert len(faults) == 2
     for name, fault in zip(("main", "long"), faults, strict=True):
